@@ -1,0 +1,28 @@
+"""Tandem post-trains language models while they serve. `import tandem` is light; torch comes with the first call."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# The Python API: name -> where it lives. Filled in lazily so that `tandem --help` stays quick.
+_API = {
+    "train": "tandem.recipes",
+    "evaluate": "tandem.recipes",
+    "serve": "tandem.recipes",
+    "load_spec": "tandem.spec.load",
+    "Task": "tandem.types",
+    "Outcome": "tandem.types",
+    "Sampling": "tandem.types",
+    "Trajectory": "tandem.types",
+}
+
+__all__ = ["__version__", *_API]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _API:
+        return getattr(import_module(_API[name]), name)
+    raise AttributeError(f"module 'tandem' has no attribute '{name}'; it has {', '.join(__all__)}")

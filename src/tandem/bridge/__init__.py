@@ -1,0 +1,1 @@
+"""Weight modes: a folder each, both ends side by side."""

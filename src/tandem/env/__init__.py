@@ -1,0 +1,1 @@
+"""Environments: tasks, and how one is played and scored."""

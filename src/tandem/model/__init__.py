@@ -1,0 +1,1 @@
+"""Policies: the model as the trainer sees it."""

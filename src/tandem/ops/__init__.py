@@ -1,0 +1,1 @@
+"""Tensor helpers that models and engines share."""

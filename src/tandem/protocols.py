@@ -1,0 +1,122 @@
+"""The architecture on one page: what each part may expect of the others, and nothing else.
+
+The loop (`tandem.loop`) talks to these; `tandem.recipes.build` alone knows which class stands behind which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.types import (
+    Batch,
+    Completion,
+    Group,
+    Message,
+    Metrics,
+    MicroBatch,
+    Outcome,
+    Proof,
+    Sampling,
+    Task,
+    Ticket,
+    TokenLogprobs,
+    Totals,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Reply(Protocol):
+    """The assistant's turn as an environment sees it."""
+
+    @property
+    def text(self) -> str: ...                            # without thinking, without the stop string
+    @property
+    def truncated(self) -> bool: ...                      # ran into max_tokens
+
+
+class Chat(Protocol):
+    """One conversation with the policy, recorded token by token."""
+
+    def say(self, *messages: Message | str) -> None: ...  # a str is a user message; a tool's answer has role "tool"
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply: ...
+
+
+class Environment(Protocol):
+    """Tasks, and how one is played and scored. One line more: `demonstrate(task, rng) -> str` lets SFT warm up on it."""
+
+    def tasks(self, split: str) -> Sequence[Task]: ...
+    async def run(self, task: Task, chat: Chat) -> Outcome: ...
+
+
+OnToken = Callable[[int, float, int], None]               # id, logprob, version: called as each token is made
+
+
+class Engine(Protocol):
+    @property
+    def version(self) -> int: ...
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+    ) -> Completion: ...
+    async def attach(self, source: WeightSource) -> None: ...
+    async def load(self, version: int) -> Proof: ...      # every request admitted afterwards is sampled from `version`
+    async def sleep(self) -> None: ...                    # no decoding until load() or wake(): the trainer has the weights
+    async def wake(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class WeightSource(Protocol):                             # the engine's end of a bridge
+    def receive(self, version: int, rank: int = 0) -> Weights: ...
+
+
+class WeightBridge(Protocol):                             # the trainer's end
+    mode: str
+    def source(self, num_receivers: int = 1) -> WeightSource: ...
+    def send(self, weights: Weights) -> None: ...
+    def close(self) -> None: ...
+
+
+class RolloutStore(Protocol):
+    """Groups waiting to be trained on. A slot is held from `admit` to `release` (or `drop`): that is the staleness bound."""
+
+    async def admit(self) -> Ticket: ...                  # waits for a slot: a rollout may start
+    async def put(self, ticket: Ticket, group: Group) -> None: ...
+    async def drop(self, ticket: Ticket, reason: str) -> None: ...   # nothing to learn; the slot is free at once
+    async def take(self, count: int) -> list[Group]: ...  # oldest started first; Starved after too many drops in a row
+    async def release(self, count: int) -> None: ...      # the slots: only after the engine holds the new version
+    async def ack(self, groups: Sequence[Group]) -> None: ...        # durability: only after a checkpoint that contains them
+    def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
+
+
+class Policy(Protocol):
+    """The model as the trainer sees it."""
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> TokenLogprobs: ...
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor: ...
+    def trainable(self) -> Sequence[tuple[str, Tensor]]: ...
+    def weights(self, version: int) -> Weights: ...
+    def export(self, path: Path) -> None: ...             # Hugging Face format
+
+
+class Trainer(Protocol):
+    version: int                                          # optimizer steps taken: the only clock of the system
+    def step(self, batch: Batch) -> Metrics: ...
+    def export(self) -> Weights: ...
+    def save(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """Three functions."""
+
+    name: str
+    keep: Callable[[Group], bool]                         # False: nothing to learn from this group
+    credit: Callable[[Group], list[list[float]]]          # per trajectory, per trained token
+    loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, Metrics]]
+    needs_reference: bool = False

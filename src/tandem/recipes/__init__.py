@@ -1,0 +1,1 @@
+"""The composition root: what is built from a spec, and the recipes."""

@@ -1,0 +1,1 @@
+"""From tasks to groups: recorder, producers, store."""

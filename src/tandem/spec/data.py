@@ -1,0 +1,56 @@
+"""`[data]` or `[warmup.data]`: recorded conversations for supervised training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem.spec.base import Spec
+
+
+class Demonstrations(Spec):
+    """The environment's own demonstrations, on its training tasks only."""
+
+    kind: Literal["demonstrations"] = "demonstrations"
+
+
+class _Rows(Spec):
+    max_examples: int = Field(0, ge=0)
+    """Use only the first so many rows; 0 takes all."""
+    max_tokens: int = Field(0, ge=0)
+    """Rows with more tokens are dropped and counted; 0 allows what the model's context holds."""
+    allow_bad_rows: bool = False
+    """Go on without the rows that the validation report names, instead of stopping."""
+
+
+class FileData(_Rows):
+    """A JSONL or parquet file with `messages`, or `prompt` and `completion`."""
+
+    kind: Literal["file"] = "file"
+    path: str = Field(min_length=1)
+    """Ends in .jsonl or .parquet."""
+    eval_path: str = ""
+    """A file for the held-out loss; empty: `eval_share` of the rows is kept out."""
+    eval_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the rows kept out for the held-out loss, when `eval_path` is empty."""
+
+
+class DatasetData(_Rows):
+    """A data set by its `datasets` name or directory (needs the `data` extra)."""
+
+    kind: Literal["dataset"] = "dataset"
+    name: str = Field(min_length=1)
+    """What `datasets.load_dataset` takes."""
+    subset: str = ""
+    """The configuration's name, if the data set has several."""
+    split: str = "train"
+    """Split to train on."""
+    eval_split: str = ""
+    """Split for the held-out loss; empty: `eval_share` of the rows is kept out."""
+    eval_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the rows kept out for the held-out loss, when `eval_split` is empty."""
+
+
+DataSpec = Annotated[Demonstrations | FileData | DatasetData, Field(discriminator="kind")]
+RecordedData = Annotated[FileData | DatasetData, Field(discriminator="kind")]

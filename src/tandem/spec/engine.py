@@ -1,0 +1,27 @@
+"""`[engine]`: who samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tandem.spec.base import Spec
+
+
+class HfEngineSpec(Spec):
+    """The embedded engine: in this process, on the trainer's own module."""
+
+    kind: Literal["hf"] = "hf"
+    max_running: int = Field(256, ge=1, le=4096)
+    """Most sequences decoded together."""
+    max_context: int = Field(0, ge=0)
+    """Longest prompt plus completion; 0 takes what the model was made for."""
+    deadline_s: float = Field(300.0, gt=0)
+    """A request without an answer by then ends the run: the engine is silent."""
+    replicas: int = Field(1, ge=1, le=8)
+    """Several engines behind one pool. They share the module: for rehearsing a set-up, not for speed."""
+
+
+EngineSpec = HfEngineSpec
+"""A union with one member; the next engine makes it a discriminated one."""

@@ -1,0 +1,60 @@
+"""`[model]`: which weights, and how many of them are trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from tandem.spec.base import Spec
+
+
+class LoraSpec(Spec):
+    """`[model.lora]`: train low-rank adapters instead of every weight (peft)."""
+
+    rank: int = Field(16, ge=1, le=1024)
+    """Rank of the update."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Module names to adapt; all-linear takes every linear layer except the lm-head."""
+
+
+class _Model(Spec):
+    thinking: bool = False
+    """Renders the chat template with thinking on; thoughts are cut before an environment sees the answer."""
+    lora: LoraSpec | None = None
+    """Train adapters only. Left out: every weight is trained."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Which attention kernel of transformers to use."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more time."""
+
+
+class PresetModel(_Model):
+    """A model made from scratch, with a byte-level tokenizer and a chat template of its own."""
+
+    preset: Literal["tiny", "small", "medium"]
+    """tiny: 1M parameters; small: 10M; medium: 50M (Qwen3 architecture)."""
+
+
+class PathModel(_Model):
+    """Weights that exist: a directory in Hugging Face format, or a hub id."""
+
+    path: str = Field(min_length=1)
+    """Directory or hub id that AutoModelForCausalLM can load."""
+    revision: str = "main"
+    """Branch, tag or commit of a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the live weights. Plain bfloat16 training rounds small updates away: see docs/algorithms.md."""
+
+
+def _which_model(value: Any) -> str:
+    from_scratch = "preset" in value if isinstance(value, dict) else isinstance(value, PresetModel)
+    return "from-scratch" if from_scratch else "existing"
+
+
+ModelSpec = Annotated[
+    Annotated[PresetModel, Tag("from-scratch")] | Annotated[PathModel, Tag("existing")],
+    Discriminator(_which_model),
+]

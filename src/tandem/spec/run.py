@@ -1,0 +1,81 @@
+"""A whole run: `recipe = "rl"` or `recipe = "sft"` at the top of the file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
+from tandem.spec.base import Spec
+from tandem.spec.data import RecordedData
+from tandem.spec.engine import EngineSpec, HfEngineSpec
+from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.evaluation import EvalSpec, LossEvalSpec
+from tandem.spec.model import ModelSpec
+from tandem.spec.sync import SyncSpec
+from tandem.spec.train import RlStage, SftStage, WarmupStage
+
+
+class _Run(Spec):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """The run directory is runs/<name>-<time>."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Of everything: weights made from scratch, data order, tasks, sampling."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+    deterministic: bool = True
+    """The same spec and seed give the same bytes; what that costs is in docs/concepts.md."""
+    strict: bool = False
+    """An optimisation that was asked for and cannot be had ends the run, instead of being reported."""
+    model: ModelSpec
+
+
+class RlSpec(_Run):
+    """Reinforcement learning on an environment, with an optional supervised stage before it."""
+
+    recipe: Literal["rl"] = "rl"
+    environment: EnvironmentSpec
+    warmup: WarmupStage | None = None
+    train: RlStage
+    algorithm: AlgorithmSpec = DrGrpoSpec()
+    engine: EngineSpec = HfEngineSpec()
+    sync: SyncSpec = SyncSpec()
+    eval: EvalSpec = EvalSpec()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RlSpec:
+        if self.sync.every > self.train.max_lag + 1:
+            raise ValueError(
+                f"sync.every = {self.sync.every}: groups would wait longer than train.max_lag = {self.train.max_lag} "
+                f"allows; set sync.every <= {self.train.max_lag + 1}, or train.max_lag >= {self.sync.every - 1}"
+            )
+        for name, stage in (("train", self.train), ("warmup", self.warmup)):
+            if stage is not None and stage.schedule.warmup_steps >= stage.steps:
+                raise ValueError(_warmup_too_long(name, stage.schedule.warmup_steps, stage.steps))
+        return self
+
+
+class SftSpec(_Run):
+    """Supervised training on recorded conversations."""
+
+    recipe: Literal["sft"] = "sft"
+    data: RecordedData
+    train: SftStage
+    eval: LossEvalSpec = LossEvalSpec()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SftSpec:
+        if self.train.schedule.warmup_steps >= self.train.steps:
+            raise ValueError(_warmup_too_long("train", self.train.schedule.warmup_steps, self.train.steps))
+        return self
+
+
+def _warmup_too_long(stage: str, warmup_steps: int, steps: int) -> str:
+    return (
+        f"{stage}.schedule.warmup_steps = {warmup_steps}: the stage has {steps} steps in all; "
+        f"set it below {steps}, or raise {stage}.steps"
+    )
+
+
+RunSpec = Annotated[RlSpec | SftSpec, Field(discriminator="recipe")]

@@ -1,0 +1,61 @@
+"""`[train]` and `[warmup]`: the stages that take optimizer steps."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tandem.spec.base import Spec
+from tandem.spec.data import DataSpec, Demonstrations
+from tandem.spec.optim import AdamWSpec, ConstantSchedule, LinearSchedule, OptimizerSpec, ScheduleSpec
+
+
+class _Stage(Spec):
+    steps: int = Field(ge=1)
+    """Optimizer steps of this stage."""
+    lr: float = Field(gt=0, lt=1)
+    """Peak learning rate."""
+    schedule: ScheduleSpec = ConstantSchedule()
+    """How the learning rate moves over the stage."""
+    optimizer: OptimizerSpec = AdamWSpec()
+    """Which optimizer, with its settings."""
+    clip_norm: float = Field(1.0, gt=0)
+    """The gradient's global norm is cut to this."""
+    micro_tokens: int = Field(16384, ge=16)
+    """Most tokens in one forward and backward; a step's samples are packed into as many micro-batches as that takes."""
+
+
+class SftStage(_Stage):
+    """Supervised steps on recorded conversations."""
+
+    batch_size: int = Field(32, ge=1)
+    """Conversations per optimizer step."""
+
+
+class WarmupStage(SftStage):
+    """`[warmup]`: supervised steps before RL, in the same run and counted in the same version."""
+
+    data: DataSpec = Demonstrations()
+    """What to imitate."""
+    schedule: ScheduleSpec = LinearSchedule()
+    """How the learning rate moves over the stage."""
+
+
+class RlStage(_Stage):
+    """`[train]` of an RL spec."""
+
+    groups_per_step: int = Field(ge=1)
+    """Tasks per optimizer step."""
+    group_size: int = Field(ge=2)
+    """Samples of each task, compared with each other."""
+    max_lag: int = Field(0, ge=0, le=64)
+    """No token trained on is older than this many versions; 0 is on-policy."""
+    max_tokens: int = Field(256, ge=1)
+    """Most tokens in one assistant turn."""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Of the rollouts; the trainer's logprobs use the same."""
+    max_dropped: int = Field(256, ge=1)
+    """So many groups in a row with nothing to learn from end the run."""
+    group_timeout_s: float = Field(600.0, gt=0)
+    """The longest that the trainer waits for its next groups."""
+    max_logprob_gap: float = Field(0.02, gt=0)
+    """Largest mean difference between engine and trainer about tokens of the current version; more ends the run."""

@@ -1,0 +1,1 @@
+"""Chat to token ids, exactly once."""

@@ -1,0 +1,1 @@
+"""From groups to versions: packing, the trainer."""
