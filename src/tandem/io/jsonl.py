@@ -1,0 +1,85 @@
+"""JSON Lines: one object a line, flushed as it is written, readable while another process still appends."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias, cast
+
+from tandem.errors import RunError
+
+Row: TypeAlias = dict[str, Any]
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """Every whole row; no file is no rows. A last line without its end is a write cut short, and is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
+    return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
+    with JsonlWriter(path) as writer:
+        writer.write(row)
+
+
+class JsonlWriter:
+    """Appends to a file that it keeps open. A torn last line of an earlier process is cut off first."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(to_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonlWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def to_line(row: Mapping[str, Any]) -> str:
+    """NaN and infinity have no JSON: they become null, which readers treat as a gap."""
+    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RunError(f"{where} is not JSON: {error}; the file was damaged after it was written") from error
+    if not isinstance(row, dict):
+        raise RunError(f"{where} is not a JSON object, but every line must be one")
+    return cast("Row", row)
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):  # appending to it would weld two rows into one broken line
+            file.truncate(content.rfind(b"\n") + 1)
