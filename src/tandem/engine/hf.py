@@ -1,0 +1,345 @@
+"""The embedded engine: continuous batching on the trainer's own module, in this process.
+
+consumes: prompts                waits for: a free row, and for the weights while it sleeps
+produces: completions            one iteration at a time: admit and prefill, or decode every live row by one token
+
+Weights change only between two iterations. Requests that are under way when a new version comes go on under it, with
+their keys and values computed anew: every token's logprob is exact for the version that its span names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.sample import Settings, draw
+from tandem.engine.slots import SlotCache
+from tandem.errors import EngineError, SyncError
+from tandem.ops import masks
+from tandem.ops.head import Head
+from tandem.protocols import OnToken, WeightSource
+from tandem.types import Completion, FinishReason, Proof, Sampling, Span
+
+_log = logging.getLogger(__name__)
+
+_PREFILL_TOKENS = 16384  # most positions in one prefill, padding included: bounds its activations
+_PATIENCE = 4  # iterations that a request waits for others to share its prefill with
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    prompt: list[int]
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    answer: asyncio.Future[Completion]
+    on_token: OnToken | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+    """[version, tokens], oldest first."""
+
+    @property
+    def final_length(self) -> int:
+        return len(self.prompt) + self.sampling.max_tokens
+
+    def add(self, token_id: int, logprob: float, version: int) -> None:
+        self.ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += 1
+        else:
+            self.spans.append([version, 1])
+        if self.on_token is not None:
+            self.on_token(token_id, logprob, version)
+
+    def finish(self, reason: FinishReason) -> None:
+        if not self.answer.done():
+            spans = [Span(version, count) for version, count in self.spans]
+            self.answer.set_result(Completion(self.ids, self.logprobs, spans, reason))
+
+
+class EmbeddedEngine:
+    """`inline` runs the model on the event loop's own thread: the order of everything is then the same in every run."""
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        num_ids: int,
+        end_ids: frozenset[int],
+        decode: Callable[[list[int]], str],
+        max_running: int = 256,
+        max_context: int = 0,
+        kv_gib: float = 4.0,
+        inline: bool = True,
+    ) -> None:
+        masks.check_attention(module.config)
+        self.version = -1
+        self.boot_id = uuid.uuid4().hex
+        config = module.config.get_text_config()
+        self.max_context: int = max_context or config.max_position_embeddings
+        self._module, self._head, self._config = module, Head(module, num_ids), module.config
+        self._head.check(module)
+        self._end_ids, self._decode, self._inline = end_ids, decode, inline
+        self._device = next(module.parameters()).device
+        self._max_running = max_running
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        position_bytes = 2 * config.num_hidden_layers * heads * head_dim * next(module.parameters()).element_size()
+        self._kv_positions = int(kv_gib * 2**30 / position_bytes)
+        self._cache = SlotCache(config.num_hidden_layers)
+        self._settings = Settings.empty(max_running, self._device)
+        self._last_S, self._position_S, self._drawn_S = torch.zeros(3, max_running, dtype=torch.long, device=self._device)
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Request] = []
+        self._waited = 0
+        self._source: WeightSource | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._work, self._awake, self._iterating = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._awake.set()
+
+    # --- the protocol
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+    ) -> Completion:
+        self._refuse_what_does_not_fit(prompt_ids, sampling)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._run(), name="engine")
+        if self._pump.done():
+            raise EngineError("engine: it has stopped; the first error that it raised says why")
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        stop_ids = self._end_ids.union(sampling.stop_ids)
+        self._waiting.append(_Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
+        self._work.set()
+        return await answer  # cancelled: the row is freed before the next iteration
+
+    async def attach(self, source: WeightSource) -> None:
+        self._source = source
+
+    async def load(self, version: int) -> Proof:
+        started = time.perf_counter()
+        if self._source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        await self.sleep()
+        weights = self._source.receive(version)
+        num_tensors = self._check_identity(dict(weights.tensors()))
+        # Keys and values of the old weights are worthless: whatever runs is prefilled again.
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self.version = weights.version
+        await self.wake()
+        return Proof(self.version, "inproc", "identity", num_tensors, 0, time.perf_counter() - started, (self.boot_id,))
+
+    async def sleep(self) -> None:
+        self._awake.clear()
+        async with self._iterating:  # an iteration under way reads the weights
+            pass
+
+    async def wake(self) -> None:
+        self._awake.set()
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        self._fail_all(EngineError("engine: closed"))
+
+    # --- the pump
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._work.wait()
+                await self._let_requests_gather()
+                await self._awake.wait()
+                async with self._iterating:
+                    if not self._awake.is_set():
+                        continue
+                    self._forget_cancelled()
+                    wave = self._next_wave()
+                    if self._inline:
+                        drawn = self._forward(wave)
+                    else:
+                        drawn = await asyncio.to_thread(self._forward, wave)
+                    self._deliver(*drawn)
+                if not self._waiting and not self._running:
+                    self._work.clear()
+        except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who wait for an answer
+            _log.exception("the engine stopped")
+            self._fail_all(EngineError(f"engine: stopped by {type(error).__name__}: {error}"))
+
+    async def _let_requests_gather(self) -> None:
+        """Requests that were started together come in over a few turns of the event loop; take them in one wave."""
+        for _ in range(8):
+            before = len(self._waiting)
+            await asyncio.sleep(0)
+            if len(self._waiting) == before:
+                return
+
+    def _next_wave(self) -> list[_Request]:
+        """Who is prefilled now. Nobody, while it pays to wait for more rows to end."""
+        self._waited = self._waited + 1 if self._waiting else 0
+        free = self._max_running - len(self._running)
+        wanted = min(len(self._waiting), max(1, self._max_running // 8))
+        if not self._waiting or (self._running and free < wanted and self._waited < _PATIENCE):
+            return []
+        wave: list[_Request] = []
+        final = max((request.final_length for request in self._running), default=0)
+        longest, prompts = 0, set[tuple[int, ...]]()
+        while self._waiting and len(wave) < free:
+            request = self._waiting[0]
+            so_far = (*request.prompt, *request.ids)
+            final = max(final, request.final_length)
+            longest = max(longest, len(so_far))
+            fits = final * (len(self._running) + len(wave) + 1) <= self._kv_positions
+            if (self._running or wave) and not fits:
+                break
+            if wave and longest * len(prompts | {so_far}) > _PREFILL_TOKENS:
+                break
+            prompts.add(so_far)
+            wave.append(self._waiting.popleft())
+        self._waited = 0 if wave else self._waited
+        return wave
+
+    @torch.inference_mode()
+    def _forward(self, wave: list[_Request]) -> tuple[int, list[int], list[float]]:
+        """The first row drawn for, and an id and a logprob for it and for every row after it."""
+        if wave:
+            first, logits_SV = len(self._running), self._prefill(wave)
+            self._running.extend(wave)
+            self._cache.num_rows = len(self._running)
+        else:
+            first, logits_SV = 0, self._decode_step()
+        rows = slice(first, len(self._running))
+        ids_S, logprobs_S = draw(logits_SV, self._settings.rows(rows.start, rows.stop), self._drawn_S[rows])
+        self._last_S[rows] = ids_S
+        self._drawn_S[rows] += 1
+        return first, ids_S.tolist(), logprobs_S.tolist()
+
+    def _prefill(self, wave: list[_Request]) -> Tensor:
+        """Logits after each request's prompt. Equal prompts go through the model once."""
+        first, last = len(self._running), len(self._running) + len(wave)
+        prompts: dict[tuple[int, ...], int] = {}
+        copies = [prompts.setdefault((*request.prompt, *request.ids), len(prompts)) for request in wave]
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        ids_PT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=self._device)
+        copies_S = torch.tensor(copies, device=self._device)
+        lengths_P = torch.tensor(lengths, device=self._device)
+        self._cache.num_rows = first
+        self._cache.reserve(last, width + 1)
+        self._cache.copies, self._cache.view = copies_S, width
+        positions_T = torch.arange(width, device=self._device)
+        # Padding stands on the right: no real token sees it, and its cache positions are overwritten before they are read.
+        causal = (positions_T[:, None] >= positions_T)[None, None]
+        plain = self._config._attn_implementation == "sdpa" and not getattr(self._config.get_text_config(), "sliding_window", None)
+        mask = None if plain else masks.for_model(self._config, causal, positions_T[:, None], positions_T)
+        hidden_PTH = self._head.hidden(ids_PT, positions_T[None].expand_as(ids_PT), mask, self._cache)
+        logits_PV = self._head.logits(hidden_PTH[torch.arange(len(lengths), device=self._device), lengths_P - 1])
+        rows = slice(first, last)
+        self._position_S[rows] = lengths_P[copies_S]
+        self._drawn_S[rows] = torch.tensor([len(request.ids) for request in wave], device=self._device)
+        values = zip(*((s.temperature, s.top_p, s.top_k, s.seed) for s in (request.sampling for request in wave)), strict=True)
+        for tensor, column in zip(self._settings.tensors(), values, strict=True):
+            tensor[rows] = torch.tensor(column, dtype=tensor.dtype, device=self._device)
+        return logits_PV[copies_S]
+
+    def _decode_step(self) -> Tensor:
+        rows = len(self._running)
+        positions_S = self._position_S[:rows]
+        longest = max(len(request.prompt) + len(request.ids) for request in self._running)
+        self._cache.reserve(rows, longest)
+        self._cache.num_rows, self._cache.copies, self._cache.positions = rows, None, positions_S
+        self._cache.view = min(-(-longest // 16) * 16, self._cache.length_held)
+        key_T = torch.arange(self._cache.view, device=self._device)
+        query_S111 = positions_S[:, None, None, None]
+        mask = masks.for_model(self._config, key_T <= query_S111, query_S111, key_T)
+        hidden_S1H = self._head.hidden(self._last_S[:rows, None], positions_S[:, None], mask, self._cache)
+        positions_S += 1
+        return self._head.logits(hidden_S1H[:, 0])
+
+    def _deliver(self, first: int, ids: list[int], logprobs: list[float]) -> None:
+        ended: list[int] = []
+        for offset, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            request = self._running[first + offset]
+            if logprob != logprob or logprob == float("-inf"):
+                raise EngineError(f"the model's logits are not finite (version {self.version})")
+            request.add(token_id, logprob, self.version)
+            if reason := self._finished(request, token_id):
+                request.finish(reason)
+                ended.append(first + offset)
+        self._close_gaps(ended)
+
+    def _finished(self, request: _Request, token_id: int) -> FinishReason | None:
+        if token_id in request.stop_ids:
+            return "stop"
+        if stop := request.sampling.stop:
+            # A character is at most four tokens of a byte-level tokenizer; more of the tail cannot matter.
+            tail = self._decode(request.ids[-4 * max(map(len, stop)) - 4 :])
+            if any(word in tail for word in stop):
+                return "stop"
+        return "length" if len(request.ids) >= request.sampling.max_tokens else None
+
+    # --- rows
+
+    def _forget_cancelled(self) -> None:
+        self._close_gaps([row for row, request in enumerate(self._running) if request.answer.done()])
+        if any(request.answer.done() for request in self._waiting):
+            self._waiting = deque(request for request in self._waiting if not request.answer.done())
+
+    @torch.inference_mode()
+    def _close_gaps(self, ended: list[int]) -> None:
+        """Move the last live rows into the rows that ended, so that live rows stay first."""
+        if not ended:
+            return
+        gone = set(ended)
+        left = len(self._running) - len(ended)
+        targets = [row for row in ended if row < left]
+        sources = [row for row in range(left, len(self._running)) if row not in gone]
+        for source, target in zip(sources, targets, strict=True):
+            self._running[target] = self._running[source]
+        del self._running[left:]
+        if sources:
+            for tensor in (*self._settings.tensors(), self._last_S, self._position_S, self._drawn_S):
+                tensor[targets] = tensor[sources]
+            self._cache.move(sources, targets)
+        self._cache.num_rows = left
+
+    def _fail_all(self, error: EngineError) -> None:
+        for request in (*self._running, *self._waiting):
+            if not request.answer.done():
+                request.answer.set_exception(error)
+        self._running, self._waiting = [], deque()
+
+    # --- refusals
+
+    def _refuse_what_does_not_fit(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        if not prompt_ids:
+            raise EngineError("engine: an empty prompt; the first token needs something to follow")
+        length = len(prompt_ids) + sampling.max_tokens
+        if length > min(self.max_context, self._kv_positions):
+            raise EngineError(
+                f"engine: {len(prompt_ids)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the context of "
+                f"{min(self.max_context, self._kv_positions)}; ask for fewer, or raise engine.max_context or engine.kv_gib"
+            )
+
+    def _check_identity(self, theirs: dict[str, Tensor]) -> int:
+        """Every tensor that this engine serves must be the trainer's own memory, under the same name."""
+        ours = dict(self._module.named_parameters())
+        if missing := sorted(ours.keys() ^ theirs.keys()):
+            raise SyncError(f"inproc: {len(missing)} tensors are on one side only: {', '.join(missing[:3])}")
+        for name, tensor in ours.items():
+            other = theirs[name]
+            if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (other.data_ptr(), other.shape, other.stride()):
+                raise SyncError(f"inproc: '{name}' is not the trainer's memory; the engine would serve old weights")
+        return len(ours)

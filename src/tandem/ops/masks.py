@@ -1,0 +1,45 @@
+"""Which architectures we can batch, and the attention masks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SpecError
+
+
+def check_attention(config: Any) -> None:
+    """Only attention that a mask describes: a state-space or linear layer would carry one sequence into the next."""
+    config = config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = kinds - {"full_attention", "sliding_attention"}
+    if unknown or getattr(config, "num_kv_shared_layers", 0):
+        raise SpecError(
+            f"model: {config.model_type} has layers of kind {', '.join(sorted(unknown)) or 'shared key-value'}, which cannot be "
+            "packed or batched by slots; use a model with full or sliding attention"
+        )
+
+
+def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) -> Any:
+    """What the model's forward takes as attention_mask: one mask, or one per kind of layer.
+
+    `allowed` is boolean and broadcasts to [B, 1, queries, keys]; positions broadcast to the same shape.
+    """
+    config = config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    if window is None or kinds == {"full_attention"}:
+        return _typed(config, allowed)
+    sliding = allowed & (query_pos - key_pos < window)
+    if not kinds:
+        return _typed(config, sliding)  # a sliding window in every layer, and a model that takes one mask
+    return {"full_attention": _typed(config, allowed), "sliding_attention": _typed(config, sliding)}
+
+
+def _typed(config: Any, allowed: Tensor) -> Tensor:
+    if config._attn_implementation != "eager":
+        return allowed
+    dtype = config.dtype or torch.float32
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -1,0 +1,120 @@
+"""Chat to token ids, exactly once.
+
+A conversation is never rendered a second time: it is the opening prompt, the ids that were sampled, and the template's
+glue between turns. Rendering history again would change tokens that the policy has already been trained or sampled on
+(templates cut old thoughts, tokenizers merge across seams).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from tandem.errors import TemplateError
+from tandem.types import Message
+
+_SENTINEL = "Q7sentinelQ7"
+_THINK, _END_THINK = "<think>", "</think>"
+
+
+class Renderer:
+    def __init__(self, tokenizer: Any, *, thinking: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.thinking = thinking
+        closing = self.encode(self._after_assistant([], opens_next=False))
+        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        if not closing or closing[0] not in special:
+            raise TemplateError(
+                "model: its chat template does not close an assistant turn with a special token, so the end of a turn "
+                "cannot be sampled; use a template that writes the end-of-turn token after the assistant's content"
+            )
+        self.end_id: int = closing[0]
+        """What the template writes after the assistant's last word."""
+        self.end_ids: frozenset[int] = frozenset({self.end_id, tokenizer.eos_token_id} - {None})
+        self._opens_thought = self._render([{"role": "user", "content": "."}], True).rstrip().endswith(_THINK)
+
+    # --- text to ids
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The opening of a conversation, up to where the assistant speaks."""
+        return self.encode(self._render(messages, True))
+
+    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        """What stands between a sampled turn that ended with `last_id` and the next one: new messages and markers."""
+        ids = self.encode(self._after_assistant(messages, opens_next=True))
+        # The sampled end of turn is already there; a turn cut by its length or a stop string has none yet.
+        return ids[1:] if ids and ids[0] == last_id else ids
+
+    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """A recorded conversation as ids, with True on what the assistant says (its end of turn included)."""
+        ids: list[int] = []
+        trained: list[bool] = []
+        pending: list[Message] = []
+        for message in messages:
+            if message["role"] != "assistant":
+                pending.append(message)
+                continue
+            context = self.glue(pending, ids[-1]) if ids else self.prompt(pending)
+            spoken = [*self.encode(self._spoken(message)), self.end_id]
+            ids += context + spoken
+            trained += [False] * len(context) + [True] * len(spoken)
+            pending = []
+        return ids, trained
+
+    # --- ids to text
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+        """A sampled turn as others see it: no end of turn, no stop string, no thoughts."""
+        body = list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
+        text = cut_at_stop(self.decode(body), stop)
+        if self._opens_thought or text.lstrip().startswith(_THINK):
+            _, closed, text = text.partition(_END_THINK)
+            return text.lstrip() if closed else ""
+        return text
+
+    # --- the template
+
+    def _spoken(self, message: Message) -> str:
+        """The assistant's turn as the template writes it after its generation prompt, without the end of turn."""
+        if not message.get("tool_calls"):
+            return message["content"]
+        opening = self._render([{"role": "user", "content": "."}], True)
+        whole = self._render([{"role": "user", "content": "."}, message], False)
+        end = self.decode([self.end_id], skip_special=False)
+        body, found, _ = whole.removeprefix(opening).rpartition(end)
+        if not whole.startswith(opening) or not found:
+            raise TemplateError("model: its chat template writes tool calls in a place that cannot be told from the prompt")
+        return body
+
+    def _after_assistant(self, messages: Sequence[Message], *, opens_next: bool) -> str:
+        history: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
+        text = self._render([*history, *messages], opens_next)
+        _, found, after = text.rpartition(_SENTINEL)
+        if not found:
+            raise TemplateError("model: its chat template drops earlier assistant turns, so turns cannot be joined")
+        return after
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=self.thinking
+            )
+        except Exception as error:  # noqa: BLE001 - a template is foreign code; whatever it raises is the template's refusal
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(f"model: its chat template refuses the roles {roles}: {error}") from error
+
+    @lru_cache(maxsize=None)  # noqa: B019 - as long-lived as the renderer, bounded by the vocabulary
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.convert_ids_to_tokens(token_id)
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    return text[: min((found for word in stop if (found := text.find(word)) >= 0), default=len(text))]

@@ -1,0 +1,54 @@
+"""Tokenizers: the one that comes with a model, or a byte-level one made from scratch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.errors import SpecError
+
+END, PAD = "<|end|>", "<|pad|>"
+ROLES = ("system", "user", "assistant", "tool")
+
+# One special token opens a turn and one closes it: short prompts, and seams that no merge can cross.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|' + message.role + '|>' -}}
+{%- if message.content -%}{{- message.content -}}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + (call.function | default(call)) | tojson + '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>' -}}{%- if enable_thinking -%}{{- '<think>' -}}{%- endif -%}
+{%- endif -%}
+"""
+
+
+def byte_tokenizer() -> Any:
+    """256 bytes and a few special tokens: any text, no training, ids that survive a round trip."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, PAD, *(f"<|{role}|>" for role in ROLES)])
+    tokenizer.add_tokens([AddedToken(word, special=False) for word in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+
+
+def load_tokenizer(path: str, revision: str = "main") -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"model.path = '{path}': no tokenizer can be loaded from it: {error}") from error
+    if tokenizer.chat_template is None:
+        raise SpecError(
+            f"model.path = '{path}': its tokenizer has no chat template; put a chat_template.jinja beside the weights, "
+            "or use the instruction-tuned variant of the model"
+        )
+    return tokenizer
