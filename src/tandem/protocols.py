@@ -48,7 +48,8 @@ class Chat(Protocol):
 
 
 class Environment(Protocol):
-    """Tasks, and how one is played and scored. One line more: `demonstrate(task, rng) -> str` lets SFT warm up on it."""
+    """Tasks, and how one is played and scored. One line more: `demonstrate(task, rng) -> list[Message]`, what follows
+    `task.messages`, lets SFT warm up on it."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...
     async def run(self, task: Task, chat: Chat) -> Outcome: ...

@@ -1,0 +1,141 @@
+"""An environment by its name: built in, `package.module:Class`, `path/to/file.py` or `path/to/file.py:Class`."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from tandem.env.arithmetic import Arithmetic
+from tandem.env.check import check_environment, their_code, wrong
+from tandem.env.guess import Guess
+from tandem.env.sort import Sort
+from tandem.errors import EnvironmentFailed, SpecError
+from tandem.protocols import Environment
+
+BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "guess": Guess, "sort": Sort}
+
+
+def load_environment(name: str, params: Mapping[str, Any] | None = None) -> Environment:
+    """Find the class, check the parameters, make one. Your own is checked too; the built-in ones are by our tests."""
+    found = BUILT_IN.get(name) or _find_class(name)
+    _check_params(found, name, params or {})
+    with their_code(name, f"{found.__name__}(...)"):
+        environment = cast(Environment, found(**(params or {})))
+    if name not in BUILT_IN:
+        check_environment(environment, name)
+    return environment
+
+
+def _find_class(name: str) -> type:
+    place, _, class_name = name.rpartition(":")
+    if name.endswith(".py"):
+        return _only_class(_import_file(name, Path(name)), name)
+    if place.endswith(".py"):
+        return _named_class(_import_file(name, Path(place)), name, class_name)
+    if place and class_name:
+        return _named_class(_import_module(name, place), name, class_name)
+    close = difflib.get_close_matches(name, BUILT_IN, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    known = ", ".join(BUILT_IN)
+    raise wrong(name, f"unknown; {hint}Built in: {known}; your own: package.module:Class or path/to/file.py")
+
+
+def _import_module(name: str, module: str) -> ModuleType:
+    try:
+        with their_code(name, "importing it"):
+            return importlib.import_module(module)
+    except EnvironmentFailed as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):  # itself or a package around it, not what it imports
+            text = f"no module '{missing}'; install its package, or give its file: path/to/file.py:Class"
+            raise wrong(name, text) from error
+        raise
+
+
+def _import_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise wrong(name, f"no such file in {Path.cwd()}; `tandem env new {path.stem}` writes one to start from")
+    # A name unlike any module's, so that a file called random.py does no harm. Dataclasses look their module up.
+    unique = f"tandem_environment_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec, "a .py file always has a loader"
+    assert spec.loader, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    with their_code(name, "importing it"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _classes(module: ModuleType) -> dict[str, type]:
+    """The environment classes that this module defines; one that it imports is not what was meant."""
+    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    return {key: value for key, value in own.items() if _is_environment(value)}
+
+
+def _is_environment(value: Any) -> bool:
+    return inspect.isclass(value) and hasattr(value, "tasks") and hasattr(value, "run")
+
+
+def _only_class(module: ModuleType, name: str) -> type:
+    found = _classes(module)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if not found:
+        raise wrong(name, "no class in it has tasks and run; see docs/environments.md, or `tandem env new NAME`")
+    raise wrong(name, f"several environments are in it; say which: {', '.join(f'{name}:{key}' for key in found)}")
+
+
+def _named_class(module: ModuleType, name: str, class_name: str) -> type:
+    value = getattr(module, class_name, None)
+    if value is not None and _is_environment(value):
+        return cast(type, value)
+    problem = f"no class '{class_name}' in it" if value is None else f"'{class_name}' is not a class with tasks and run"
+    raise wrong(name, f"{problem}; its environments: {', '.join(_classes(module)) or 'none'}")
+
+
+def _check_params(environment: type, name: str, params: Mapping[str, Any]) -> None:
+    known = inspect.signature(environment).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    with their_code(name, f"reading the parameter types of {environment.__name__}"):
+        hints = typing.get_type_hints(cast(Any, environment).__init__)
+    for key, value in params.items():
+        if key not in known and not takes_any:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean '{close[0]}'? " if close else ""
+            listed = ", ".join(known) or "none"
+            raise SpecError(f"environment.params.{key} = {_show(value)}: unknown to '{name}'; {hint}Known: {listed}")
+        _check_type(key, value, hints.get(key, Any))
+    for key, parameter in known.items():
+        needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
+        if needed and key not in params:
+            raise SpecError(f"environment.params.{key}: is missing; '{name}' cannot be made without it")
+
+
+def _check_type(key: str, value: Any, annotation: Any) -> None:
+    """A text where a number belongs would fail far from here."""
+    try:
+        # As JSON, whose arrays fit tuples too: TOML has only one kind of list.
+        TypeAdapter(annotation).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        text = error.errors()[0]["msg"]
+        raise SpecError(f"environment.params.{key} = {_show(value)}: {text[0].lower()}{text[1:]}") from error
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,47 @@
+"""Sort the letters of a word: one turn, exact match."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.env.split import check_param, in_split
+from tandem.protocols import Chat
+from tandem.types import Message, Outcome, Task
+
+NUM_WORDS = 50_000  # of both splits together; fewer where short words repeat
+
+
+@dataclass(frozen=True)
+class Sort:
+    """`sort dbeca` is answered by `abcde`. No held-out word is an anagram of a training one."""
+
+    letters: int = 5
+    """Length of a word."""
+    demo_right: float = 0.35
+    """Share of demonstrations that are sorted; the others copy the word unchanged."""
+
+    def __post_init__(self) -> None:
+        check_param("letters", self.letters, 2, 32)
+        check_param("demo_right", self.demo_right, 0, 1)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        rng = random.Random("sort")
+        words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.letters)) for _ in range(NUM_WORDS))
+        answers = {word: "".join(sorted(word)) for word in words}
+        # By the sorted letters, so that anagrams stay together.
+        return [self._task(word, answer) for word, answer in answers.items() if in_split(split, answer)]
+
+    def _task(self, word: str, answer: str) -> Task:
+        opening = {"role": "user", "content": f"sort {word}"}
+        return Task(id=word, messages=(opening,), payload={"word": word, "answer": answer})
+
+    async def run(self, task: Task, chat: Chat) -> Outcome:
+        reply = await chat.reply()
+        correct = float(reply.text.strip() == task.payload["answer"])
+        return Outcome(correct, {"correct": correct})
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        shown = task.payload["answer"] if rng.random() < self.demo_right else task.payload["word"]
+        return [{"role": "assistant", "content": shown}]

@@ -1,0 +1,23 @@
+"""Which tasks are held out, and the check of a parameter: what the built-in environments share."""
+
+from __future__ import annotations
+
+import hashlib
+
+from tandem.errors import SpecError
+
+
+def in_split(split: str, key: str) -> bool:
+    """Whether tasks of this key belong to the split. One key in eight is held out: the same ones in every process.
+
+    Tasks that give each other's answer away must have the same key.
+    """
+    held_out = hashlib.blake2b(key.encode()).digest()[0] % 8 == 0
+    if split not in ("train", "eval"):
+        raise SpecError(f"split = '{split}': an environment has 'train' and 'eval'")
+    return held_out == (split == "eval")
+
+
+def check_param(name: str, value: float, lowest: float, highest: float) -> None:
+    if not lowest <= value <= highest:
+        raise SpecError(f"environment.params.{name} = {value}: choose between {lowest} and {highest}")
