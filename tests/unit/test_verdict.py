@@ -55,7 +55,7 @@ def test_five_changed_tasks_are_too_few_for_95_percent_and_six_are_enough(change
 
 def test_the_95_percent_interval_covers_the_true_difference_about_95_percent_of_the_time():
     # Binomial with n = 1000, p = 0.95: mean 950, standard deviation 6.9; the percentile bootstrap itself is about 1 %
-    # short at 60 tasks. 925 and 970 lie 2.9 deviations out and more, and an interval of 90 % (900) or 98 % (980) is caught.
+    # short at 60 tasks. 925 and 970 lie 2.9 deviations out and more; an interval of 90 % or of 98 % is caught.
     rng = np.random.default_rng(7)
     covered = 0
     for trial in range(1000):

@@ -1,0 +1,194 @@
+"""The curves of a run as a picture. matplotlib is imported when one is drawn, and its global state is left alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.io.atomic import write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+Eval = tuple[int, float]
+"""A step and the held-out accuracy (or loss) measured after it."""
+
+SUPERVISED = ("warmup", "sft")
+_STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "rl": "RL"}
+
+
+@dataclass(frozen=True)
+class _Theme:
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    shade: str
+    main: str
+    accent: str
+    side: str
+
+
+_LIGHT = _Theme("#ffffff", "#1d2329", "#69727c", "#e9ecef", "#f3f5f8", "#2563eb", "#d9480f", "#0d7a6f")
+_DARK = _Theme("#15191f", "#e3e7ec", "#939daa", "#282f38", "#1c222a", "#6ea0ff", "#ff9a5c", "#4fd1c0")
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    key: str
+    stages: tuple[str, ...]
+    """Rows of other stages are left out: the loss of SFT and that of RL are different quantities."""
+    whole: bool = False
+    """Counted in whole numbers, drawn as steps from 0."""
+
+
+_ANY = ("warmup", "sft", "rl")
+_SMALL_PANELS = (
+    _Panel("Loss · warm-up", "loss/total", ("warmup",)),
+    _Panel("Loss · RL", "loss/total", ("rl",)),
+    _Panel("Entropy (nats)", "policy/entropy", ("rl",)),
+    _Panel("Lag (versions)", "lag/max", ("rl",), whole=True),
+    _Panel("Logprob gap", "sync/logprob_gap", ("rl",)),
+    _Panel("Gradient norm", "grad/norm", _ANY),
+    _Panel("Learning rate", "lr", _ANY),
+)
+
+
+def draw_curves(rows: Sequence[Row], path: Path, title: str = "", *, evals: Sequence[Eval] = ()) -> None:
+    write_bytes(path, curves_png(rows, title, evals=evals))
+
+
+def curves_png(rows: Sequence[Row], title: str = "", *, evals: Sequence[Eval] = (), dark: bool = False) -> bytes:
+    """Reward (of supervised training: loss) with the evaluations on it; below, what explains it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    theme = _DARK if dark else _LIGHT
+    figure = Figure(figsize=(10.5, 6.0), dpi=144, facecolor=theme.background, layout="constrained")
+    FigureCanvasAgg(figure)
+    _fill(figure, rows, title, evals, theme)
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", facecolor=theme.background, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def rolling_mean(values: Sequence[float], window: int) -> list[float]:
+    """Over the last `window` values, gaps left out; the first values average what there is."""
+    means: list[float] = []
+    for end in range(1, len(values) + 1):
+        finite = [value for value in values[max(0, end - window) : end] if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    return means
+
+
+def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval], theme: _Theme) -> None:
+    has_reward = any("reward/mean" in row for row in rows)
+    top = _Panel("Reward", "reward/mean", ("rl",)) if has_reward else _Panel("Loss", "loss/total", _ANY)
+    small = [panel for panel in _SMALL_PANELS if _series(rows, panel)[0] and (has_reward or panel.key != top.key)][:4]
+    figure.get_layout_engine().set(w_pad=0.09, h_pad=0.07, hspace=0.05, wspace=0.02)  # type: ignore[union-attr]
+    heights = [2.1, 1] if small else [1]
+    grid = figure.add_gridspec(len(heights), max(len(small), 1), height_ratios=heights)
+    if title:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=theme.ink, parse_math=False)
+    axes = figure.add_subplot(grid[0, :])
+    _dress(axes, theme, f"{top.title} by optimizer step", ticks=10)
+    _draw_main(axes, rows, top, theme)
+    _draw_evals(axes, evals, theme, "held-out accuracy" if has_reward else "held-out loss")
+    _shade_stages(axes, rows, theme)
+    if axes.get_legend_handles_labels()[0]:
+        corner = "lower right" if has_reward else "upper right"
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink, loc=corner)
+    for column, panel in enumerate(small):
+        axes = figure.add_subplot(grid[1, column])
+        _dress(axes, theme, panel.title, whole=panel.whole)
+        steps, values = _series(rows, panel)
+        axes.plot(steps, values, color=theme.side, linewidth=1.3, drawstyle="steps-mid" if panel.whole else "default",
+                  marker="o" if len(steps) == 1 else "", markersize=3)
+        if panel.whole:
+            axes.set_ylim(-0.15, max(1.0, *values) * 1.15)
+
+
+def _series(rows: Sequence[Row], panel: _Panel) -> tuple[list[int], list[float]]:
+    """Steps and values, NaN where a row has null; empty if the panel has not one number."""
+    found = [(int(row["step"]), _number(row[panel.key])) for row in rows
+             if panel.key in row and row.get("stage", "rl") in panel.stages]
+    if not any(math.isfinite(value) for _, value in found):
+        return [], []
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _dress(axes: Axes, theme: _Theme, title: str, *, ticks: int = 6, whole: bool = False) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_facecolor(theme.background)
+    axes.set_title(title, loc="left", fontsize=9.5, color=theme.ink, pad=8)
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(theme.grid)
+    axes.tick_params(length=0, labelsize=8, colors=theme.muted)
+    round_steps = [1, 2, 2.5, 5, 10]
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, steps=round_steps, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=whole, nbins=6, steps=round_steps))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:.4g}"))  # no offset above the axis
+    axes.margins(x=0.015)
+
+
+def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
+    """Each stage of several a band with its name at the top; the supervised ones tinted."""
+    bands = [(stage, [int(row["step"]) for row in members])
+             for stage, members in groupby(rows, key=lambda row: str(row.get("stage", "rl")))]
+    if len(bands) < 2:
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.06 * (high - low))  # room for the names
+    for stage, steps in bands:
+        if stage in SUPERVISED:
+            axes.axvspan(steps[0] - 1, steps[-1], color=theme.shade, linewidth=0, zorder=0)
+        axes.annotate(_STAGE_NAMES.get(stage, stage), ((steps[0] - 1 + steps[-1]) / 2, 1), (0, -5),
+                      xycoords=("data", "axes fraction"), textcoords="offset points",
+                      ha="center", va="top", fontsize=8.5, color=theme.muted)
+
+
+def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel, theme: _Theme) -> None:
+    steps, values = _series(rows, panel)
+    if not steps:
+        return
+    window = max(1, len(steps) // 12)
+    noun = "mean reward of each step" if panel.key == "reward/mean" else "training loss of each step"
+    axes.plot(steps, values, color=theme.main, linewidth=1, alpha=0.38 if window > 1 else 1, label=noun,
+              marker="o" if len(steps) == 1 else "", markersize=3)
+    if window > 1:
+        axes.plot(steps, rolling_mean(values, window), color=theme.main, linewidth=2.2, solid_capstyle="round",
+                  label=f"rolling mean over {window} steps")
+
+
+def _draw_evals(axes: Axes, evals: Sequence[Eval], theme: _Theme, label: str) -> None:
+    if not evals:
+        return
+    from matplotlib.patheffects import withStroke
+
+    steps, values = zip(*sorted(evals), strict=True)
+    axes.plot(steps, values, color=theme.accent, linewidth=1, linestyle=(0, (2, 3)), marker="D", markersize=6,
+              markeredgecolor=theme.background, label=label, zorder=4, clip_on=False)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.08 * (high - low))  # room for the numbers
+    numbered = range(len(evals)) if len(evals) <= 6 else (0, len(evals) - 1)
+    for index in numbered:
+        text = f"{values[index] * 100:.1f} %" if "accuracy" in label else f"{values[index]:.3g}"
+        axes.annotate(text, (steps[index], values[index]), (0, 8), textcoords="offset points", ha="center",
+                      fontsize=8.5, fontweight="bold", color=theme.accent,
+                      path_effects=[withStroke(linewidth=2.5, foreground=theme.background)])
