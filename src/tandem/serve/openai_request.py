@@ -1,0 +1,169 @@
+"""What an OpenAI client may ask for. A knob that we do not have is refused by name, unless it is set to do nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import from_json
+
+from tandem.serve.app import Refused
+
+MAX_N = 64
+MAX_PROMPTS = 256
+
+# Values that ask for nothing: many clients send them with every request. Any other value is refused as unknown.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def _joined(content: Any) -> Any:
+    """Content as parts: text parts are joined, others (images, audio) are refused."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
+            raise ValueError("only parts of the form {'type': 'text', 'text': ...} are taken")
+    return "".join(part["text"] for part in content)
+
+
+class ChatMessage(_Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined)] = ""
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if "content" not in self.model_fields_set and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing")
+        return self
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+def _stop_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+Stop: TypeAlias = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), BeforeValidator(_stop_list)
+]
+
+
+class _Request(_Strict):
+    model: str
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, le=2**31 - 1)
+    stop: Stop = []
+    seed: int | None = Field(None, ge=0, le=2**53)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    # Labels for whoever reads the logs of a hosted service: accepted, without effect.
+    user: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    metadata: dict[str, str] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> _Request:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options without stream = true")
+        return self
+
+
+class ChatRequest(_Request):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        return self
+
+
+def _prompt_list(prompt: Any) -> Any:
+    """str | ids | list of str | list of ids: as given, after a look at its shape."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return prompt
+    several = isinstance(prompt, list) and 0 < len(prompt) <= MAX_PROMPTS
+    if several and (all(isinstance(item, str) for item in prompt) or all(_is_ids(item) for item in prompt)):
+        return prompt
+    raise ValueError(f"must be a text, token ids, or a list of 1 to {MAX_PROMPTS} of either")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+class CompletionRequest(_Request):
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt_list)]
+    logprobs: int | None = Field(None, ge=0, le=1)
+    """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
+
+
+R = TypeVar("R", bound=BaseModel)
+
+
+async def parse(kind: type[R], request: Request) -> R:
+    # Not json.loads: this parser bounds nesting, and refuses NaN and half surrogate pairs, which tokenizers choke on.
+    try:
+        data = from_json(await request.body(), allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _as_refused(error) from error
+
+
+def _as_refused(error: ValidationError) -> Refused:
+    first = error.errors(include_url=False, include_context=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        message = f"'{field}' is not supported by this service, or not with this value; leave it out"
+    # Validators over several fields have no location; their text begins with the field's name.
+    return Refused(422, message, field=field or message.split()[0])

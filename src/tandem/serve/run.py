@@ -1,0 +1,116 @@
+"""Starting and ending a service: its token, its socket, its ready file, its signals."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from tandem.errors import SpecError
+from tandem.io import atomic
+
+_GRACE_S = 5  # for open answers to end; then they are cut. Together with closing the service: within 10 s of SIGTERM
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where a service listens and where it keeps its state."""
+
+    data_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one; the ready file says which."""
+    ready_file: Path | None = None
+    insecure: bool = False
+    """Allows a public bind without TLS."""
+
+    def __post_init__(self) -> None:
+        if not (self.insecure or self.is_loopback):
+            raise SpecError(
+                f"--host = '{self.host}' is reachable from other machines, and the token would travel in clear text; "
+                "use 127.0.0.1 behind a proxy that speaks TLS, or pass --insecure"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        return frozenset({"127.0.0.1", "localhost", "[::1]"}) if self.is_loopback else None
+
+    @property
+    def token_file(self) -> Path:
+        return self.data_dir / "token"
+
+    def token(self) -> str:
+        """The token of this data directory, made at the first start."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        # A token that others could read is no secret any more: it is replaced.
+        private = self.token_file.is_file() and not self.token_file.stat().st_mode & 0o077
+        if private and (token := self.token_file.read_text().strip()):
+            return token
+        token = secrets.token_urlsafe(32)
+        atomic.write_bytes(self.token_file, token.encode(), mode=0o600)
+        return token
+
+
+class Server(uvicorn.Server):
+    def __init__(self, app: FastAPI, listen: Listen, tell: Callable[[str], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app, http="h11", ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
+                proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
+            )
+        )  # fmt: skip
+        self.listen, self.tell, self.name = listen, tell, app.title
+        self.url = ""
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.listen.ready_file is not None:
+            self.listen.ready_file.unlink(missing_ok=True)  # a stale one would send callers to a dead process
+        if threading.current_thread() is threading.main_thread():
+            # uvicorn raises the signal again after a clean end; the default handler would then kill the process.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._end)
+        super().run(sockets or [self._socket()])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        host, port = sockets[0].getsockname()[:2]
+        host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if self.listen.ready_file is not None:
+            ready = {"url": self.url, "pid": os.getpid(), "token_file": str(self.listen.token_file.resolve())}
+            atomic.write_json(self.listen.ready_file, ready)
+        self.tell(f"{self.name} listens at {self.url} (token in {self.listen.token_file})")
+
+    def _socket(self) -> socket.socket:
+        host, port = self.listen.host, self.listen.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server((host, port), family=family, backlog=2048)
+        except (OSError, OverflowError) as error:
+            raise SpecError(f"--port = {port}: cannot listen on {host}: {error}; --port 0 takes a free one") from error
+
+    def _end(self, *_: Any) -> None:
+        self.should_exit = True
+
+
+def serve_forever(app: FastAPI, listen: Listen, *, tell: Callable[[str], None] = print) -> None:
+    """Returns after SIGTERM or Ctrl-C, within 10 s."""
+    Server(app, listen, tell).run()
