@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem.env.split import check_param, in_split
+from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
@@ -28,8 +28,7 @@ class Arithmetic:
     """Share of demonstrations that are right; the others miss by one or by ten."""
 
     def __post_init__(self) -> None:
-        check_param("largest", self.largest, 9, 10**9)
-        check_param("demo_right", self.demo_right, 0, 1)
+        check_params(self, largest=(9, 10**9), demo_right=(0, 1))
 
     def tasks(self, split: str) -> Sequence[Task]:
         rng = random.Random("arithmetic")

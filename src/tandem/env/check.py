@@ -40,8 +40,8 @@ def their_code(name: str, doing: str) -> Generator[None]:
     except TandemError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{doing} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        at = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{doing} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
         raise EnvironmentFailed(f"environment.name = '{name}': {text}") from error
 
 

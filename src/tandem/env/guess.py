@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.env.split import check_param, in_split
+from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
@@ -24,9 +23,7 @@ class Guess:
     """Share of demonstrated guesses that halve what is left; the others fall anywhere in it."""
 
     def __post_init__(self) -> None:
-        check_param("numbers", self.numbers, 2, 96)
-        check_param("turns", self.turns, 1, 100)
-        check_param("demo_right", self.demo_right, 0, 1)
+        check_params(self, numbers=(2, 96), turns=(1, 100), demo_right=(0, 1))
 
     def tasks(self, split: str) -> Sequence[Task]:
         games = [(low, secret) for low in range(101 - self.numbers) for secret in range(low, low + self.numbers)]
@@ -41,8 +38,8 @@ class Guess:
         secret = task.payload["secret"]
         for turn in range(1, self.turns + 1):
             text = (await chat.reply()).text.strip()
-            if not re.fullmatch("[0-9]{1,3}", text):
-                break  # not a number: lost
+            if text not in map(str, range(100)):
+                break  # not a guess: lost
             if int(text) == secret:
                 return Outcome(1.0, {"correct": 1.0, "turns": turn})
             if turn < self.turns:  # nobody answers the last guess

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.env.split import check_param, in_split
+from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
@@ -23,8 +23,7 @@ class Sort:
     """Share of demonstrations that are sorted; the others copy the word unchanged."""
 
     def __post_init__(self) -> None:
-        check_param("letters", self.letters, 2, 32)
-        check_param("demo_right", self.demo_right, 0, 1)
+        check_params(self, letters=(2, 32), demo_right=(0, 1))
 
     def tasks(self, split: str) -> Sequence[Task]:
         rng = random.Random("sort")

@@ -1,4 +1,4 @@
-"""Which tasks are held out, and the check of a parameter: what the built-in environments share."""
+"""Which tasks are held out, and the check of parameters: what the built-in environments share."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def in_split(split: str, key: str) -> bool:
     return held_out == (split == "eval")
 
 
-def check_param(name: str, value: float, lowest: float, highest: float) -> None:
-    if not lowest <= value <= highest:
-        raise SpecError(f"environment.params.{name} = {value}: choose between {lowest} and {highest}")
+def check_params(environment: object, **ranges: tuple[float, float]) -> None:
+    for name, (lowest, highest) in ranges.items():
+        value = getattr(environment, name)
+        if not lowest <= value <= highest:
+            raise SpecError(f"environment.params.{name} = {value}: choose between {lowest} and {highest}")

@@ -1,0 +1,64 @@
+"""`tandem env try NAME`: one episode with a person in the model's place."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.env.load import load_environment
+from tandem.errors import EpisodeFailed, SpecError
+from tandem.types import Message, Outcome
+
+
+@dataclass(frozen=True)
+class TypedReply:
+    text: str
+    truncated: bool = False
+
+
+class HumanChat:
+    """A `Chat` whose replies are typed in."""
+
+    def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
+        self._ask = ask
+        self._tell = tell
+
+    def say(self, *messages: Message | str) -> None:
+        for message in messages:
+            spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
+            self._tell(f"{spoken['role']:>9}> {spoken['content']}")
+
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> TypedReply:
+        try:
+            text = self._ask(f"{'you':>9}> ")
+        except EOFError as error:
+            raise EpisodeFailed("raised", "the input ended before the episode did") from error
+        cut = min((text.find(mark) for mark in stop if mark in text), default=len(text))
+        return TypedReply(text[:cut])
+
+
+def try_environment(
+    name: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    split: str = "eval",
+    index: int = 0,
+    ask: Callable[[str], str] = input,
+    tell: Callable[[str], object] = print,
+) -> Outcome:
+    """Play one task; whatever the environment raises comes through, with its traceback."""
+    environment = load_environment(name, params)
+    tasks = environment.tasks(split)
+    if not 0 <= index < len(tasks):
+        raise SpecError(f"index = {index}: '{split}' of '{name}' has tasks 0 to {len(tasks) - 1}")
+    chat = HumanChat(ask, tell)
+    chat.say(*tasks[index].messages)
+    outcome = asyncio.run(environment.run(tasks[index], chat))
+    if not math.isfinite(outcome.reward):
+        raise EpisodeFailed("not_a_number", f"the reward is {outcome.reward}; return a finite number")
+    metrics = "".join(f"  {key} {value:g}" for key, value in outcome.metrics.items())
+    tell(f"{'reward':>9}> {outcome.reward:g}{metrics}")
+    return outcome
