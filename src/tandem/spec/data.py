@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tandem.spec.base import Spec
 
@@ -17,7 +17,7 @@ class Demonstrations(Spec):
 
 class _Rows(Spec):
     max_examples: int = Field(0, ge=0)
-    """Use only the first so many rows; 0 takes all."""
+    """Read only the first so many rows of what is trained on; 0 reads all."""
     max_tokens: int = Field(0, ge=0)
     """Rows with more tokens are dropped and counted; 0 allows what the model's context holds."""
     allow_bad_rows: bool = False
@@ -29,11 +29,18 @@ class FileData(_Rows):
 
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)
-    """Ends in .jsonl or .parquet."""
+    """Ends in .jsonl or .parquet; relative to where the command is run."""
     eval_path: str = ""
     """A file for the held-out loss; empty: `eval_share` of the rows is kept out."""
     eval_share: float = Field(0.05, ge=0, lt=1)
     """Share of the rows kept out for the held-out loss, when `eval_path` is empty."""
+
+    @field_validator("path", "eval_path")
+    @classmethod
+    def _known_suffix(cls, path: str) -> str:
+        if path and not path.endswith((".jsonl", ".parquet")):
+            raise ValueError('only .jsonl and .parquet files are read; for anything else use kind = "dataset"')
+        return path
 
 
 class DatasetData(_Rows):

@@ -1,0 +1,91 @@
+"""One row of a file or a data set becomes a conversation, or a reason why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.types import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEPT = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # what chat templates read
+
+
+class BadRow(ValueError):
+    """Its text is the reason; the same for all rows with the same fault, so that reasons can be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that end with the assistant's, and where they came from."""
+
+    messages: tuple[Message, ...]
+    row: int
+    """The line of a file, or the position in a data set; the first is 1."""
+    source: str = ""
+    """The file or data set that `row` counts in."""
+
+
+def parse_row(row: object) -> tuple[Message, ...]:
+    """The messages of `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`; other columns are ignored."""
+    if isinstance(row, BadRow):  # it could not even be read
+        raise row
+    if not isinstance(row, Mapping):
+        raise BadRow("not an object")
+    if row.get("messages") is not None:
+        messages = _messages(row["messages"])
+    elif row.get("prompt") is not None and row.get("completion") is not None:
+        messages = (*_side(row["prompt"], "user"), *_side(row["completion"], "assistant"))
+    else:
+        raise BadRow("neither messages, nor prompt and completion")
+    if not messages:
+        raise BadRow("no messages")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow("no assistant turn")
+    if messages[-1]["role"] != "assistant":
+        raise BadRow("the last turn is not the assistant's")
+    _check_text(messages)
+    return messages
+
+
+def _side(value: object, role: str) -> tuple[Message, ...]:
+    """A prompt or a completion: a text, or messages."""
+    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value)
+
+
+def _messages(value: object) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise BadRow("messages are not a list")
+    return tuple(_message(item) for item in value)
+
+
+def _message(value: object) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRow("a message is not an object")
+    # Tables fill the columns that a message does not have with nulls.
+    message = {key: value[key] for key in KEPT if value.get(key) is not None}
+    if "role" not in message:
+        raise BadRow("a message without role")
+    if message["role"] not in ROLES:
+        raise BadRow("unknown role")
+    for key in ("content", "reasoning_content", "tool_call_id", "name"):
+        if not isinstance(message.get(key, ""), str):
+            raise BadRow(f"{key} is not text")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow("tool_calls are not a list of objects")
+    if not calls:
+        message.pop("tool_calls", None)
+        if not message.get("content", "").strip():
+            raise BadRow("empty content")
+    return {"content": "", **message}
+
+
+def _check_text(messages: Sequence[Message]) -> None:
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair: no tokenizer takes it
+        raise BadRow("text that is not Unicode (a lone surrogate)") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow("a value that is not JSON") from error

@@ -1,0 +1,35 @@
+"""Data sets by name or directory, through `datasets`: the only file that imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import DataError
+
+COLUMNS = ("messages", "prompt", "completion")
+
+
+def read_dataset(name: str, subset: str, split: str, field_name: str) -> Iterable[Any]:
+    """One split. A directory may be what `save_to_disk` wrote, or hold data files."""
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise DataError(f"{field_name}.name = '{name}': needs datasets; pip install 'tandem-rl[data]'") from error
+    try:
+        saved = _saved_to_disk(Path(name))
+        data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, subset or None, split=split)
+    except (DatasetsError, OSError, ValueError) as error:
+        where = f"{field_name}.name = '{name}' (subset '{subset}', split '{split}')"
+        raise DataError(f"{where}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise DataError(f"{field_name}.split = '{split}': '{name}' has {', '.join(map(str, data))}")
+        data = data[split]
+    return data.select_columns([name for name in COLUMNS if name in data.column_names])
+
+
+def _saved_to_disk(path: Path) -> bool:
+    return any((path / file).is_file() for file in ("dataset_dict.json", "state.json"))

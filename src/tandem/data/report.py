@@ -1,0 +1,41 @@
+"""What became of every row that was read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    source: str
+    row: int
+    reason: str
+
+
+@dataclass(slots=True)
+class ValidationReport:
+    """Rows read, and those left out, each with its reason."""
+
+    read: int = 0
+    dropped: list[Dropped] = field(default_factory=list[Dropped])
+
+    def drop(self, source: str, row: int, reason: str) -> None:
+        self.dropped.append(Dropped(source, row, reason))
+
+    @property
+    def used(self) -> int:
+        return self.read - len(self.dropped)
+
+    def by_reason(self) -> dict[str, int]:
+        """The most frequent first."""
+        return dict(Counter(row.reason for row in self.dropped).most_common())
+
+    def text(self, num_examples: int = 3) -> str:
+        """For people: one line in all, then one for each reason with its first rows."""
+        lines = [f"{self.read} rows read, {self.used} used, {len(self.dropped)} left out"]
+        for reason, count in self.by_reason().items():
+            rows = [f"{row.source}:{row.row}" for row in self.dropped if row.reason == reason]
+            more = ", ..." if count > num_examples else ""
+            lines.append(f"  {count} x {reason} ({', '.join(rows[:num_examples])}{more})")
+        return "\n".join(lines)
