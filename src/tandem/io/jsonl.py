@@ -33,7 +33,7 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8", newline="\n")
+        self._file = path.open("a", encoding="utf-8", newline="\n", errors="backslashreplace")  # a lone surrogate
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._file.write(to_line(row))

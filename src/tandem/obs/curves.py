@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.io.atomic import write_bytes
+from tandem.obs.wording import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,6 @@ Row = Mapping[str, Any]
 Eval = tuple[int, float]
 """A step and the held-out accuracy (or loss) measured after it."""
 
-SUPERVISED = ("warmup", "sft")
 _STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "rl": "RL"}
 
 
@@ -96,7 +96,7 @@ def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]
     figure.get_layout_engine().set(w_pad=0.09, h_pad=0.07, hspace=0.05, wspace=0.02)  # type: ignore[union-attr]
     heights = [2.1, 1] if small else [1]
     grid = figure.add_gridspec(len(heights), max(len(small), 1), height_ratios=heights)
-    if title:
+    if title := printable(title):
         figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=theme.ink, parse_math=False)
     axes = figure.add_subplot(grid[0, :])
     _dress(axes, theme, f"{top.title} by optimizer step", ticks=10)
@@ -156,7 +156,7 @@ def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.06 * (high - low))  # room for the names
     for stage, steps in bands:
-        if stage in SUPERVISED:
+        if stage != "rl":
             axes.axvspan(steps[0] - 1, steps[-1], color=theme.shade, linewidth=0, zorder=0)
         axes.annotate(_STAGE_NAMES.get(stage, stage), ((steps[0] - 1 + steps[-1]) / 2, 1), (0, -5),
                       xycoords=("data", "axes fraction"), textcoords="offset points",

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.obs.text_charts import sparkline
+from tandem.obs.wording import printable
 
 REFRESH_PER_SECOND = 3
 PLAIN_EVERY_S = 5.0
@@ -87,7 +88,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """A line that stays. Never read as markup: it may hold what a model wrote."""
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(printable(text)), soft_wrap=True)
 
     def panel(self) -> RenderableType:
         """The panel as of now."""
@@ -175,7 +176,7 @@ def _readings(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def _logging_above_the_panel() -> Iterator[None]:
+def _logging_above_the_panel() -> Generator[None]:
     """A handler made earlier holds the bare stream and would write into the panel; rich's stream prints above it."""
     names = [name for name, logger in logging.Logger.manager.loggerDict.items() if isinstance(logger, logging.Logger)]
     lent: list[tuple[logging.StreamHandler[Any], Any]] = []

@@ -1,0 +1,182 @@
+"""`report.html`: one file that explains a run, with nothing to fetch and no script in it.
+
+Everything that came from a model, a spec or a log is escaped by the template (autoescape), and a content security
+policy refuses scripts and requests even if something were missed.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.io.atomic import write_bytes
+from tandem.obs.curves import curves_png, draw_curves
+from tandem.obs.history import History, drops, evaluations, largest, number, read_history, timing, total
+from tandem.obs.wording import (
+    caveat,
+    change,
+    ends,
+    evidence,
+    figure,
+    headline,
+    interval,
+    interval_name,
+    interval_text,
+)
+
+_SHOWN_TASKS = 8
+_SHOWN_CHARACTERS = 6000
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes curves.png and report.html, for a run in any state; returns the report's path."""
+    from jinja2 import Environment, StrictUndefined
+
+    history = read_history(run_dir)
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = environment.from_string(template).render(_content(history))
+    path = run_dir / "report.html"
+    write_bytes(path, page.encode("utf-8", errors="replace"))  # a model can write half a surrogate pair
+    return path
+
+
+def _content(history: History) -> dict[str, Any]:
+    status = history.status
+    return {
+        "name": history.name,
+        "state": str(status.get("state", "unknown")),
+        "verdict": str(status.get("verdict") or ""),
+        "recipe": str(status.get("recipe") or ""),
+        "headline": headline(status),
+        "evidence": evidence(status),
+        "caveat": caveat(status),
+        "error": str(status.get("error") or ""),
+        "gauge": _gauge(history),
+        "facts": _facts(history),
+        "evaluations": _evaluations(history),
+        "measure": "loss" if history.judged_by_loss else "accuracy",
+        "has_baseline": ends(status)[0] is not None,
+        "baseline": "before RL" if "before_rl" in history.eval else "before",
+        "interval_name": interval_name(status) if interval(status) else "",
+        "curves": _curves(history),
+        "timing": timing(history),
+        "drops": drops(history),
+        "sync": _sync(history),
+        "samples": _samples(history.samples),
+        "spec": history.spec,
+        "log_tail": history.log_tail,
+    }
+
+
+def _gauge(history: History) -> dict[str, float] | None:
+    """Before, after and the interval on one line, in percent of its length. Loss: from 0 to the larger of the two."""
+    before, after = ends(history.status)
+    if before is None or after is None or min(before, after) < 0:
+        return None
+    scale = max(before, after) * 1.05 if history.judged_by_loss else max(1.0, before, after)
+    low, high = interval(history.status) or (after - before, after - before)
+    places = {"before": before, "after": after, "low": before + low, "high": before + high}
+    return {name: min(max(100 * value / (scale or 1.0), 0.0), 100.0) for name, value in places.items()}
+
+
+def _facts(history: History) -> list[tuple[str, str]]:
+    status, rows = history.status, history.rows
+    facts = [("steps", f"{status.get('steps_done', len(rows))} of {status.get('steps_total', '?')}")]
+    if trained := total(rows, "tokens/trained"):
+        facts.append(("tokens trained on", f"{trained:,.0f}"))
+    if seconds := total(rows, "time/step_s"):
+        facts.append(("time in steps", _duration(seconds)))
+    if (lag := largest(rows, "lag/max")) is not None:
+        facts.append(("largest lag", f"{lag:.0f} {'version' if lag == 1 else 'versions'}"))
+    if (gap := largest(rows, "sync/logprob_gap")) is not None:
+        facts.append(("largest logprob gap", f"{gap:.2g}"))
+    return facts
+
+
+def _evaluations(history: History) -> list[dict[str, Any]]:
+    status, (baseline, _) = history.status, ends(history.status)
+    found = evaluations(history)
+    scale = max([item.value for item in found] + ([] if history.judged_by_loss else [1.0]), default=1.0) or 1.0
+    return [
+        {
+            "label": item.label,
+            "step": item.step,
+            "value": figure(status, item.value),
+            "width": max(0.0, 100 * item.value / scale),
+            "change": "" if baseline is None or item.value == baseline else change(status, item.value - baseline),
+            "interval": interval_text(status) if item.is_final else "",
+        }
+        for item in found
+    ]
+
+
+def _curves(history: History) -> dict[str, str]:
+    """The picture for both colour schemes; the light one is also curves.png."""
+    if not history.rows:
+        return {}
+    evals = [(item.step, item.value) for item in evaluations(history)]
+    draw_curves(history.rows, history.directory / "curves.png", history.name, evals=evals)
+    pictures = {
+        "light": (history.directory / "curves.png").read_bytes(),
+        "dark": curves_png(history.rows, history.name, evals=evals, dark=True),
+    }
+    return {theme: base64.b64encode(png).decode("ascii") for theme, png in pictures.items()}
+
+
+def _sync(history: History) -> list[tuple[str, str]]:
+    """The ledger in a few lines; `tandem sync audit` is for the rest."""
+    ledger = history.ledger
+    if not ledger:
+        return []
+    modes = sorted({str(row.get("mode", "unknown")) for row in ledger})
+    unproven = sum(row.get("verified") in (None, "none") for row in ledger)
+    engines = {str(engine) for row in ledger for engine in row.get("engines") or ()}
+    facts = [
+        ("versions published", f"{len(ledger):,}"),
+        ("path", ", ".join(modes)),
+        ("proven to be the trainer's weights", f"{len(ledger) - unproven:,} of {len(ledger):,}"),
+        ("bytes moved", _bytes(total(ledger, "bytes_moved"))),
+        ("time", f"{total(ledger, 'seconds') / len(ledger) * 1000:.1f} ms each"),
+    ]
+    if (slowest := largest(ledger, "seconds")) is not None:
+        facts.append(("slowest", f"{slowest * 1000:.1f} ms"))
+    if engines:
+        facts.append(("engine starts", f"{len(engines)}"))
+    return facts
+
+
+def _samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same task before and after, side by side; the first few tasks."""
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        reward = number(row.get("reward"))
+        turns = [turn for turn in row.get("messages") or () if isinstance(turn, Mapping)]
+        by_task.setdefault(str(row.get("task", "?")), []).append({
+            "when": str(row.get("when", "")).replace("_rl", " RL").replace("_", " "),
+            "reward": "–" if reward is None else f"{reward:g}",
+            "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
+        })
+    return [{"task": task, "plays": plays} for task, plays in list(by_task.items())[:_SHOWN_TASKS]]
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - _SHOWN_CHARACTERS
+    return text if left_out <= 0 else f"{text[:_SHOWN_CHARACTERS]}\n… {left_out:,} characters more in samples.jsonl"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,104 @@
+"""What `tandem train` leaves on the screen: the verdict, the numbers behind it, where things are, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tandem.obs.history import History, evaluations, number, read_history
+from tandem.obs.text_charts import terminal_curve
+from tandem.obs.wording import (
+    caveat,
+    change,
+    ends,
+    evidence,
+    figure,
+    headline,
+    interval,
+    interval_name,
+    interval_text,
+    printable,
+)
+
+_STYLES = {"improved": "bold green", "unchanged": "bold yellow", "worse": "bold red"}
+_FILES = (
+    ("report.html", "everything about this run, in one file"),
+    ("curves.png", "the curves"),
+    ("export/", "the model in Hugging Face format"),
+    ("metrics.jsonl", "every step's numbers"),
+    ("log.txt", "what was logged"),
+)
+
+
+def closing_text(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
+    """`status` is what status.json holds, or is about to."""
+    history = read_history(run_dir)
+    style = _STYLES.get(str(status.get("verdict")), "bold red" if status.get("state") == "failed" else "bold")
+    parts: list[RenderableType] = [Text(""), Text(printable(headline(status)), style=style)]
+    parts += [Text(line) for line in (evidence(status), printable(str(status.get("error") or ""))) if line]
+    if said := caveat(status):
+        parts.append(Text(said, style="dim"))
+    for block in (_evaluations(history, status), _curve(history), _places(run_dir), _next(run_dir, status)):
+        if block is not None:
+            parts += [Text(""), block]
+    return Group(*parts)
+
+
+def _evaluations(history: History, status: Mapping[str, Any]) -> RenderableType | None:
+    found = evaluations(history)
+    if not found:
+        return None
+    baseline, _ = ends(status)
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("held out")
+    table.add_column("loss" if history.judged_by_loss else "accuracy", justify="right")
+    table.add_column("against before RL" if "before_rl" in history.eval else "against before", justify="right")
+    if interval(status):
+        table.add_column(interval_name(status), justify="right")
+    for item in found:
+        changed = "" if baseline is None or item.value == baseline else change(status, item.value - baseline)
+        bounds = interval_text(status) if item.is_final else ""
+        table.add_row(item.label, figure(status, item.value), changed, *([bounds] if interval(status) else []))
+    return table
+
+
+def _curve(history: History) -> RenderableType | None:
+    key, title = ("reward/mean", "mean reward by RL step")
+    if not any(key in row for row in history.rows):
+        key, title = ("loss/total", "training loss by step")
+    values = [number(row.get(key)) for row in history.rows if key in row]
+    return Text(terminal_curve(values, width=60, height=7, title=title)) if values else None
+
+
+def _places(run_dir: Path) -> RenderableType | None:
+    found = [(str(run_dir / name), what) for name, what in _FILES if (run_dir / name).exists()]
+    return _pairs(found, style="") if found else None
+
+
+def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
+    """Three commands that work from here."""
+    if (run_dir / "export").exists():
+        commands = [
+            (f"tandem chat {run_dir}", "talk to the model"),
+            (f"tandem serve {run_dir}", "an OpenAI-compatible API on this machine"),
+            ("tandem env new my_env", "a task of your own to train on"),
+        ]
+    else:
+        commands = [
+            (f"tandem report {run_dir}", "write the report again"),
+            (f"less {run_dir / 'log.txt'}", "read what happened"),
+            ("tandem env try arithmetic", "play an environment yourself"),
+        ]
+    return Group(Text("Next:"), _pairs([(f"  {command}", what) for command, what in commands], style="bold cyan"))
+
+
+def _pairs(pairs: Sequence[tuple[str, str]], style: str) -> RenderableType:
+    """Not a table: that would break a long path over two lines, and nobody could copy it."""
+    width = max(len(left) for left, _ in pairs) + 3
+    lines = [Text.assemble((f"{left:<{width}}", style), (right, "dim")) for left, right in pairs]
+    return Text("\n", no_wrap=True, overflow="ignore").join(lines)
