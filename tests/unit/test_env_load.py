@@ -194,3 +194,11 @@ def test_loading_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_environment_of_the_docs_works(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    code = next(block for block in page.split("```python\n")[1:] if "class Capital" in block).split("```")[0]
+    (tmp_path / "capital.py").write_text(code)
+    environment = load_environment(str(tmp_path / "capital.py"), {"hint": True})
+    assert environment.tasks("eval")[0].messages[0]["content"] == "Capital of Kenya? It begins with N."
