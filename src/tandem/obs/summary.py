@@ -57,13 +57,17 @@ def _evaluations(history: History, status: Mapping[str, Any]) -> RenderableType 
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("held out")
     table.add_column("loss" if history.judged_by_loss else "accuracy", justify="right")
-    table.add_column("against before RL" if "before_rl" in history.eval else "against before", justify="right")
+    if baseline is not None:
+        table.add_column("against before RL" if "before_rl" in history.eval else "against before", justify="right")
     if interval(status):
         table.add_column(interval_name(status), justify="right")
     for item in found:
-        changed = "" if baseline is None or item.value == baseline else change(status, item.value - baseline)
-        bounds = interval_text(status) if item.is_final else ""
-        table.add_row(item.label, figure(status, item.value), changed, *([bounds] if interval(status) else []))
+        cells = [item.label, figure(status, item.value)]
+        if baseline is not None:
+            cells.append("" if item.value == baseline else change(status, item.value - baseline))
+        if interval(status):
+            cells.append(interval_text(status) if item.is_final else "")
+        table.add_row(*cells)
     return table
 
 
