@@ -113,7 +113,7 @@ class _Choice:
         self.num_tokens += len(ids)
         piece.ids += ids
         piece.logprobs += (max(logprob, _LEAST_LOGPROB) for logprob in logprobs)
-        # Where a token begins in the text is known only if tokens are decoded one by one.
+        # Where a token begins (or the character that it goes on with) is known only if tokens are decoded one by one.
         for part in [[token_id] for token_id in ids] if self._offsets_wanted else [ids]:
             piece.offsets.append(self._text.num_chars)
             piece.text += self._text.push([token_id for token_id in part if token_id not in self._end_ids])
@@ -139,6 +139,8 @@ class _Layout:
     object: str
     chunk_object: str
     id_prefix: str
+    greets: bool
+    """A stream opens with an empty chunk for each choice, in order: clients make room for choices as they come."""
     choice: Callable[[_Piece, _Job, TokenNames], dict[str, Any]]
 
 
@@ -176,8 +178,8 @@ def _text_choice(piece: _Piece, job: _Job, names: TokenNames) -> dict[str, Any]:
     return {"text": piece.text, "logprobs": logprobs if job.logprobs else None}
 
 
-_CHAT = _Layout("chat.completion", "chat.completion.chunk", "chatcmpl-", _chat_choice)
-_TEXT = _Layout("text_completion", "text_completion", "cmpl-", _text_choice)
+_CHAT = _Layout("chat.completion", "chat.completion.chunk", "chatcmpl-", True, _chat_choice)
+_TEXT = _Layout("text_completion", "text_completion", "cmpl-", False, _text_choice)
 
 
 # --- the routes
@@ -292,11 +294,18 @@ class _Api:
         head = self._head(layout, layout.chunk_object, self.engine.version)
         extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
         first: dict[str, Any] = {"prompt_token_ids": job.prompt_token_ids} if job.token_ids else {}
+
+        def chunk(choice: _Choice) -> str:
+            body = {**head, **first, "choices": [self._choice(choice.take(), job, layout)], **extra}
+            first.clear()
+            return _event(body)
+
+        for choice in choices if layout.greets else ():
+            yield chunk(choice)
         try:
             async for choice in self._play(job, choices):
                 head["weight_version"] = choice.version
-                yield _event({**head, **first, "choices": [self._choice(choice.take(), job, layout)], **extra})
-                first = {}
+                yield chunk(choice)
         except TandemError as error:  # the status line is out: the failure travels as an event
             yield _event(as_refused(error).body)
             return

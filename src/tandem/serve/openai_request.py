@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from tandem.serve.app import Refused
@@ -80,11 +89,17 @@ Stop: TypeAlias = Annotated[
 ]
 
 
+def _not_almost_zero(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise ValueError("0 is greedy; otherwise at least 0.01, or logits overflow when they are divided by it")
+    return temperature
+
+
 class _Request(_Strict):
     model: str
     n: int = Field(1, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_not_almost_zero)] = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=2**31 - 1)
     stop: Stop = []

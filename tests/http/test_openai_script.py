@@ -1,0 +1,142 @@
+"""What random text cannot show: exact wording, several versions, slow answers, failing engines, hang-ups."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served import MODEL, Served, wait_until
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def ask(served: Served, script: str, **options: Any) -> Any:
+    served.engine.script = script
+    with served.openai() as client:
+        return client.chat.completions.create(model=MODEL, messages=HI, **options)  # pyright: ignore
+
+
+def stream(served: Served, script: str, **options: Any) -> list[Any]:
+    served.engine.script = script
+    with served.openai() as client:
+        return list(client.chat.completions.create(model=MODEL, messages=HI, stream=True, **options))  # pyright: ignore
+
+
+def texts(chunks: list[Any]) -> list[str]:
+    return [choice.delta.content for chunk in chunks for choice in chunk.choices if choice.delta.content]
+
+
+def test_characters_come_whole_though_their_bytes_are_tokens(scripted: Served) -> None:
+    said = "né🦊 — 漢字 👩‍👩‍👧!"
+    assert ask(scripted, said).choices[0].message.content == said
+    assert texts(stream(scripted, said)) == list(said)
+
+
+def test_a_replacement_character_that_was_meant_is_kept(scripted: Served) -> None:
+    assert "".join(texts(stream(scripted, "a\ufffdb\ufffd"))) == "a\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("script", "stop", "shown", "num_tokens"),
+    [
+        ("one STOP two", "STOP", "one ", 8),
+        ("one STO two", "STOP", "one STO two", 12),  # 11 bytes and the end of turn
+        ("one ST", ["STOP"], "one ST", 7),
+        ("aaab", ["aab"], "a", 4),
+        ("x€y", ["€"], "x", 4),
+        ("ab", ["b", "ab"], "", 2),
+    ],
+)  # fmt: skip
+def test_a_stop_string_is_cut_and_never_shown(
+    scripted: Served, script: str, stop: Any, shown: str, num_tokens: int
+) -> None:
+    extra = {"return_token_ids": True}
+    choice = ask(scripted, script, stop=stop, extra_body=extra).choices[0]
+    parts = [part.choices[0] for part in stream(scripted, script, stop=stop, extra_body=extra)]
+    assert choice.message.content == "".join(part.delta.content for part in parts) == shown
+    assert len(choice.token_ids) == sum(len(part.token_ids) for part in parts) == num_tokens
+    assert choice.finish_reason == parts[-1].finish_reason == "stop"
+
+
+def test_length_is_reported_and_every_held_back_letter_delivered(scripted: Served) -> None:
+    chunks = stream(scripted, "one STOP", stop="STOP", max_tokens=6)
+    assert "".join(texts(chunks)) == "one ST"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_versions_are_told_by_span_and_by_chunk(scripted: Served) -> None:
+    scripted.engine.flip = 2
+    answer = ask(scripted, "abcd")
+    assert answer.weight_version == 4
+    assert answer.choices[0].weight_versions == [[3, 2], [4, 3]]
+    chunks = stream(scripted, "abcd")
+    assert [chunk.weight_version for chunk in chunks] == [3, 3, 3, 4, 4, 4]  # the opening, a, b, c, d, the end
+    assert chunks[-1].choices[0].weight_versions == [[3, 2], [4, 3]]
+
+
+def test_offsets_point_into_the_text(scripted: Served) -> None:
+    scripted.engine.script = "né🦊!"
+    with scripted.openai() as client:
+        logprobs = client.completions.create(model=MODEL, prompt="x", logprobs=0).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.text_offset == [0, 1, 1, 2, 2, 2, 2, 3, 4]
+    assert logprobs.token_logprobs == pytest.approx([-0.1 * (i + 1) for i in range(9)])
+
+
+def test_the_clients_own_accumulator_understands_the_stream(scripted: Served) -> None:
+    scripted.engine.script = "grüße"
+    with scripted.openai() as client:
+        with client.chat.completions.stream(model=MODEL, messages=HI, n=2, logprobs=True) as events:  # pyright: ignore
+            final = events.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == ["grüße", "grüße"]
+
+
+def test_a_hang_up_cancels_every_sample(scripted: Served) -> None:
+    scripted.engine.script, scripted.engine.pause_s = "x" * 200, 0.02
+    body = {"model": MODEL, "messages": HI, "n": 3}
+    with scripted.http() as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/chat/completions", json=body, timeout=0.2)
+    wait_until(lambda: scripted.engine.cancelled == 3, seconds=2)
+    with scripted.http() as client:
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            next(answer.iter_lines())
+    wait_until(lambda: scripted.engine.cancelled == 6, seconds=2)
+    with scripted.http() as client:
+        assert "tandem_samples_cancelled_total 6.0" in client.get("/metrics").text
+
+
+def test_a_failing_engine_is_503_before_and_an_error_event_after_the_first_token(scripted: Served) -> None:
+    scripted.engine.error_after = 2
+    with pytest.raises(openai.InternalServerError) as status:
+        ask(scripted, "abcd", n=2)
+    assert status.value.status_code == 503
+    assert status.value.code == "engine"
+    with pytest.raises(openai.APIError, match="the script says so"):
+        stream(scripted, "abcd")
+
+
+def test_more_samples_than_allowed_are_told_to_wait(scripted: Served) -> None:
+    scripted.engine.script, scripted.engine.pause_s = "x" * 100, 0.02
+    body = {"model": MODEL, "messages": HI, "n": 41, "stream": True}
+    with scripted.http() as client:
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()  # by name: dropping the iterator would close the connection
+            next(lines)
+            wait_until(lambda: scripted.engine.running == 41)
+            refused = scripted.post(body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["code"] == "busy"
+    too_many = scripted.post({"model": MODEL, "prompt": ["a"] * 41, "n": 2}, path="/v1/completions")
+    assert (too_many.status_code, too_many.json()["error"]["field"]) == (422, "n")
+
+
+def test_an_event_stream_ends_with_done_and_says_so_in_its_type(scripted: Served) -> None:
+    scripted.engine.script = "hü"
+    answer = scripted.post({"model": MODEL, "messages": HI, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])
