@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from served import ScriptedEngine
+
+from tandem.serve.chat import HELP, chat_loop
+from tandem.text.renderer import Renderer
+from tandem.types import Completion, Sampling
+
+
+class Recorder:
+    """Passes requests on to an engine and keeps what was asked and answered."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.turns: list[tuple[list[int], Completion]] = []
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        completion = await self.engine.generate(prompt_ids, sampling, **options)
+        self.turns.append((list(prompt_ids), completion))
+        return completion
+
+
+def talk(engine: Any, renderer: Renderer, said: list[Any], **options: Any) -> str:
+    """What the terminal shows; an exception in `said` is raised where input would wait."""
+    shown: list[str] = []
+    lines = iter(said)
+
+    def ask(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    asyncio.run(chat_loop(engine, renderer, context=256, ask=ask, tell=shown.append, **options))
+    return "".join(shown)
+
+
+def test_every_turn_follows_the_ids_that_were_sampled(make_engine: Any, renderer: Renderer) -> None:
+    """The random model's turns are cut by length and full of invalid text: rendering them again would change them."""
+    engine = Recorder(make_engine())
+    shown = talk(engine, renderer, ["hello", "and then?", "/exit"], sampling=Sampling(20, seed=1), system="be brief")
+    (first, answer), (second, _) = engine.turns
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert first == renderer.prompt(messages)
+    glue = renderer.glue([{"role": "user", "content": "and then?"}], answer.ids[-1])
+    assert second == first + answer.ids + glue
+    assert renderer.visible(answer.ids) in shown
+
+
+def test_reset_forgets_and_the_end_of_input_leaves(renderer: Renderer) -> None:
+    engine = Recorder(ScriptedEngine(renderer))
+    engine.engine.script = "né🦊"
+    shown = talk(engine, renderer, ["one", "/reset", "two", "", "/what", EOFError()])
+    assert engine.turns[1][0] == renderer.prompt([{"role": "user", "content": "two"}])
+    assert shown == f"{HELP}né🦊\n(forgotten)\nné🦊\n{HELP}\n"
+
+
+def test_ctrl_c_at_the_prompt_leaves(renderer: Renderer) -> None:
+    assert talk(ScriptedEngine(renderer), renderer, [KeyboardInterrupt()]) == f"{HELP}\n"
+
+
+def test_ctrl_c_during_an_answer_stops_it_and_forgets_the_turn(renderer: Renderer) -> None:
+    engine = ScriptedEngine(renderer)
+    engine.script, engine.pause_s = "x" * 50, 0.05
+    recorder = Recorder(engine)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+
+    def second_question() -> str:
+        engine.script, engine.pause_s = "fine", 0.0
+        return "again"
+
+    lines = iter([lambda: timer.start() or "go on for ever", second_question, lambda: "/exit"])
+    shown: list[str] = []
+    asyncio.run(chat_loop(recorder, renderer, context=256, ask=lambda _: next(lines)(), tell=shown.append))  # pyright: ignore
+    assert "stopped; this turn is forgotten" in "".join(shown)
+    assert engine.cancelled == 1
+    assert [prompt for prompt, _ in recorder.turns] == [renderer.prompt([{"role": "user", "content": "again"}])]
+    assert "".join(shown).endswith("fine\n")
+
+
+def test_a_full_context_is_told(renderer: Renderer) -> None:
+    assert "/reset" in talk(ScriptedEngine(renderer), renderer, ["x" * 300, "/exit"])
