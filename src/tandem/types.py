@@ -131,6 +131,10 @@ class MicroBatch:
     """Restart at 0 with each sequence."""
     segments_BT: Tensor
     """Which sequence of its row a position belongs to; -1 is padding."""
+    parents_BT: Tensor
+    """The segment that a position also sees: the prompt that its sequence shares with siblings, or its own segment."""
+    source_N: Tensor
+    """Flat index into B*T of the position that predicts each trained token."""
     target_N: Tensor
     """Flat index into B*T of each trained token."""
     credit_N: Tensor

@@ -31,7 +31,9 @@ from tandem.types import Completion, FinishReason, Proof, Sampling, Span
 
 _log = logging.getLogger(__name__)
 
-_PREFILL_TOKENS = 16384  # most positions in one prefill, padding included: bounds its activations
+# Most positions in one prefill, padding included. On a CPU activations should stay in its cache: 1,024 was 1.3 times
+# as fast as 2,048 (docs/LOG.md). Elsewhere it bounds memory.
+_PREFILL_TOKENS = {"cpu": 1024}
 _PATIENCE = 4  # iterations that a request waits for others to share its prefill with
 
 
@@ -91,7 +93,7 @@ class EmbeddedEngine:
         self._head.check(module)
         self._end_ids, self._decode, self._inline = end_ids, decode, inline
         self._device = next(module.parameters()).device
-        self._max_running = max_running
+        self._max_running, self._prefill_tokens = max_running, _PREFILL_TOKENS.get(self._device.type, 16384)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         position_bytes = 2 * config.num_hidden_layers * heads * head_dim * next(module.parameters()).element_size()
@@ -131,7 +133,7 @@ class EmbeddedEngine:
         if self._source is None:
             raise SyncError("engine: load() before attach(): it does not know where weights come from")
         await self.sleep()
-        weights = self._source.receive(version)
+        weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
         num_tensors = self._check_identity(dict(weights.tensors()))
         # Keys and values of the old weights are worthless: whatever runs is prefilled again.
         self._waiting.extendleft(reversed(self._running))
@@ -166,14 +168,15 @@ class EmbeddedEngine:
                     if not self._awake.is_set():
                         continue
                     self._forget_cancelled()
+                    if not self._waiting and not self._running:
+                        self._work.clear()
+                        continue
                     wave = self._next_wave()
                     if self._inline:
                         drawn = self._forward(wave)
                     else:
                         drawn = await asyncio.to_thread(self._forward, wave)
                     self._deliver(*drawn)
-                if not self._waiting and not self._running:
-                    self._work.clear()
         except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who wait for an answer
             _log.exception("the engine stopped")
             self._fail_all(EngineError(f"engine: stopped by {type(error).__name__}: {error}"))
@@ -204,7 +207,7 @@ class EmbeddedEngine:
             fits = final * (len(self._running) + len(wave) + 1) <= self._kv_positions
             if (self._running or wave) and not fits:
                 break
-            if wave and longest * len(prompts | {so_far}) > _PREFILL_TOKENS:
+            if wave and longest * len(prompts | {so_far}) > self._prefill_tokens:
                 break
             prompts.add(so_far)
             wave.append(self._waiting.popleft())

@@ -45,17 +45,19 @@ def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor
     if bool((settings.top_k_S > 0).any() | (settings.top_p_S < 1).any()):
         scaled_SV = _keep_likely(scaled_SV, settings.top_p_S, settings.top_k_S)
     logprobs_SV = scaled_SV.log_softmax(-1)
-    # In float64: the last entries of a float32 sum over a large vocabulary would round away.
-    cumulative_SV = logprobs_SV.double().exp_().cumsum_(-1)
-    point_S = uniform(settings.seed_S, drawn_S) * cumulative_SV[:, -1]
-    ids_S = torch.searchsorted(cumulative_SV, point_S[:, None], right=True).squeeze(-1).clamp_(max=logits_SV.shape[-1] - 1)
-    ids_S = torch.where(greedy_S, logits_SV.argmax(-1), ids_S)
+    ids_S = logits_SV.argmax(-1)
+    if not bool(greedy_S.all()):
+        # In float64: the last entries of a float32 sum over a large vocabulary would round away.
+        cumulative_SV = logprobs_SV.double().exp_().cumsum_(-1)
+        point_S1 = (uniform(settings.seed_S, drawn_S) * cumulative_SV[:, -1])[:, None]
+        sampled_S = torch.searchsorted(cumulative_SV, point_S1, right=True).squeeze(-1).clamp_(max=logits_SV.shape[-1] - 1)
+        ids_S = torch.where(greedy_S, ids_S, sampled_S)
     return ids_S, logprobs_SV.gather(-1, ids_S[:, None]).squeeze(-1)
 
 
 def _keep_likely(logits_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
     """Minus infinity on what top-k and then top-p leave out; the most likely token always stays."""
-    sorted_SV, order_SV = logits_SV.sort(-1, descending=True, stable=True)
+    sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_SV.shape[-1], device=logits_SV.device)
     limit_S = torch.where(top_k_S > 0, top_k_S, logits_SV.shape[-1])
     sorted_SV = sorted_SV.masked_fill(rank_V >= limit_S[:, None], -torch.inf)

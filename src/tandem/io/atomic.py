@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def directory(path: Path) -> Iterator[Path]:
+def directory(path: Path) -> Generator[Path]:
     """Fill a directory that appears under `path` only when the block ends well; an older one is replaced."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -1,1 +1,73 @@
-"""The composition root: what is built from a spec, and the recipes."""
+"""The recipes, and the functions behind the command line and the Python API."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.obs.live import LiveView
+from tandem.runs.run import Run
+from tandem.spec.load import to_toml
+from tandem.spec.run import RlSpec, SftSpec
+
+
+def train(spec: RlSpec | SftSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None) -> Run:
+    """Do what the spec asks, in a directory of its own; the run that is returned says how it went."""
+    from tandem.recipes import build
+
+    environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None  # wrong parameters: before torch
+    view = view or LiveView(spec.name)
+    directory = run_dir or Run.new_directory(root, spec.name)
+    run = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view)
+    view.say(f"run {directory}")
+    try:
+        with _sigterm_ends(), view, run:
+            asyncio.run(_train(spec, run, environment))
+    finally:
+        _report(run)
+    return run
+
+
+async def _train(spec: RlSpec | SftSpec, run: Run, environment: Any) -> None:
+    from tandem.recipes import build
+    from tandem.recipes.rl import RlRun
+    from tandem.recipes.sft import train_sft
+
+    run.event("load")
+    if isinstance(spec, SftSpec):
+        await train_sft(spec, run)
+        return
+    rl = RlRun(spec, run, environment)
+    try:
+        await rl.train()
+        build.export(rl.model, run.directory / "export")
+    finally:
+        await rl.close()
+
+
+def _report(run: Run) -> None:
+    from tandem.obs.report import write_report
+
+    write_report(run.directory)
+
+
+@contextmanager
+def _sigterm_ends() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the status says `cancelled` and the report is written."""
+
+    def stop(_signal: int, _frame: Any) -> None:
+        raise SystemExit(143)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: whoever owns it owns its signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

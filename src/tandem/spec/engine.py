@@ -17,6 +17,8 @@ class HfEngineSpec(Spec):
     """Most sequences decoded together."""
     max_context: int = Field(0, ge=0)
     """Longest prompt plus completion; 0 takes what the model was made for."""
+    kv_gib: float = Field(4.0, gt=0)
+    """Memory for keys and values; requests that do not fit yet wait."""
     deadline_s: float = Field(300.0, gt=0)
     """A request without an answer by then ends the run: the engine is silent."""
     replicas: int = Field(1, ge=1, le=8)

@@ -39,14 +39,12 @@ class PresetModel(_Model):
 
 
 class PathModel(_Model):
-    """Weights that exist: a directory in Hugging Face format, or a hub id."""
+    """Weights that exist: a directory in Hugging Face format, or a hub id. Trained in float32, whatever they are stored in."""
 
     path: str = Field(min_length=1)
     """Directory or hub id that AutoModelForCausalLM can load."""
     revision: str = "main"
     """Branch, tag or commit of a hub id."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the live weights. Plain bfloat16 training rounds small updates away: see docs/algorithms.md."""
 
 
 def _which_model(value: Any) -> str:

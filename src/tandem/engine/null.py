@@ -1,0 +1,34 @@
+"""null: an engine that never samples, for stages that train on recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.errors import EngineError
+from tandem.protocols import OnToken, WeightSource
+from tandem.types import Completion, Proof, Sampling
+
+
+class NullEngine:
+    version = -1
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+    ) -> Completion:
+        raise EngineError("engine: this stage trains on recordings; nothing samples in it")
+
+    async def attach(self, source: WeightSource) -> None:
+        pass
+
+    async def load(self, version: int) -> Proof:
+        self.version = version
+        return Proof(version, "null", "none", 0, 0, 0.0)
+
+    async def sleep(self) -> None:
+        pass
+
+    async def wake(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,109 @@
+"""Once around the circle: groups in, a new version out, the engine holding it.
+
+consumes: groups, oldest started first     waits for: the slowest of them
+produces: versions                         waits for: both ends of the bridge
+
+Synchronous and asynchronous RL, and supervised training, are this loop and the number of slots of its store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from tandem.errors import ProducerDied, SyncError, SyncTimeout, TandemError
+from tandem.protocols import Engine, RolloutStore, Trainer, WeightBridge
+from tandem.types import Batch, Group, Metrics, Proof
+
+
+class Producer(Protocol):
+    async def run(self) -> None: ...
+    def drain_metrics(self) -> Metrics: ...
+
+
+async def run_loop(
+    *,
+    trainer: Trainer,
+    bridge: WeightBridge,
+    engine: Engine,
+    store: RolloutStore,
+    producers: Sequence[Producer],
+    make_batch: Callable[[list[Group], int], Batch],
+    groups_per_step: int,
+    last_version: int,
+    after_step: Callable[[Metrics], Awaitable[None]],
+    after_sync: Callable[[Proof], None],
+    sync_every: int = 1,
+    sync_deadline_s: float = 60.0,
+) -> None:
+    """Train until the trainer's version is `last_version`; the engine holds the last one when this returns."""
+    after_sync(await publish(trainer, bridge, engine, sync_deadline_s))
+    producing = [_supervised(producer, store) for producer in producers]
+    held = 0
+    try:
+        while trainer.version < last_version:
+            started = time.perf_counter()
+            groups = await store.take(groups_per_step)
+            held += len(groups)
+            taken = time.perf_counter()
+            await engine.sleep()
+            metrics = await asyncio.to_thread(trainer.step, make_batch(groups, trainer.version))
+            trained = time.perf_counter()
+            if trainer.version % sync_every == 0 or trainer.version >= last_version:
+                after_sync(await publish(trainer, bridge, engine, sync_deadline_s))
+                await store.release(held)  # after load(), not before: a slot freed early breaks max_lag by one
+                held = 0
+            else:
+                await engine.wake()
+            for producer in producers:
+                metrics |= producer.drain_metrics()
+            now = time.perf_counter()
+            metrics |= {"time/generate_s": taken - started, "time/train_s": trained - taken, "time/sync_s": now - trained, "time/step_s": now - started}
+            await after_step(metrics)
+    finally:
+        for task in producing:
+            task.cancel()
+        await asyncio.gather(*producing, return_exceptions=True)
+
+
+async def publish(trainer: Trainer, bridge: WeightBridge, engine: Engine, deadline_s: float) -> Proof:
+    """Both ends of the bridge meet; nothing is trained or sampled on a version without its proof."""
+    weights = trainer.export()
+    try:
+        async with asyncio.timeout(deadline_s):
+            _, proof = await asyncio.gather(asyncio.to_thread(bridge.send, weights), engine.load(weights.version))
+    except TimeoutError as error:
+        raise error if isinstance(error, SyncTimeout) else SyncTimeout(
+            f"sync: version {weights.version} did not reach the engine within sync.deadline_s = {deadline_s:g} s ({bridge.mode})"
+        ) from None
+    if proof.version != weights.version or engine.version != weights.version:
+        raise SyncError(f"sync: sent version {weights.version}, the engine proves {proof.version} and serves {engine.version}")
+    return proof
+
+
+def _supervised(producer: Producer, store: RolloutStore) -> asyncio.Task[None]:
+    """A producer that ends, in whatever way, ends the wait for its groups with a named error."""
+
+    async def watch() -> None:
+        try:
+            await producer.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever ended it is handed to the trainer, who raises it
+            store.fail(_named(error))
+        else:
+            store.fail(ProducerDied(f"producer: {type(producer).__name__} ended before the run did"))
+
+    return asyncio.create_task(watch(), name=f"producer-{type(producer).__name__}")
+
+
+def _named(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    if isinstance(error, TandemError):
+        return error
+    died = ProducerDied(f"producer: {type(error).__name__}: {error}")
+    died.__cause__ = error
+    return died

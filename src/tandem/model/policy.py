@@ -1,0 +1,124 @@
+"""Any causal language model of transformers as a Policy: full fine-tuning or LoRA.
+
+Shapes: B rows, T positions, N trained tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SpecError
+from tandem.ops import masks
+from tandem.ops.head import Head
+from tandem.spec.model import LoraSpec
+from tandem.types import MicroBatch, TokenLogprobs, Weights
+
+
+def load_model(path: str, revision: str, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise SpecError(f"model.path = '{path}': no causal language model can be loaded from it: {error}") from error
+
+
+class CausalPolicy:
+    """`module` is the transformers model itself; LoRA layers, if any, sit inside it."""
+
+    def __init__(self, module: Any, tokenizer: Any, *, lora: LoraSpec | None = None, activation_checkpointing: bool = False) -> None:
+        masks.check_attention(module.config)
+        self.module, self.tokenizer = module, tokenizer
+        self._adapter = _add_lora(module, lora) if lora else None
+        self._reference: Any = None
+        if activation_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if lora:
+                module.enable_input_require_grads()
+        self._head = Head(module, len(tokenizer))
+        module.eval()
+        self._head.check(module)
+
+    # --- scoring
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> TokenLogprobs:
+        self.module.train()  # activation checkpointing asks for it
+        try:
+            return self._score(self._head, micro, temperature)
+        finally:
+            self.module.eval()
+
+    @torch.no_grad()
+    def score(self, micro: MicroBatch, temperature: float) -> Tensor:
+        """Logprobs without a gradient."""
+        return self._score(self._head, micro, temperature).logprobs_N
+
+    def keep_reference(self) -> None:
+        """From now on, `reference_logprobs` speaks for the weights as they are at this moment."""
+        if self._adapter is None or any(name.endswith("lora_B.default.weight") and tensor.any() for name, tensor in self.trainable()):
+            frozen = copy.deepcopy(self.module).requires_grad_(False)
+            self._reference = Head(frozen, len(self.tokenizer))
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+        if self._reference is not None:
+            return self._score(self._reference, micro, temperature).logprobs_N
+        # An adapter that was zero when RL began: without it, the model is the reference.
+        with self._adapter.disable_adapter() if self._adapter is not None else nullcontext():
+            return self._score(self._head, micro, temperature).logprobs_N
+
+    def _score(self, head: Head, micro: MicroBatch, temperature: float) -> TokenLogprobs:
+        hidden_BTH = head.hidden(micro.ids_BT, micro.positions_BT, self._mask(micro))
+        flat_H = hidden_BTH.flatten(0, 1)
+        ids_N = micro.ids_BT.flatten()[micro.target_N]
+        logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature)
+        return TokenLogprobs(logprobs_N, entropy_N)
+
+    def _mask(self, micro: MicroBatch) -> Any:
+        config = self.module.config
+        one_each = bool((micro.segments_BT <= 0).all())
+        if one_each and config._attn_implementation == "sdpa" and not getattr(config.get_text_config(), "sliding_window", None):
+            return None  # one sequence a row, padding on the right: plain causal attention, and its fast kernel
+        segments_BT, positions_BT = micro.segments_BT, micro.positions_BT
+        order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+        keys_B1T = segments_BT[:, None, :]
+        seen_BTT = (segments_BT[:, :, None] == keys_B1T) | (micro.parents_BT[:, :, None] == keys_B1T)
+        allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
+        return masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
+
+    # --- weights
+
+    def trainable(self) -> Sequence[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in self.module.named_parameters() if tensor.requires_grad]
+
+    def weights(self, version: int) -> Weights:
+        return Weights(version, "full", lambda: iter(self.module.named_parameters()))
+
+    def export(self, path: Path) -> None:
+        """A directory that transformers, vLLM and `tandem serve` load; adapters are merged into a copy and also saved apart."""
+        if self._adapter is None:
+            self.module.save_pretrained(path)
+        else:
+            self._adapter.save_pretrained(path / "adapter")
+            copy.deepcopy(self._adapter).merge_and_unload().save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
+
+def _add_lora(module: Any, spec: LoraSpec) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
+    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
+    try:
+        return get_peft_model(module, config)
+    except ValueError as error:
+        raise SpecError(f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'") from error

@@ -1,0 +1,209 @@
+"""The composition root: the only file that knows which class stands behind which protocol."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.protocols import Algorithm, Engine, Environment, Trainer, WeightBridge
+from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec, GrpoSpec
+from tandem.spec.data import DatasetData, FileData
+from tandem.spec.engine import EngineSpec
+from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.model import ModelSpec, PresetModel
+from tandem.spec.run import RlSpec, SftSpec
+from tandem.spec.sync import SyncSpec
+from tandem.spec.train import RlStage, SftStage
+from tandem.types import Batch, Group, Message, Task, Trajectory
+
+if TYPE_CHECKING:
+    from tandem.data.load import Split
+    from tandem.model.policy import CausalPolicy
+    from tandem.text.renderer import Renderer
+
+# Imports stand inside the functions: what a spec does not ask for is not loaded, and a wrong spec is refused before torch is.
+
+
+def environment(spec: EnvironmentSpec) -> Environment:
+    from tandem.env.load import load_environment
+
+    return load_environment(spec.name, spec.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A policy with its renderer, on its device."""
+
+    policy: CausalPolicy
+    renderer: Renderer
+    device: Any
+    context: int
+    """Longest sequence, prompt and completion together."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.policy.module.config.get_text_config().hidden_size
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.renderer.tokenizer)
+
+
+def settle_torch(spec: RlSpec | SftSpec) -> Any:
+    """Seeds and determinism, for the whole process; the device that was asked for."""
+    import torch
+
+    from tandem.errors import SpecError
+
+    torch.manual_seed(spec.seed)
+    torch.use_deterministic_algorithms(spec.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds bugs, not differences, and costs time
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        raise SpecError("device = 'cuda': torch finds no GPU here; use device = 'cpu', or install a CUDA build of torch")
+    on_gpu = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
+def model(spec: ModelSpec, seed: int, device: Any, max_context: int = 0) -> Model:
+    from tandem.model.policy import CausalPolicy, load_model
+    from tandem.model.presets import make_model
+    from tandem.text.renderer import Renderer
+    from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
+
+    if isinstance(spec, PresetModel):
+        tokenizer = byte_tokenizer()
+        module = make_model(spec.preset, tokenizer, seed, spec.attention)
+    else:
+        tokenizer = load_tokenizer(spec.path, spec.revision)
+        module = load_model(spec.path, spec.revision, spec.attention)
+    policy = CausalPolicy(
+        module.to(device), tokenizer, lora=spec.lora, activation_checkpointing=spec.activation_checkpointing
+    )
+    made_for = module.config.get_text_config().max_position_embeddings
+    return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, min(max_context or made_for, made_for))
+
+
+def engine(spec: EngineSpec, model: Model, *, deterministic: bool) -> Engine:
+    from tandem.engine.hf import EmbeddedEngine
+    from tandem.engine.pool import EnginePool
+
+    engines = [
+        EmbeddedEngine(
+            model.policy.module,
+            num_ids=model.num_ids,
+            end_ids=model.renderer.end_ids,
+            decode=model.renderer.decode,
+            max_running=spec.max_running,
+            max_context=model.context,
+            kv_gib=spec.kv_gib / spec.replicas,
+            inline=deterministic,
+        )
+        for _ in range(spec.replicas)
+    ]
+    return engines[0] if spec.replicas == 1 else EnginePool(engines)
+
+
+def bridge(spec: SyncSpec) -> WeightBridge:
+    from tandem.bridge.inproc import InprocBridge
+
+    return InprocBridge(spec.deadline_s)
+
+
+def no_engine() -> tuple[Engine, WeightBridge]:
+    """For stages that train on recordings."""
+    from tandem.bridge.null import NullBridge
+    from tandem.engine.null import NullEngine
+
+    return NullEngine(), NullBridge()
+
+
+def algorithm(spec: AlgorithmSpec) -> Algorithm:
+    from tandem.algo import dr_grpo, grpo, rloo
+
+    if isinstance(spec, GrpoSpec):
+        return grpo.make(spec)
+    if isinstance(spec, DrGrpoSpec):
+        return dr_grpo.make(spec)
+    return rloo.make(spec)
+
+
+def sft_algorithm() -> Algorithm:
+    from tandem.algo import sft
+
+    return sft.make()
+
+
+def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, version: int) -> Trainer:
+    from tandem.optim import adamw
+    from tandem.optim.schedule import lr_share
+    from tandem.train.trainer import PolicyTrainer
+
+    on_rollouts = isinstance(stage, RlStage)
+    return PolicyTrainer(
+        model.policy,
+        algorithm,
+        adamw.make(model.policy.trainable(), stage.optimizer, stage.lr),
+        lr=lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
+        clip_norm=stage.clip_norm,
+        version=version,
+        temperature=stage.temperature if on_rollouts else 1.0,
+        max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
+    )
+
+
+def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
+    from tandem.train.pack import make_batch
+
+    def make(groups: list[Group], version: int) -> Batch:
+        return make_batch(groups, algorithm, micro_tokens=stage.micro_tokens, version=version, hidden_size=model.hidden_size, device=model.device)
+
+    return make
+
+
+def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
+    """Training tasks with what the environment shows for them."""
+    from tandem.errors import SpecError
+
+    demonstrate = getattr(environment, "demonstrate", None)
+    if demonstrate is None:
+        raise SpecError(
+            f"warmup.data.kind = 'demonstrations': environment '{name}' has no demonstrate(task, rng); write one, or take "
+            "warmup.data.kind = 'file'"
+        )
+    tasks: Sequence[Task] = environment.tasks("train")
+    rng = random.Random(f"demonstrations:{seed}")
+    chosen = rng.sample(range(len(tasks)), min(count, len(tasks)))
+    return [(tasks[index], demonstrate(tasks[index], rng)) for index in chosen]
+
+
+
+FileOrDataset = FileData | DatasetData
+
+
+def rows(spec: FileOrDataset, field: str) -> Split:
+    from tandem.data.load import load_rows
+
+    return load_rows(spec, field)
+
+
+def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
+    """Logprobs of a recording's trained tokens."""
+    from tandem.train.pack import make_batch
+
+    algorithm = sft_algorithm()
+
+    def score(recording: Trajectory) -> list[float]:
+        batch = make_batch([[recording]], algorithm, micro_tokens=micro_tokens, version=0, hidden_size=0, device=model.device)
+        return model.policy.score(batch.micro[0], 1.0).tolist()
+
+    return score
+
+
+def export(model: Model, path: Path) -> None:
+    from tandem.io import atomic
+
+    with atomic.directory(path) as directory:
+        model.policy.export(directory)

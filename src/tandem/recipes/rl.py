@@ -1,0 +1,140 @@
+"""Reinforcement learning: judge, warm up, judge, train, judge."""
+
+from __future__ import annotations
+
+from tandem.loop import publish, run_loop
+from tandem.protocols import Environment, Trainer
+from tandem.recipes import build
+from tandem.recipes.supervised import checked_rows, recordings_of, supervised_stage
+from tandem.rollout.episode import Setting
+from tandem.rollout.evaluate import Evaluation, evaluate, held_out
+from tandem.rollout.guard import why_not
+from tandem.rollout.producer import EnvironmentProducer
+from tandem.rollout.store import MemoryStore
+from tandem.runs.run import Run
+from tandem.runs.verdict import judge
+from tandem.spec.data import Demonstrations
+from tandem.spec.run import RlSpec
+from tandem.spec.train import WarmupStage
+from tandem.types import Metrics, Sampling, Trajectory
+
+_SAMPLES_KEPT = 8
+
+
+class RlRun:
+    """What the stages of one RL run share."""
+
+    def __init__(self, spec: RlSpec, run: Run, environment: Environment) -> None:
+        self.spec, self.run, self.environment = spec, run, environment
+        self.model = build.model(spec.model, spec.seed, build.settle_torch(spec), spec.engine.max_context)
+        self.engine = build.engine(spec.engine, self.model, deterministic=spec.deterministic)
+        self.bridge = build.bridge(spec.sync)
+        self.setting = Setting(
+            environment,
+            self.engine,
+            self.model.renderer,
+            Sampling(max_tokens=spec.train.max_tokens, temperature=spec.train.temperature),
+            self.model.context,
+            spec.engine.deadline_s,
+            spec.environment.episode_timeout_s,
+        )
+        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
+
+    async def train(self) -> None:
+        await self.engine.attach(self.bridge.source(self.spec.engine.replicas))
+        alarm_missing = why_not()
+        self.run.note_option("environment alarm", True, not alarm_missing, alarm_missing)
+        warmup = self.spec.warmup
+        self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
+        version = 0
+        if warmup is not None:
+            version = await self._warm_up(warmup)
+        algorithm = build.algorithm(self.spec.algorithm)
+        if algorithm.needs_reference:
+            self.model.policy.keep_reference()
+        trainer = build.trainer(self.spec.train, self.model, algorithm, version)
+        before = await self._evaluate(trainer, "before_rl", "before RL")
+        await self._rl_stage(trainer)
+        after = await self._evaluate(trainer, "after", "after RL")
+        verdict = judge(before.scores, after.scores, confidence=self.spec.eval.confidence, seed=self.spec.seed)
+        self.run.conclude(
+            verdict.verdict,
+            {
+                "metric": "accuracy",
+                "tasks": verdict.tasks,
+                "after_minus_before_rl": verdict.difference,
+                "interval": list(verdict.interval),
+                "confidence": verdict.confidence,
+                "failed_episodes": after.failed,
+            },
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()
+        self.bridge.close()
+
+    async def _warm_up(self, stage: WarmupStage) -> int:
+        trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0)
+        await self._evaluate(trainer, "before", "before training")
+        recordings = self._recordings(stage)
+        self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
+        await supervised_stage(self.run, self.model, trainer, stage, recordings, seed=self.spec.seed)
+        return trainer.version
+
+    def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
+        if not isinstance(stage.data, Demonstrations):
+            return checked_rows(self.model, stage.data, self.run, "warmup.data")[0]
+        count = stage.steps * stage.batch_size
+        shown = build.demonstrations(self.environment, self.spec.environment.name, count, self.spec.seed)
+        return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
+
+    async def _rl_stage(self, trainer: Trainer) -> None:
+        spec, stage = self.spec, self.spec.train
+        algorithm = build.algorithm(spec.algorithm)
+        store = MemoryStore(
+            (stage.max_lag + 1) * stage.groups_per_step, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s
+        )
+        producer = EnvironmentProducer(
+            self.setting,
+            store,
+            algorithm.keep,
+            group_size=stage.group_size,
+            seed=spec.seed,
+            max_failed_share=spec.environment.max_failed_share,
+        )
+
+        async def after_step(metrics: Metrics) -> None:
+            metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
+            self.run.record(trainer.version, metrics)
+            if spec.eval.every and (trainer.version - first) % spec.eval.every == 0 and trainer.version < last:
+                name = f"step {trainer.version}"
+                self.run.evaluated(name, name, (await self._play_held_out()).accuracy)
+
+        first, last = trainer.version, trainer.version + stage.steps
+        self.run.stage("rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}")
+        await run_loop(
+            trainer=trainer,
+            bridge=self.bridge,
+            engine=self.engine,
+            store=store,
+            producers=[producer],
+            make_batch=build.batches(stage, self.model, algorithm),
+            groups_per_step=stage.groups_per_step,
+            last_version=last,
+            after_step=after_step,
+            after_sync=self.run.synced,
+            sync_every=spec.sync.every,
+            sync_deadline_s=spec.sync.deadline_s,
+        )
+
+    async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
+        """Publishes first: what is judged is what the engine serves."""
+        self.run.synced(await publish(trainer, self.bridge, self.engine, self.spec.sync.deadline_s))
+        result = await self._play_held_out()
+        self.run.evaluated(name, label, result.accuracy)
+        for trajectory in result.played[:_SAMPLES_KEPT]:
+            self.run.sample(name, trajectory.task_id, trajectory.messages, trajectory.reward)
+        return result
+
+    async def _play_held_out(self) -> Evaluation:
+        return await evaluate(self.setting, self.eval_tasks, self.spec.eval.max_tokens or self.spec.train.max_tokens)

@@ -1,0 +1,57 @@
+"""Supervised training on recorded conversations, judged by the held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.recipes import build
+from tandem.recipes.supervised import checked_rows, supervised_stage
+from tandem.runs.run import Run
+from tandem.runs.verdict import judge
+from tandem.spec.run import SftSpec
+from tandem.types import Trajectory
+
+
+async def train_sft(spec: SftSpec, run: Run) -> None:
+    stage = spec.train
+    model = build.model(spec.model, spec.seed, build.settle_torch(spec))
+    recordings, held_out = checked_rows(model, spec.data, run, "data")
+    held_out = held_out[: spec.eval.examples]
+    trainer = build.trainer(stage, model, build.sft_algorithm(), 0)
+    run.status["steps_total"] = stage.steps
+
+    def evaluate(name: str, label: str) -> list[float]:
+        losses = held_out_losses(model, held_out, stage.micro_tokens)
+        if losses:
+            run.evaluated(name, label, sum(losses) / len(losses), metric="loss")
+        return losses
+
+    async def after_step() -> None:
+        if spec.eval.every and trainer.version % spec.eval.every == 0 and trainer.version < stage.steps:
+            evaluate(f"step {trainer.version}", f"step {trainer.version}")
+
+    before = evaluate("before", "before training")
+    run.stage("sft", stage.steps, f"{len(recordings)} conversations, {len(held_out)} held out")
+    await supervised_stage(run, model, trainer, stage, recordings, seed=spec.seed, after_step=after_step)
+    after = evaluate("after", "after training")
+    build.export(model, run.directory / "export")
+    if not held_out:
+        run.conclude("unchanged", {"metric": "loss", "tasks": 0, "why": "nothing was held out, so nothing can be compared"})
+        return
+    verdict = judge(before, after, confidence=spec.eval.confidence, seed=spec.seed, higher_is_better=False)
+    run.conclude(
+        verdict.verdict,
+        {
+            "metric": "loss",
+            "tasks": verdict.tasks,
+            "after_minus_before": verdict.difference,
+            "interval": list(verdict.interval),
+            "confidence": verdict.confidence,
+        },
+    )
+
+
+def held_out_losses(model: build.Model, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:
+    """Mean loss a trained token of each conversation, in their order."""
+    score = build.scorer(model, micro_tokens)
+    return [-sum(logprobs) / len(logprobs) for logprobs in (score(recording) for recording in recordings)]

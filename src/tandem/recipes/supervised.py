@@ -1,0 +1,92 @@
+"""Supervised steps on recordings: the warm-up of an RL run, and the whole of an SFT run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from tandem.data.conversation import Conversation
+from tandem.errors import DataError
+from tandem.loop import run_loop
+from tandem.protocols import Trainer
+from tandem.recipes import build
+from tandem.rollout.recorded import RecordedProducer, record
+from tandem.rollout.store import MemoryStore
+from tandem.runs.run import Run
+from tandem.spec.train import SftStage
+from tandem.types import Message, Metrics, Trajectory
+
+
+async def supervised_stage(
+    run: Run,
+    model: build.Model,
+    trainer: Trainer,
+    stage: SftStage,
+    recordings: Sequence[Trajectory],
+    *,
+    seed: int,
+    after_step: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """The loop with an engine and a bridge that do nothing."""
+    engine, bridge = build.no_engine()
+    store = MemoryStore(stage.batch_size)
+
+    async def record_step(metrics: Metrics) -> None:
+        run.record(trainer.version, metrics)
+        if after_step is not None:
+            await after_step()
+
+    await run_loop(
+        trainer=trainer,
+        bridge=bridge,
+        engine=engine,
+        store=store,
+        producers=[RecordedProducer(recordings, store, seed=seed)],
+        make_batch=build.batches(stage, model, build.sft_algorithm()),
+        groups_per_step=stage.batch_size,
+        last_version=trainer.version + stage.steps,
+        after_step=record_step,
+        after_sync=run.synced,
+    )
+
+
+def recordings_of(model: build.Model, conversations: Sequence[tuple[str, Sequence[Message]]]) -> list[Trajectory]:
+    """Conversations that an environment showed, as trajectories."""
+    recorded = [record(model.renderer, messages, name) for name, messages in conversations]
+    if longest := next((t for t in recorded if len(t.ids) > model.context), None):
+        raise DataError(
+            f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, and the model's context "
+            f"holds {model.context}; use shorter tasks, or a model with a longer context"
+        )
+    return recorded
+
+
+def checked_rows(model: build.Model, data: build.FileOrDataset, run: Run, field: str) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Rows of a file or data set as trajectories, with the report that says what was left out and why."""
+    split = build.rows(data, field)
+    longest = min(data.max_tokens or model.context, model.context)
+
+    def too_long(conversation: Conversation) -> str:
+        ids, _ = model.renderer.conversation(conversation.messages)
+        return f"longer than {longest} tokens" if len(ids) > longest else ""
+
+    split = split.without(too_long)
+    if not split.train:
+        raise DataError(f"{field}: no conversation is left to train on; {split.report.text()}")
+    run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
+    run.view.say("   data: " + split.report.text())
+    train, held_out = (
+        [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows] for rows in (split.train, split.held_out)
+    )
+    run.view.say("   one example; the tokens in [[ ]] are trained: " + marked(model, train[0]))
+    return train, held_out
+
+
+def marked(model: build.Model, trajectory: Trajectory) -> str:
+    """A trajectory as text with its trained tokens between [[ and ]]."""
+    text, open_ = "", False
+    for token_id, trained in zip(trajectory.ids, trajectory.trained, strict=True):
+        if trained != open_:
+            text += "[[" if trained else "]]"
+            open_ = trained
+        text += model.renderer.decode([token_id], skip_special=False)
+    return text + ("]]" if open_ else "")

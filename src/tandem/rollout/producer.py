@@ -1,0 +1,130 @@
+"""Who fills the store.
+
+consumes: slots                  waits for: a slot, then the slowest sibling of a group
+produces: groups, or drops with a reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
+from tandem.protocols import RolloutStore
+from tandem.rollout.episode import Setting, play
+from tandem.types import Group, Metrics, Task, Ticket
+
+_log = logging.getLogger(__name__)
+
+_WINDOW = 100  # groups over which the share of failures is taken
+_LEAST = 20  # a share of fewer groups than this says nothing
+
+
+class Producer(Protocol):
+    async def run(self) -> None: ...  # ends only by an error or by being cancelled
+    def drain_metrics(self) -> Metrics: ...  # of what finished since the last call
+
+
+def task_order(num_tasks: int, seed: int) -> Callable[[int], int]:
+    """Which task the n-th start plays: every task once an epoch, each epoch shuffled anew."""
+    shuffled: dict[int, list[int]] = {}
+
+    def index(start: int) -> int:
+        epoch, offset = divmod(start, num_tasks)
+        if epoch not in shuffled:
+            shuffled.clear()
+            shuffled[epoch] = random.Random(f"{seed}:{epoch}").sample(range(num_tasks), num_tasks)
+        return shuffled[epoch][offset]
+
+    return index
+
+
+class EnvironmentProducer:
+    """Plays groups of siblings of an environment's training tasks."""
+
+    def __init__(
+        self, setting: Setting, store: RolloutStore, keep: Callable[[Group], bool], *,
+        group_size: int, seed: int, max_failed_share: float,
+    ) -> None:  # fmt: skip
+        self._setting, self._store, self._keep = setting, store, keep
+        self._tasks: Sequence[Task] = setting.environment.tasks("train")
+        self._which = task_order(len(self._tasks), seed)
+        self._group_size, self._seed, self._max_failed_share = group_size, seed, max_failed_share
+        self._recent_failures: deque[bool] = deque(maxlen=_WINDOW)
+        self._played: list[Group] = []
+        self._dropped: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as playing:
+            while True:
+                ticket = await self._store.admit()
+                playing.create_task(self._play_group(ticket), name=f"group-{ticket.order}")
+
+    def drain_metrics(self) -> Metrics:
+        """Over every group that ended, dropped ones too: a curve of kept groups alone would flatter the policy."""
+        groups, self._played = self._played, []
+        dropped, self._dropped = self._dropped, Counter()
+        metrics: Metrics = {f"groups/dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
+        metrics["groups/played"] = float(len(groups))
+        metrics["groups/dropped"] = float(sum(dropped.values()))
+        if groups:
+            rewards = [trajectory.reward for group in groups for trajectory in group]
+            metrics["reward/mean"] = statistics.fmean(rewards)
+            metrics["reward/std"] = statistics.pstdev(rewards)
+            metrics["tokens/sampled"] = float(sum(t.num_trained for group in groups for t in group))
+            metrics["tokens/per_sample"] = statistics.fmean(t.num_trained for group in groups for t in group)
+            metrics["episode/truncated"] = statistics.fmean(t.status == "truncated" for group in groups for t in group)
+            by_name: defaultdict[str, list[float]] = defaultdict(list)
+            for trajectory in (trajectory for group in groups for trajectory in group):
+                for name, value in trajectory.metrics.items():
+                    by_name[name].append(value)
+            metrics |= {f"env/{name}": statistics.fmean(values) for name, values in sorted(by_name.items())}
+        return metrics
+
+    async def _play_group(self, ticket: Ticket) -> None:
+        task = self._tasks[self._which(ticket.order)]
+        try:
+            group = await self._siblings(task, ticket.order)
+        except EpisodeFailed as failure:
+            _log.warning("group %d failed: %s", ticket.order, failure)
+            self._count_failure(failure)
+            await self._drop(ticket, failure.kind)
+            return
+        self._recent_failures.append(False)
+        self._played.append(group)
+        if self._keep(group):
+            await self._store.put(ticket, group)
+        else:
+            await self._drop(ticket, "no_signal")
+
+    async def _siblings(self, task: Task, order: int) -> Group:
+        try:
+            opening_ids = self._setting.renderer.prompt(task.messages)
+        except TemplateError as error:
+            raise EpisodeFailed("template", f"task {task.id}: {error}") from error
+        # Seeds are far apart, so that sibling, turn and group never meet in the same one.
+        seeds = [((self._seed * 1_000_003 + order) * 4096 + sibling) * 1024 for sibling in range(self._group_size)]
+        playing = [asyncio.ensure_future(play(self._setting, task, opening_ids, seed)) for seed in seeds]
+        try:
+            return list(await asyncio.gather(*playing))
+        finally:
+            for episode in playing:
+                episode.cancel()
+
+    async def _drop(self, ticket: Ticket, reason: str) -> None:
+        self._dropped[reason] += 1
+        await self._store.drop(ticket, reason)
+
+    def _count_failure(self, failure: EpisodeFailed) -> None:
+        self._recent_failures.append(True)
+        failed, seen = sum(self._recent_failures), len(self._recent_failures)
+        if failed > self._max_failed_share * max(seen, _LEAST):
+            raise TooManyFailures(
+                f"environment: {failed} of the last {seen} groups failed, more than environment.max_failed_share = "
+                f"{self._max_failed_share:g} allows; the last one: {failure}"
+            ) from failure

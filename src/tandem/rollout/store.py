@@ -1,0 +1,128 @@
+"""The rollout store of one process.
+
+consumes: finished groups               waits for: a slot (admit), the oldest start (take)
+produces: groups, oldest started first
+
+The bound: a group started while the engine held version u occupies a slot from then on, and so does every group started
+before it that is not yet released. Slots are released only when the engine holds the version that their groups made. There
+are (max_lag + 1) * groups_per_step of them, so the group is trained on at version u + max_lag at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from tandem.errors import Starved, StoreError, StoreTimeout
+from tandem.types import Group, Ticket
+
+
+class MemoryStore:
+    def __init__(self, slots: int, *, max_dropped: int = 256, take_timeout_s: float = 600.0) -> None:
+        self.slots = slots
+        self.dropped: Counter[str] = Counter()
+        self._max_dropped, self._take_timeout_s = max_dropped, take_timeout_s
+        self._started = self._held = self._dropped_in_a_row = 0
+        self._in_flight: dict[int, Group | None] = {}
+        """By order of start; None until it is put. What is taken leaves, but holds its slot until released."""
+        self._asking: deque[asyncio.Future[None]] = deque()
+        self._news = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def admit(self) -> Ticket:
+        while self._error is None and (self._held >= self.slots or self._asking):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._asking.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._next_in_line()  # the turn may have been ours already
+                raise
+            if self._held < self.slots:
+                break
+        if self._error is not None:
+            raise self._error
+        ticket = Ticket(self._started)
+        self._started += 1
+        self._held += 1
+        self._in_flight[ticket.order] = None
+        if self._held < self.slots:
+            self._next_in_line()
+        return ticket
+
+    async def put(self, ticket: Ticket, group: Group) -> None:
+        if ticket.order not in self._in_flight or self._in_flight[ticket.order] is not None:
+            raise StoreError(f"store: ticket {ticket.order} is not waiting for a group; it was put or dropped before")
+        if not group:
+            raise StoreError(f"store: ticket {ticket.order} was put with an empty group; drop it with a reason instead")
+        self._in_flight[ticket.order] = group
+        self._dropped_in_a_row = 0
+        self._news.set()
+
+    async def drop(self, ticket: Ticket, reason: str) -> None:
+        if self._in_flight.get(ticket.order, ...) is not None:
+            raise StoreError(f"store: ticket {ticket.order} is not in flight; it was put or dropped before")
+        del self._in_flight[ticket.order]
+        self.dropped[reason] += 1
+        self._dropped_in_a_row += 1
+        self._free(1)
+        if self._dropped_in_a_row >= self._max_dropped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
+            self.fail(
+                Starved(
+                    f"store: {self._dropped_in_a_row} groups in a row had nothing to learn from (so far: {reasons}); make tasks "
+                    "easier or harder, warm up longer, raise train.group_size, or raise train.max_dropped"
+                )
+            )
+        self._news.set()
+
+    async def take(self, count: int) -> list[Group]:
+        if count > self.slots:
+            raise StoreError(f"store: take({count}) can never be served by {self.slots} slots")
+        try:
+            async with asyncio.timeout(self._take_timeout_s):
+                while (groups := self._oldest(count)) is None:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise StoreTimeout(
+                f"store: {count} groups did not finish within {self._take_timeout_s:g} s (train.group_timeout_s); "
+                f"{len(self._in_flight)} are under way"
+            ) from None
+        return groups
+
+    async def release(self, count: int) -> None:
+        taken = self._held - len(self._in_flight)
+        if count > taken:
+            raise StoreError(f"store: release({count}), but only {taken} taken groups hold slots")
+        self._free(count)
+
+    async def ack(self, groups: Sequence[Group]) -> None:
+        """Nothing here outlives the process, so there is nothing to forget."""
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._news.set()
+        for turn in self._asking:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _oldest(self, count: int) -> list[Group] | None:
+        if self._error is not None:
+            raise self._error
+        first = list(self._in_flight)[:count]  # a dict keeps insertion order, and tickets are made in order
+        if len(first) < count or any(self._in_flight[order] is None for order in first):
+            return None
+        return [group for order in first if (group := self._in_flight.pop(order)) is not None]
+
+    def _free(self, count: int) -> None:
+        self._held -= count
+        self._next_in_line()
+
+    def _next_in_line(self) -> None:
+        while self._asking and self._held < self.slots:
+            turn = self._asking.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return

@@ -1,0 +1,1 @@
+"""Runs: a spec, a directory, a status. No torch here."""

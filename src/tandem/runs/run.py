@@ -1,0 +1,123 @@
+"""A run is a directory: what was asked, what happened, what came out of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from tandem.errors import RunError
+from tandem.io import atomic
+from tandem.io.jsonl import JsonlWriter
+from tandem.obs.live import LiveView
+from tandem.types import Message, Metrics, Proof
+
+State = Literal["running", "succeeded", "failed", "cancelled"]
+
+
+class Run:
+    """Open it with `with`: the status is `running` inside, and afterwards says how it ended."""
+
+    def __init__(self, directory: Path, *, name: str, recipe: str, spec_toml: str, view: LiveView) -> None:
+        if directory.exists() and any(directory.iterdir()):
+            raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir)")
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.view = directory, view
+        self.status: dict[str, Any] = {"state": "queued", "name": name, "recipe": recipe, "steps_done": 0, "steps_total": 0, "eval": {}}
+        self._stage, self._pending_eval = "", dict[str, float]()
+        self._event_number = 0
+        self._started = time.monotonic()
+        atomic.write_text(directory / "spec.toml", spec_toml)
+        self._metrics, self._events, self._ledger, self._samples = (
+            JsonlWriter(directory / f"{name}.jsonl") for name in ("metrics", "events", "sync", "samples")
+        )
+        self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
+        self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    @staticmethod
+    def new_directory(root: Path, name: str) -> Path:
+        """runs/<name>-<time>, with a number behind it where that is taken."""
+        base = root / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        return next(path for number in range(1000) if not (path := base.with_name(base.name + (f"-{number}" if number else ""))).exists())
+
+    def __enter__(self) -> Run:
+        logger = logging.getLogger("tandem")
+        logger.addHandler(self._log)
+        logger.setLevel(logging.INFO)
+        self.event("boot", pid=os.getpid())
+        self._set_state("running")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None:
+            self.event("done")
+            self._set_state("succeeded")
+        else:
+            cancelled = isinstance(error, KeyboardInterrupt | SystemExit)
+            self.status["error"] = f"{type(error).__name__}: {error}"
+            self.event("error", kind=type(error).__name__, message=str(error))
+            logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
+            self._set_state("cancelled" if cancelled else "failed")
+        for writer in (self._metrics, self._events, self._ledger, self._samples):
+            writer.close()
+        logging.getLogger("tandem").removeHandler(self._log)
+        self._log.close()
+
+    # --- what happens in it
+
+    def event(self, stage: str, **data: Any) -> None:
+        """Numbered, in order; `at` is this machine's clock and nothing is decided by it."""
+        self._event_number += 1
+        self._events.write({"number": self._event_number, "at": datetime.now(UTC).isoformat(timespec="milliseconds"), "stage": stage, **data})
+
+    def stage(self, name: str, steps: int, note: str = "") -> None:
+        self._stage = name
+        self.event(name, steps=steps)
+        self.view.stage(name, steps, note)
+
+    def record(self, step: int, metrics: Metrics) -> None:
+        row = {"step": step, "stage": self._stage, **self._pending_eval, **metrics}
+        self._pending_eval = {}
+        self._metrics.write(row)
+        self.view.step(row)
+        self.status["steps_done"] = step
+
+    def evaluated(self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy") -> None:
+        """`name` is the field of status.json; a curve's point is written with the next step's row."""
+        self._pending_eval = {f"eval/{metric}": value}
+        self.status["eval"][name] = value
+        self.event("eval", name=name, **{metric: value})
+        self.view.evaluation(label, value, metric=metric)
+        self._write_status()
+
+    def synced(self, proof: Proof) -> None:
+        if proof.verified != "none":  # a null engine serves nothing, so there is nothing to prove
+            self._ledger.write(asdict(proof))
+
+    def sample(self, when: str, task: str, messages: Sequence[Message], reward: float) -> None:
+        self._samples.write({"when": when, "task": task, "messages": [dict(message) for message in messages], "reward": reward})
+
+    def note_option(self, option: str, requested: Any, engaged: bool, why_not: str = "") -> None:
+        """Every optimisation says whether it was had."""
+        self.event("option", option=option, requested=requested, engaged=engaged, why_not=why_not)
+        if not engaged:
+            self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
+
+    def conclude(self, verdict: str, evaluation: Mapping[str, Any]) -> None:
+        self.status["verdict"] = verdict
+        self.status["eval"] |= evaluation
+        self._write_status()
+
+    def _set_state(self, state: State) -> None:
+        self.status["state"] = state
+        self.status["seconds"] = round(time.monotonic() - self._started, 3)
+        self._write_status()
+
+    def _write_status(self) -> None:
+        atomic.write_json(self.directory / "status.json", self.status)
