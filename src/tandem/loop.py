@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from tandem.errors import ProducerDied, SyncError, SyncTimeout, TandemError
@@ -37,6 +38,7 @@ async def run_loop(
     after_sync: Callable[[Proof], None],
     sync_every: int = 1,
     sync_deadline_s: float = 60.0,
+    run_step: Callable[[Callable[[], Metrics]], Awaitable[Metrics]] = asyncio.to_thread,
 ) -> None:
     """Train until the trainer's version is `last_version`; the engine holds the last one when this returns."""
     after_sync(await publish(trainer, bridge, engine, sync_deadline_s))
@@ -49,7 +51,7 @@ async def run_loop(
             held += len(groups)
             taken = time.perf_counter()
             await engine.sleep()
-            metrics = await asyncio.to_thread(trainer.step, make_batch(groups, trainer.version))
+            metrics = await run_step(partial(trainer.step, make_batch(groups, trainer.version)))
             trained = time.perf_counter()
             if trainer.version % sync_every == 0 or trainer.version >= last_version:
                 after_sync(await publish(trainer, bridge, engine, sync_deadline_s))
@@ -66,6 +68,12 @@ async def run_loop(
         for task in producing:
             task.cancel()
         await asyncio.gather(*producing, return_exceptions=True)
+
+
+async def on_this_thread(step: Callable[[], Metrics]) -> Metrics:
+    """For `run_step`: on the event loop's own thread, where an inline engine runs too. One order of everything, and one
+    team of OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
+    return step()
 
 
 async def publish(trainer: Trainer, bridge: WeightBridge, engine: Engine, deadline_s: float) -> Proof:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, SftSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage
-from tandem.types import Batch, Group, Message, Task, Trajectory
+from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
 
 if TYPE_CHECKING:
     from tandem.data.load import Split
@@ -152,6 +153,12 @@ def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, versi
         temperature=stage.temperature if on_rollouts else 1.0,
         max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
     )
+
+
+def step_runner(deterministic: bool) -> Callable[[Callable[[], Metrics]], Awaitable[Metrics]]:
+    from tandem.loop import on_this_thread
+
+    return on_this_thread if deterministic else asyncio.to_thread
 
 
 def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:

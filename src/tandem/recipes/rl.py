@@ -78,7 +78,7 @@ class RlRun:
         await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
-        await supervised_stage(self.run, self.model, trainer, stage, recordings, seed=self.spec.seed)
+        await supervised_stage(self.run, self.model, trainer, stage, recordings, seed=self.spec.seed, deterministic=self.spec.deterministic)
         return trainer.version
 
     def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
@@ -125,6 +125,7 @@ class RlRun:
             after_sync=self.run.synced,
             sync_every=spec.sync.every,
             sync_deadline_s=spec.sync.deadline_s,
+            run_step=build.step_runner(spec.deterministic),
         )
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:

@@ -24,6 +24,7 @@ async def supervised_stage(
     recordings: Sequence[Trajectory],
     *,
     seed: int,
+    deterministic: bool,
     after_step: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing."""
@@ -46,6 +47,7 @@ async def supervised_stage(
         last_version=trainer.version + stage.steps,
         after_step=record_step,
         after_sync=run.synced,
+        run_step=build.step_runner(deterministic),
     )
 
 
