@@ -10,9 +10,14 @@ __version__ = "0.1.0"
 # The Python API: name -> where it lives. Filled in lazily so that `tandem --help` stays quick.
 _API = {
     "train": "tandem.recipes",
-    "evaluate": "tandem.recipes",
-    "serve": "tandem.recipes",
+    "serve": "tandem.recipes.serve",
+    "chat": "tandem.recipes.serve",
+    "write_report": "tandem.obs.report",
+    "load_environment": "tandem.env.load",
+    "new_environment": "tandem.env.scaffold",
+    "try_environment": "tandem.env.human",
     "load_spec": "tandem.spec.load",
+    "json_schema": "tandem.spec.load",
     "Task": "tandem.types",
     "Outcome": "tandem.types",
     "Sampling": "tandem.types",

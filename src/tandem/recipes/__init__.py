@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tandem.obs.live import LiveView
+from tandem.obs.report import write_report
+from tandem.obs.summary import closing_text
 from tandem.runs.run import Run
 from tandem.spec.load import to_toml
 from tandem.spec.run import RlSpec, SftSpec
 
 
-def train(spec: RlSpec | SftSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None) -> Run:
+def train(
+    spec: RlSpec | SftSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None
+) -> Run:
     """Do what the spec asks, in a directory of its own; the run that is returned says how it went."""
     from tandem.recipes import build
 
@@ -23,12 +27,13 @@ def train(spec: RlSpec | SftSpec, run_dir: Path | None = None, *, root: Path = P
     view = view or LiveView(spec.name)
     directory = run_dir or Run.new_directory(root, spec.name)
     run = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view)
-    view.say(f"run {directory}")
     try:
         with _sigterm_ends(), view, run:
+            view.say(f"run {directory}")
             asyncio.run(_train(spec, run, environment))
     finally:
-        _report(run)
+        write_report(run.directory)
+        view.console.print(closing_text(run.directory, run.status))
     return run
 
 
@@ -47,12 +52,6 @@ async def _train(spec: RlSpec | SftSpec, run: Run, environment: Any) -> None:
         build.export(rl.model, run.directory / "export")
     finally:
         await rl.close()
-
-
-def _report(run: Run) -> None:
-    from tandem.obs.report import write_report
-
-    write_report(run.directory)
 
 
 @contextmanager

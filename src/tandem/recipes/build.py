@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.protocols import Algorithm, Engine, Environment, Trainer, WeightBridge
 from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec, GrpoSpec
@@ -57,15 +57,20 @@ def settle_torch(spec: RlSpec | SftSpec) -> Any:
     """Seeds and determinism, for the whole process; the device that was asked for."""
     import torch
 
-    from tandem.errors import SpecError
-
     torch.manual_seed(spec.seed)
     torch.use_deterministic_algorithms(spec.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it finds bugs, not differences, and costs time
-    if spec.device == "cuda" and not torch.cuda.is_available():
+    return pick_device(spec.device)
+
+
+def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
+    import torch
+
+    from tandem.errors import SpecError
+
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise SpecError("device = 'cuda': torch finds no GPU here; use device = 'cpu', or install a CUDA build of torch")
-    on_gpu = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if on_gpu else "cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def model(spec: ModelSpec, seed: int, device: Any, max_context: int = 0) -> Model:
@@ -108,9 +113,13 @@ def engine(spec: EngineSpec, model: Model, *, deterministic: bool) -> Engine:
 
 
 def bridge(spec: SyncSpec) -> WeightBridge:
+    return inproc_bridge(spec.deadline_s)
+
+
+def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
     from tandem.bridge.inproc import InprocBridge
 
-    return InprocBridge(spec.deadline_s)
+    return InprocBridge(deadline_s)
 
 
 def no_engine() -> tuple[Engine, WeightBridge]:

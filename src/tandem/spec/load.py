@@ -40,6 +40,14 @@ def parse_spec(raw: Mapping[str, Any]) -> RlSpec | SftSpec:
         raise SpecError("\n".join(_explain(item, raw) for item in error.errors(include_url=False))) from error
 
 
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key.path=value` strings as nested tables."""
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        _apply(raw, override)
+    return raw
+
+
 def json_schema() -> dict[str, Any]:
     return _ADAPTER.json_schema()
 

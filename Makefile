@@ -1,0 +1,38 @@
+# Every target works from a fresh clone. `make install` is the only one that needs the network.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install quickstart test lint format types bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Tandem needs Python 3.11 or newer"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -c 'import matplotlib.font_manager'  # builds its font cache once, here and not in the first run
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/tandem train examples/quickstart.toml
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check src tests benchmarks
+
+format: install
+	$(BIN)/ruff check --fix src tests benchmarks
+
+types: install
+	$(BIN)/pyright
+
+bench: install
+	$(BIN)/python benchmarks/all.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

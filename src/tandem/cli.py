@@ -1,0 +1,143 @@
+"""The command line: a thin layer over functions that Python has too. Heavy imports stand inside the commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tandem.errors import TandemError
+
+app = typer.Typer(
+    name="tandem",
+    help="Post-train language models while they serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+spec_app = typer.Typer(help="What a spec may hold.", no_args_is_help=True)
+env_app = typer.Typer(help="Environments: where tasks and rewards come from.", no_args_is_help=True)
+app.add_typer(spec_app, name="spec")
+app.add_typer(env_app, name="env")
+
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")]
+Source = Annotated[str, typer.Argument(metavar="DIR", help="A run directory, a model directory, or a hub id.")]
+Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on.")]
+
+
+@app.command()
+def train(
+    spec: SpecFile,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run lives; default runs/<name>-<time>.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train a model as SPEC says; watch it live; get a verdict."""
+    from tandem.spec.load import load_spec
+
+    checked = load_spec(spec, overrides or ())  # before anything heavy: a wrong spec is refused at once
+    from tandem.recipes import train as run_spec
+
+    run_spec(checked, run_dir)
+
+
+@app.command()
+def serve(
+    source: Source,
+    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8000,
+    data_dir: Annotated[Path | None, typer.Option(help="All state of the service: its token. Default DIR/serve.")] = None,
+    ready_file: Annotated[Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")] = None,
+    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    thinking: Thinking = False,
+) -> None:
+    """Answer OpenAI requests: /v1/models, /v1/chat/completions, /v1/completions."""
+    from tandem.recipes.serve import default_data_dir
+    from tandem.recipes.serve import serve as serve_model
+    from tandem.serve.run import Listen
+
+    listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
+    serve_model(source, listen, thinking=thinking)
+
+
+@app.command()
+def chat(
+    source: Source,
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
+    thinking: Thinking = False,
+) -> None:
+    """Talk to a model in the terminal."""
+    from tandem.recipes.serve import chat as chat_with
+
+    chat_with(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")]) -> None:
+    """Write report.html and curves.png of a run anew."""
+    from tandem.obs.report import write_report
+
+    typer.echo(write_report(run_dir))
+
+
+@spec_app.command("schema")
+def spec_schema() -> None:
+    """Print the JSON Schema of a spec."""
+    from tandem.spec.load import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@spec_app.command("show")
+def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
+    """Check SPEC and print it whole, defaults included."""
+    from tandem.spec.load import load_spec, to_toml
+
+    typer.echo(to_toml(load_spec(spec, overrides or ())), nl=False)
+
+
+@env_app.command("new")
+def env_new(
+    name: Annotated[str, typer.Argument(help="A Python name, such as my_env.")],
+    directory: Annotated[Path, typer.Option(help="Where to write NAME.py and NAME.toml.")] = Path("."),
+) -> None:
+    """Write an environment that trains, and the spec that trains it."""
+    from tandem.env.scaffold import new_environment
+
+    for path in new_environment(name, directory):
+        typer.echo(path)
+
+
+@env_app.command("try")
+def env_try(
+    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file.")],
+    params: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")] = None,
+    split: Annotated[str, typer.Option(help="train or eval.")] = "eval",
+    index: Annotated[int, typer.Option(min=0, help="Which task.")] = 0,
+) -> None:
+    """Play one episode in the terminal: you are the model."""
+    from tandem.env.human import try_environment
+    from tandem.spec.load import parse_overrides
+
+    try_environment(name, parse_overrides(params or ()), split=split, index=index)
+
+
+def main() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        _never_fail_on_a_character(stream)
+    try:
+        app()
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _never_fail_on_a_character(stream: Any) -> None:
+    """A terminal that knows ASCII only shows a `?` for a curve's blocks; it does not end the run."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
