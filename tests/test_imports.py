@@ -1,0 +1,303 @@
+"""Who may import whom: docs of the layers are DESIGN 2, and this is what holds them.
+
+Read with `ast`, so an import counts wherever it stands: at the top, in a function, under an `if`. Names under
+`if TYPE_CHECKING:` obey the layers too (an annotation is knowledge); they are only no import "at module level".
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import tandem
+
+PACKAGE = Path(tandem.__file__).parent
+
+LAYERS = (
+    ("errors", "types"),
+    ("spec",),
+    ("protocols", "obs", "io", "ops"),
+    ("text", "env", "data", "algo", "optim", "model", "bridge", "engine"),
+    ("rollout", "train"),
+    ("loop", "runs"),
+    ("serve",),
+    ("recipes",),
+    ("cli", "__init__", "__main__"),
+)
+LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+
+# Within a layer nobody knows another, but for these.
+SIDEWAYS = {("obs", "io"), ("__main__", "cli")}
+
+# Concrete classes: behind protocols.py, and named by recipes/build.py alone.
+CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
+COMPOSITION_ROOT = "recipes/build.py"
+
+HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm"}
+LIGHT = ("spec/", "runs/", "serve/runs.py", "cli.py", "__init__.py", "__main__.py", "errors.py", "types.py")
+
+TOO_LONG_FILE, TOO_LONG_FUNCTION = 600, 100
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str
+    line: int
+    module: str
+    at_module_level: bool
+
+
+def imports(package: Path) -> list[Import]:
+    return [
+        found
+        for path in sorted(package.rglob("*.py"))
+        for found in _of_file(path, path.relative_to(package).as_posix())
+    ]
+
+
+def _of_file(path: Path, file: str) -> Iterator[Import]:
+    package = ["tandem", *Path(file).parts[:-1]]
+
+    def walk(node: ast.AST, at_module_level: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(file, child.lineno, alias.name, at_module_level)
+            elif isinstance(child, ast.ImportFrom):
+                above = package[: len(package) + 1 - child.level] if child.level else []
+                module = ".".join([*above, *filter(None, [child.module])])
+                # `from tandem import io` names a part as well as `import tandem.io` does.
+                names = [f"{module}.{alias.name}" for alias in child.names] if module == "tandem" else [module]
+                for name in names:
+                    yield Import(file, child.lineno, name, at_module_level)
+            elif _imports_by_name(child):
+                module = child.args[0].value
+                yield Import(file, child.lineno, module, at_module_level)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _only_annotates(child)
+            yield from walk(child, at_module_level and not inside)
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
+
+
+def _imports_by_name(node: ast.AST) -> bool:
+    """`import_module("tandem.x")`, `__import__("tandem.x")`: with a name that can be read here."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return False
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    literal = isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+    return called in ("import_module", "__import__") and literal
+
+
+def _only_annotates(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def part_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def violations(package: Path) -> list[str]:
+    """One line for each import that points up or sideways, or at a class that only build.py may name."""
+    found: list[str] = []
+    for each in imports(package):
+        where, importer = f"{each.file}:{each.line} imports {each.module}", part_of(each.file)
+        if importer not in LAYER:
+            found.append(f"{each.file} is in no layer: give '{importer}' its place in LAYERS")
+            continue
+        if each.module != "tandem" and not each.module.startswith("tandem."):
+            if each.at_module_level and each.file.startswith(LIGHT) and each.module.split(".")[0] in HEAVY:
+                found.append(f"{where} at module level")
+            continue
+        imported = each.module.split(".")[1] if "." in each.module else "__init__"
+        if imported not in LAYER:
+            imported = "__init__"  # `from tandem import train`: the Python API, at the very top
+        if imported == importer:
+            continue
+        if LAYER[imported] > LAYER[importer]:
+            found.append(f"{where}: up")
+        elif LAYER[imported] == LAYER[importer] and (importer, imported) not in SIDEWAYS:
+            found.append(f"{where}: sideways")
+        elif imported in CONCRETE and each.file != COMPOSITION_ROOT:
+            found.append(f"{where}: only {COMPOSITION_ROOT} names concrete classes")
+    return sorted(set(found))
+
+
+def test_no_import_points_up_or_sideways():
+    assert violations(PACKAGE) == []
+
+
+def test_every_part_of_the_package_has_a_layer():
+    on_disk = {part_of(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")}
+    assert on_disk - LAYER.keys() == set()
+
+
+def test_the_reader_sees_the_imports_that_are_there():
+    found = imports(PACKAGE)
+    lazy = [each for each in found if each.module == "tandem.engine.hf"]
+    assert [(each.file, each.at_module_level) for each in lazy] == [(COMPOSITION_ROOT, False)]
+    assert ("protocols.py", "torch", False) in {(e.file, e.module, e.at_module_level) for e in found}
+    assert sum(each.module.startswith("tandem.") for each in found) > 200
+
+
+PLANTED = {
+    "upward": ("io/atomic.py", "from tandem.runs.run import Run", "io/atomic.py:1 imports tandem.runs.run: up"),
+    "sideways": ("bridge/disk.py", "import tandem.engine.hf", "bridge/disk.py:1 imports tandem.engine.hf: sideways"),
+    "sideways in layer 2": ("io/x.py", "from tandem.obs import live", "io/x.py:1 imports tandem.obs: sideways"),
+    "loop and runs": ("loop.py", "from tandem.runs.run import Run", "loop.py:1 imports tandem.runs.run: sideways"),
+    "in a function": (
+        "engine/pool.py",
+        "class A:\n    def f(self):\n        if self:\n            from tandem.bridge import inproc",
+        "engine/pool.py:4 imports tandem.bridge: sideways",
+    ),
+    "for an annotation": (
+        "rollout/store.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tandem.serve.app import Service",
+        "rollout/store.py:3 imports tandem.serve.app: up",
+    ),
+    "relative": ("env/deep/er.py", "from ...text import renderer", "env/deep/er.py:1 imports tandem.text: sideways"),
+    "relative to the package": ("io/x.py", "from .. import loop", "io/x.py:1 imports tandem.loop: up"),
+    "from the package": ("algo/x.py", "from tandem import model", "algo/x.py:1 imports tandem.model: sideways"),
+    "the Python API": ("runs/x.py", "from tandem import write_report", "runs/x.py:1 imports tandem.write_report: up"),
+    "by name": (
+        "spec/x.py",
+        "import importlib\ndef f():\n    importlib.import_module('tandem.loop')",
+        "spec/x.py:3 imports tandem.loop: up",
+    ),
+    "a concrete class outside build.py": (
+        "recipes/rl.py",
+        "def f():\n    from tandem.engine.hf import EmbeddedEngine",
+        "recipes/rl.py:2 imports tandem.engine.hf: only recipes/build.py names concrete classes",
+    ),
+    "a concrete class below the recipes": (
+        "rollout/x.py",
+        "from tandem.text.renderer import Renderer",
+        "rollout/x.py:1 imports tandem.text.renderer: only recipes/build.py names concrete classes",
+    ),
+    "torch in a light file": (
+        "spec/x.py",
+        "try:\n    import torch.nn\nexcept ImportError:\n    pass",
+        "spec/x.py:2 imports torch.nn at module level",
+    ),
+    "a part without a layer": (
+        "utils/x.py",
+        "import os",
+        "utils/x.py is in no layer: give 'utils' its place in LAYERS",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "text", "violation"), PLANTED.values(), ids=PLANTED.keys())
+def test_a_planted_violation_is_caught(tmp_path, file, text, violation):
+    planted = tmp_path / file
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.write_text(text, encoding="utf-8")
+    assert violations(tmp_path) == [violation]
+
+
+def test_what_is_allowed_is_not_called_a_violation(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/build.py").write_text("import torch\nfrom tandem.engine.hf import E\nfrom tandem import io")
+    (tmp_path / "cli.py").write_text(
+        "def f():\n    import torch\n    from tandem import loop\n    from . import recipes"
+    )
+    (tmp_path / "types.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor"
+    )
+    assert violations(tmp_path) == []
+
+
+def test_the_light_parts_leave_torch_out_of_the_process():
+    """Transitively, and for real: `tandem --help` and a refused spec must not wait for torch."""
+    script = (
+        "import json, sys; import tandem, tandem.cli, tandem.spec.load, tandem.runs.run, tandem.recipes; "
+        f"print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+# --- the loop knows no mode
+
+MODE_WORDS = {"mode", "kind", "backend", "bridge", "name", "algorithm", "lag", "max_lag", "gpus", "replicas", "recipe"}
+
+
+def questions_about_a_mode(source: str) -> list[str]:
+    """Conditions that ask for a mode by its name, by an attribute that says one, or by a Tandem class."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            test: ast.AST = node.test
+        elif isinstance(node, ast.Match):
+            test = node
+        else:
+            continue
+        words = {
+            each.value for each in ast.walk(test) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+        }
+        words |= MODE_WORDS & {each.attr for each in ast.walk(test) if isinstance(each, ast.Attribute)}
+        words |= MODE_WORDS & {each.id for each in ast.walk(test) if isinstance(each, ast.Name)}
+        asks_for_a_class = [
+            ast.unparse(each.args[1])
+            for each in ast.walk(test)
+            if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "isinstance"
+        ]
+        words |= {
+            name for name in asks_for_a_class if not name.endswith(("Error", "ErrorGroup", "Timeout", "ExceptionGroup"))
+        }
+        if words:
+            found.append(f"line {node.lineno}: {sorted(words)}")
+    return found
+
+
+def test_the_loop_asks_no_question_about_a_mode():
+    assert questions_about_a_mode((PACKAGE / "loop.py").read_text(encoding="utf-8")) == []
+    above = {each.module for each in imports(PACKAGE) if each.file == "loop.py" and each.module.startswith("tandem")}
+    assert above == {"tandem.errors", "tandem.protocols", "tandem.types"}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "if bridge.mode == 'inproc':\n    pass",
+        "x = 1 if max_lag else 2",
+        "if isinstance(engine, NullEngine):\n    pass",
+        "match spec.sync:\n    case 'shared':\n        pass",
+        "while algorithm.name:\n    pass",
+    ],
+)
+def test_a_planted_question_about_a_mode_is_found(planted):
+    assert len(questions_about_a_mode(planted)) == 1
+
+
+# --- sizes
+
+
+def too_long(package: Path) -> list[str]:
+    found: list[str] = []
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if (lines := len(text.splitlines())) >= TOO_LONG_FILE:
+            found.append(f"{path.relative_to(package)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines >= TOO_LONG_FUNCTION:
+                    found.append(f"{path.relative_to(package)}: {node.name} has {lines} lines")
+    return found
+
+
+def test_files_stay_under_600_lines_and_functions_under_100():
+    assert too_long(PACKAGE) == []
+
+
+def test_a_long_file_and_a_long_function_are_found(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n" * 600)
+    (tmp_path / "b.py").write_text("class A:\n    async def f(self):\n" + "        pass\n" * 99)
+    assert too_long(tmp_path) == ["a.py: 600 lines", "b.py: f has 100 lines"]
