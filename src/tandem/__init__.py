@@ -24,7 +24,7 @@ _API = {
     "Trajectory": "tandem.types",
 }
 
-__all__ = ["__version__", *_API]
+__all__ = ["__version__", *_API]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

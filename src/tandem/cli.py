@@ -24,7 +24,9 @@ app.add_typer(spec_app, name="spec")
 app.add_typer(env_app, name="env")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")
+]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A run directory, a model directory, or a hub id.")]
 Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on.")]
 
@@ -49,8 +51,12 @@ def serve(
     source: Source,
     host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8000,
-    data_dir: Annotated[Path | None, typer.Option(help="All state of the service: its token. Default DIR/serve.")] = None,
-    ready_file: Annotated[Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="All state of the service: its token. Default DIR/serve.")
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
+    ] = None,
     insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
     thinking: Thinking = False,
 ) -> None:
@@ -116,7 +122,9 @@ def env_new(
 @env_app.command("try")
 def env_try(
     name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file.")],
-    params: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")] = None,
+    params: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")
+    ] = None,
     split: Annotated[str, typer.Option(help="train or eval.")] = "eval",
     index: Annotated[int, typer.Option(min=0, help="Which task.")] = 0,
 ) -> None:

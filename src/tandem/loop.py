@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from tandem.errors import ProducerDied, SyncError, SyncTimeout, TandemError
 from tandem.protocols import Engine, RolloutStore, Trainer, WeightBridge
@@ -62,7 +62,12 @@ async def run_loop(
             for producer in producers:
                 metrics |= producer.drain_metrics()
             now = time.perf_counter()
-            metrics |= {"time/generate_s": taken - started, "time/train_s": trained - taken, "time/sync_s": now - trained, "time/step_s": now - started}
+            metrics |= {
+                "time/generate_s": taken - started,
+                "time/train_s": trained - taken,
+                "time/sync_s": now - trained,
+                "time/step_s": now - started,
+            }
             await after_step(metrics)
     finally:
         for task in producing:
@@ -82,12 +87,17 @@ async def publish(trainer: Trainer, bridge: WeightBridge, engine: Engine, deadli
     try:
         async with asyncio.timeout(deadline_s):
             _, proof = await asyncio.gather(asyncio.to_thread(bridge.send, weights), engine.load(weights.version))
-    except TimeoutError as error:
-        raise error if isinstance(error, SyncTimeout) else SyncTimeout(
-            f"sync: version {weights.version} did not reach the engine within sync.deadline_s = {deadline_s:g} s ({bridge.mode})"
+    except SyncTimeout:
+        raise
+    except TimeoutError:
+        raise SyncTimeout(
+            f"sync: version {weights.version} did not reach the engine by {bridge.mode} within "
+            f"sync.deadline_s = {deadline_s:g} s"
         ) from None
     if proof.version != weights.version or engine.version != weights.version:
-        raise SyncError(f"sync: sent version {weights.version}, the engine proves {proof.version} and serves {engine.version}")
+        raise SyncError(
+            f"sync: sent version {weights.version}, the engine proves {proof.version} and serves {engine.version}"
+        )
     return proof
 
 
@@ -108,8 +118,8 @@ def _supervised(producer: Producer, store: RolloutStore) -> asyncio.Task[None]:
 
 
 def _named(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
     if isinstance(error, TandemError):
         return error
     died = ProducerDied(f"producer: {type(error).__name__}: {error}")

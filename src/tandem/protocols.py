@@ -55,18 +55,19 @@ class Environment(Protocol):
     async def run(self, task: Task, chat: Chat) -> Outcome: ...
 
 
-OnToken = Callable[[int, float, int], None]               # id, logprob, version: called as each token is made
+OnToken = Callable[[int, float, int], None]               # id, logprob, version; on the event loop, as each is made
 
 
 class Engine(Protocol):
     @property
     def version(self) -> int: ...
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+        self, prompt_ids: Sequence[int], sampling: Sampling, *,
+        session: str | None = None, on_token: OnToken | None = None,
     ) -> Completion: ...
     async def attach(self, source: WeightSource) -> None: ...
     async def load(self, version: int) -> Proof: ...      # every request admitted afterwards is sampled from `version`
-    async def sleep(self) -> None: ...                    # no decoding until load() or wake(): the trainer has the weights
+    async def sleep(self) -> None: ...                    # no decoding until load() or wake()
     async def wake(self) -> None: ...
     async def close(self) -> None: ...
 
@@ -83,14 +84,14 @@ class WeightBridge(Protocol):                             # the trainer's end
 
 
 class RolloutStore(Protocol):
-    """Groups waiting to be trained on. A slot is held from `admit` to `release` (or `drop`): that is the staleness bound."""
+    """Groups waiting to be trained on. A slot is held from `admit` to `release` or `drop`: that bounds staleness."""
 
     async def admit(self) -> Ticket: ...                  # waits for a slot: a rollout may start
     async def put(self, ticket: Ticket, group: Group) -> None: ...
     async def drop(self, ticket: Ticket, reason: str) -> None: ...   # nothing to learn; the slot is free at once
     async def take(self, count: int) -> list[Group]: ...  # oldest started first; Starved after too many drops in a row
     async def release(self, count: int) -> None: ...      # the slots: only after the engine holds the new version
-    async def ack(self, groups: Sequence[Group]) -> None: ...        # durability: only after a checkpoint that contains them
+    async def ack(self, groups: Sequence[Group]) -> None: ...        # only after a checkpoint that contains them
     def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
 
 

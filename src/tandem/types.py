@@ -1,4 +1,4 @@
-"""The data on the move. Plain dataclasses; tensors only in `MicroBatch`, and only by name: nothing here imports torch."""
+"""The data on the move. Plain dataclasses; nothing here imports torch, tensors are only named."""
 
 from __future__ import annotations
 

@@ -32,11 +32,15 @@ def objective(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: A
     The clip ends the gradient: above 1 + clip_high where A > 0, below 1 - clip_low where A < 0, and nowhere else.
     """
     truncated_N = (logprobs_N.detach() - behaviour_N).exp().clamp(max=spec.ratio_cap)
-    weight_N = truncated_N * (logprobs_N - logprobs_N.detach()).exp()  # value: truncated; gradient: truncated * d logprob
+    weight_N = (
+        truncated_N * (logprobs_N - logprobs_N.detach()).exp()
+    )  # value: truncated; gradient: truncated * d logprob
     clipped_N = weight_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
     objective_N = torch.minimum(weight_N * credit_N, clipped_N * credit_N)
     with torch.no_grad():
-        beyond_N = torch.where(credit_N > 0, truncated_N > 1 + spec.clip_high, (truncated_N < 1 - spec.clip_low) & (credit_N < 0))
+        beyond_N = torch.where(
+            credit_N > 0, truncated_N > 1 + spec.clip_high, (truncated_N < 1 - spec.clip_low) & (credit_N < 0)
+        )
         metrics = {
             "loss/clip_fraction": beyond_N.float().sum().item(),
             "loss/cap_fraction": (truncated_N >= spec.ratio_cap).float().sum().item(),
@@ -45,7 +49,9 @@ def objective(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: A
     return objective_N, metrics
 
 
-def policy_loss(spec: AlgorithmSpec, scored: TokenLogprobs, micro: MicroBatch, share_N: Tensor) -> tuple[Tensor, Metrics]:
+def policy_loss(
+    spec: AlgorithmSpec, scored: TokenLogprobs, micro: MicroBatch, share_N: Tensor
+) -> tuple[Tensor, Metrics]:
     """The loss of one micro-batch. `share_N` weighs each token within the optimizer step (it sums to 1 over all of it).
 
     Metrics are this micro-batch's shares of the step's token means, so that adding them up over micro-batches is right.

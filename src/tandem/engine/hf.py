@@ -100,7 +100,9 @@ class EmbeddedEngine:
         self._kv_positions = int(kv_gib * 2**30 / position_bytes)
         self._cache = SlotCache(config.num_hidden_layers)
         self._settings = Settings.empty(max_running, self._device)
-        self._last_S, self._position_S, self._drawn_S = torch.zeros(3, max_running, dtype=torch.long, device=self._device)
+        self._last_S, self._position_S, self._drawn_S = torch.zeros(
+            3, max_running, dtype=torch.long, device=self._device
+        )
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._waited = 0
@@ -112,7 +114,12 @@ class EmbeddedEngine:
     # --- the protocol
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         self._refuse_what_does_not_fit(prompt_ids, sampling)
         if self._pump is None:
@@ -243,16 +250,20 @@ class EmbeddedEngine:
         self._cache.reserve(last, width + 1)
         self._cache.copies, self._cache.view = copies_S, width
         positions_T = torch.arange(width, device=self._device)
-        # Padding stands on the right: no real token sees it, and its cache positions are overwritten before they are read.
+        # Padding stands on the right: no real token sees it, and decoding overwrites its positions before reading them.
         causal = (positions_T[:, None] >= positions_T)[None, None]
-        plain = self._config._attn_implementation == "sdpa" and not getattr(self._config.get_text_config(), "sliding_window", None)
+        plain = self._config._attn_implementation == "sdpa" and not getattr(
+            self._config.get_text_config(), "sliding_window", None
+        )
         mask = None if plain else masks.for_model(self._config, causal, positions_T[:, None], positions_T)
         hidden_PTH = self._head.hidden(ids_PT, positions_T[None].expand_as(ids_PT), mask, self._cache)
         logits_PV = self._head.logits(hidden_PTH[torch.arange(len(lengths), device=self._device), lengths_P - 1])
         rows = slice(first, last)
         self._position_S[rows] = lengths_P[copies_S]
         self._drawn_S[rows] = torch.tensor([len(request.ids) for request in wave], device=self._device)
-        values = zip(*((s.temperature, s.top_p, s.top_k, s.seed) for s in (request.sampling for request in wave)), strict=True)
+        values = zip(
+            *((s.temperature, s.top_p, s.top_k, s.seed) for s in (request.sampling for request in wave)), strict=True
+        )
         for tensor, column in zip(self._settings.tensors(), values, strict=True):
             tensor[rows] = torch.tensor(column, dtype=tensor.dtype, device=self._device)
         return logits_PV[copies_S]
@@ -333,7 +344,7 @@ class EmbeddedEngine:
         if length > min(self.max_context, self._kv_positions):
             raise EngineError(
                 f"engine: {len(prompt_ids)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the context of "
-                f"{min(self.max_context, self._kv_positions)}; ask for fewer, or raise engine.max_context or engine.kv_gib"
+                f"{min(self.max_context, self._kv_positions)}; ask for fewer, or raise engine.max_context or kv_gib"
             )
 
     def _check_identity(self, theirs: dict[str, Tensor]) -> int:

@@ -13,7 +13,12 @@ class NullEngine:
     version = -1
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         raise EngineError("engine: this stage trains on recordings; nothing samples in it")
 

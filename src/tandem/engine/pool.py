@@ -21,7 +21,12 @@ class EnginePool:
         return min(engine.version for engine in self._engines)
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str | None = None, on_token: OnToken | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
     ) -> Completion:
         index = min(range(len(self._engines)), key=self._busy.__getitem__)
         self._busy[index] += 1

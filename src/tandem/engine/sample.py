@@ -50,7 +50,9 @@ def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor
         # In float64: the last entries of a float32 sum over a large vocabulary would round away.
         cumulative_SV = logprobs_SV.double().exp_().cumsum_(-1)
         point_S1 = (uniform(settings.seed_S, drawn_S) * cumulative_SV[:, -1])[:, None]
-        sampled_S = torch.searchsorted(cumulative_SV, point_S1, right=True).squeeze(-1).clamp_(max=logits_SV.shape[-1] - 1)
+        sampled_S = (
+            torch.searchsorted(cumulative_SV, point_S1, right=True).squeeze(-1).clamp_(max=logits_SV.shape[-1] - 1)
+        )
         ids_S = torch.where(greedy_S, ids_S, sampled_S)
     return ids_S, logprobs_SV.gather(-1, ids_S[:, None]).squeeze(-1)
 
@@ -69,7 +71,11 @@ def _keep_likely(logits_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
     return torch.empty_like(logits_SV).scatter_(-1, order_SV, sorted_SV)
 
 
-_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as signed integers
+_GOLDEN, _MIX_1, _MIX_2 = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # splitmix64's, as signed integers
 
 
 def uniform(seed_S: Tensor, count_S: Tensor) -> Tensor:

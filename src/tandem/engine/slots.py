@@ -29,7 +29,8 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, keys, values = self._owner, self.keys, self.values
-        assert keys is not None and values is not None
+        assert keys is not None
+        assert values is not None
         if cache.copies is not None:
             rows, length = cache.num_rows, key_states.shape[2]
             end = rows + len(cache.copies)

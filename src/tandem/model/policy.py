@@ -35,7 +35,9 @@ def load_model(path: str, revision: str, attention: str) -> Any:
 class CausalPolicy:
     """`module` is the transformers model itself; LoRA layers, if any, sit inside it."""
 
-    def __init__(self, module: Any, tokenizer: Any, *, lora: LoraSpec | None = None, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self, module: Any, tokenizer: Any, *, lora: LoraSpec | None = None, activation_checkpointing: bool = False
+    ) -> None:
         masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = _add_lora(module, lora) if lora else None
@@ -64,7 +66,9 @@ class CausalPolicy:
 
     def keep_reference(self) -> None:
         """From now on, `reference_logprobs` speaks for the weights as they are at this moment."""
-        if self._adapter is None or any(name.endswith("lora_B.default.weight") and tensor.any() for name, tensor in self.trainable()):
+        if self._adapter is None or any(
+            name.endswith("lora_B.default.weight") and tensor.any() for name, tensor in self.trainable()
+        ):
             frozen = copy.deepcopy(self.module).requires_grad_(False)
             self._reference = Head(frozen, len(self.tokenizer))
 
@@ -86,7 +90,11 @@ class CausalPolicy:
     def _mask(self, micro: MicroBatch) -> Any:
         config = self.module.config
         one_each = bool((micro.segments_BT <= 0).all())
-        if one_each and config._attn_implementation == "sdpa" and not getattr(config.get_text_config(), "sliding_window", None):
+        if (
+            one_each
+            and config._attn_implementation == "sdpa"
+            and not getattr(config.get_text_config(), "sliding_window", None)
+        ):
             return None  # one sequence a row, padding on the right: plain causal attention, and its fast kernel
         segments_BT, positions_BT = micro.segments_BT, micro.positions_BT
         order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
@@ -104,7 +112,7 @@ class CausalPolicy:
         return Weights(version, "full", lambda: iter(self.module.named_parameters()))
 
     def export(self, path: Path) -> None:
-        """A directory that transformers, vLLM and `tandem serve` load; adapters are merged into a copy and also saved apart."""
+        """What transformers, vLLM and `tandem serve` load; adapters are merged into a copy, and also saved apart."""
         if self._adapter is None:
             self.module.save_pretrained(path)
         else:
@@ -117,8 +125,11 @@ def _add_lora(module: Any, spec: LoraSpec) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
-    config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
+    alpha: Any = spec.alpha  # peft's annotation says int, its arithmetic takes any number
+    config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
     try:
         return get_peft_model(module, config)
     except ValueError as error:
-        raise SpecError(f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'") from error
+        raise SpecError(
+            f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"
+        ) from error

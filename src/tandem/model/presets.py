@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
     "small": {"num_hidden_layers": 8, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 896},
     "medium": {"num_hidden_layers": 12, "hidden_size": 576, "num_attention_heads": 9, "intermediate_size": 1536},
@@ -25,10 +25,10 @@ def make_model(preset: str, tokenizer: Any, seed: int, attention: str = "sdpa") 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        attn_implementation=attention,
         dtype="float32",
         **size,
     )
+    config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)

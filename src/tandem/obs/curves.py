@@ -110,16 +110,26 @@ def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]
         axes = figure.add_subplot(grid[1, column])
         _dress(axes, theme, panel.title, whole=panel.whole)
         steps, values = _series(rows, panel)
-        axes.plot(steps, values, color=theme.side, linewidth=1.3, drawstyle="steps-mid" if panel.whole else "default",
-                  marker="o" if len(steps) == 1 else "", markersize=3)
+        axes.plot(
+            steps,
+            values,
+            color=theme.side,
+            linewidth=1.3,
+            drawstyle="steps-mid" if panel.whole else "default",
+            marker="o" if len(steps) == 1 else "",
+            markersize=3,
+        )
         if panel.whole:
             axes.set_ylim(-0.15, max(1.0, *values) * 1.15)
 
 
 def _series(rows: Sequence[Row], panel: _Panel) -> tuple[list[int], list[float]]:
     """Steps and values, NaN where a row has null; empty if the panel has not one number."""
-    found = [(int(row["step"]), _number(row[panel.key])) for row in rows
-             if panel.key in row and row.get("stage", "rl") in panel.stages]
+    found = [
+        (int(row["step"]), _number(row[panel.key]))
+        for row in rows
+        if panel.key in row and row.get("stage", "rl") in panel.stages
+    ]
     if not any(math.isfinite(value) for _, value in found):
         return [], []
     return [step for step, _ in found], [value for _, value in found]
@@ -149,8 +159,10 @@ def _dress(axes: Axes, theme: _Theme, title: str, *, ticks: int = 6, whole: bool
 
 def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
     """Each stage of several a band with its name at the top; the supervised ones tinted."""
-    bands = [(stage, [int(row["step"]) for row in members])
-             for stage, members in groupby(rows, key=lambda row: str(row.get("stage", "rl")))]
+    bands = [
+        (stage, [int(row["step"]) for row in members])
+        for stage, members in groupby(rows, key=lambda row: str(row.get("stage", "rl")))
+    ]
     if len(bands) < 2:
         return
     low, high = axes.get_ylim()
@@ -158,9 +170,17 @@ def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
     for stage, steps in bands:
         if stage != "rl":
             axes.axvspan(steps[0] - 1, steps[-1], color=theme.shade, linewidth=0, zorder=0)
-        axes.annotate(_STAGE_NAMES.get(stage, stage), ((steps[0] - 1 + steps[-1]) / 2, 1), (0, -5),
-                      xycoords=("data", "axes fraction"), textcoords="offset points",
-                      ha="center", va="top", fontsize=8.5, color=theme.muted)
+        axes.annotate(
+            _STAGE_NAMES.get(stage, stage),
+            ((steps[0] - 1 + steps[-1]) / 2, 1),
+            (0, -5),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize=8.5,
+            color=theme.muted,
+        )
 
 
 def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel, theme: _Theme) -> None:
@@ -169,11 +189,25 @@ def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel, theme: _Theme) ->
         return
     window = max(1, len(steps) // 12)
     noun = "mean reward of each step" if panel.key == "reward/mean" else "training loss of each step"
-    axes.plot(steps, values, color=theme.main, linewidth=1, alpha=0.38 if window > 1 else 1, label=noun,
-              marker="o" if len(steps) == 1 else "", markersize=3)
+    axes.plot(
+        steps,
+        values,
+        color=theme.main,
+        linewidth=1,
+        alpha=0.38 if window > 1 else 1,
+        label=noun,
+        marker="o" if len(steps) == 1 else "",
+        markersize=3,
+    )
     if window > 1:
-        axes.plot(steps, rolling_mean(values, window), color=theme.main, linewidth=2.2, solid_capstyle="round",
-                  label=f"rolling mean over {window} steps")
+        axes.plot(
+            steps,
+            rolling_mean(values, window),
+            color=theme.main,
+            linewidth=2.2,
+            solid_capstyle="round",
+            label=f"rolling mean over {window} steps",
+        )
 
 
 def _draw_evals(axes: Axes, evals: Sequence[Eval], theme: _Theme, label: str) -> None:
@@ -182,13 +216,32 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], theme: _Theme, label: str) ->
     from matplotlib.patheffects import withStroke
 
     steps, values = zip(*sorted(evals), strict=True)
-    axes.plot(steps, values, color=theme.accent, linewidth=1, linestyle=(0, (2, 3)), marker="D", markersize=6,
-              markeredgecolor=theme.background, label=label, zorder=4, clip_on=False)
+    axes.plot(
+        steps,
+        values,
+        color=theme.accent,
+        linewidth=1,
+        linestyle=(0, (2, 3)),
+        marker="D",
+        markersize=6,
+        markeredgecolor=theme.background,
+        label=label,
+        zorder=4,
+        clip_on=False,
+    )
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.08 * (high - low))  # room for the numbers
     numbered = range(len(evals)) if len(evals) <= 6 else (0, len(evals) - 1)
     for index in numbered:
         text = f"{values[index] * 100:.1f} %" if "accuracy" in label else f"{values[index]:.3g}"
-        axes.annotate(text, (steps[index], values[index]), (0, 8), textcoords="offset points", ha="center",
-                      fontsize=8.5, fontweight="bold", color=theme.accent,
-                      path_effects=[withStroke(linewidth=2.5, foreground=theme.background)])
+        axes.annotate(
+            text,
+            (steps[index], values[index]),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+            fontweight="bold",
+            color=theme.accent,
+            path_effects=[withStroke(linewidth=2.5, foreground=theme.background)],
+        )

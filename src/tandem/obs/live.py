@@ -151,8 +151,8 @@ class LiveView:
 
     def _plain_line_due(self) -> bool:
         every = max(1, self._total // 10)
-        return self._done % every == 0 or self._done == self._total or (
-            self._clock() - self._last_print >= PLAIN_EVERY_S
+        return (
+            self._done % every == 0 or self._done == self._total or (self._clock() - self._last_print >= PLAIN_EVERY_S)
         )
 
     def _print_step(self) -> None:

@@ -154,11 +154,13 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         reward = number(row.get("reward"))
         turns = [turn for turn in row.get("messages") or () if isinstance(turn, Mapping)]
-        by_task.setdefault(str(row.get("task", "?")), []).append({
-            "when": str(row.get("when", "")).replace("_rl", " RL").replace("_", " "),
-            "reward": "–" if reward is None else f"{reward:g}",
-            "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
-        })
+        by_task.setdefault(str(row.get("task", "?")), []).append(
+            {
+                "when": str(row.get("when", "")).replace("_rl", " RL").replace("_", " "),
+                "reward": "–" if reward is None else f"{reward:g}",
+                "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
+            }
+        )
     return [{"task": task, "plays": plays} for task, plays in list(by_task.items())[:_SHOWN_TASKS]]
 
 

@@ -27,11 +27,17 @@ class Head:
         self.linear: nn.Module = module.get_output_embeddings()
         self.num_ids = min(num_ids, config.vocab_size)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
 
     def hidden(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, cache: Any = None) -> Tensor:
         out = self.body(
-            input_ids=ids_BT, position_ids=positions_BT, attention_mask=mask, past_key_values=cache, use_cache=cache is not None
+            input_ids=ids_BT,
+            position_ids=positions_BT,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
         return out.last_hidden_state
 
@@ -43,8 +49,10 @@ class Head:
             logits_NV = torch.tanh(logits_NV / self._softcap) * self._softcap
         return logits_NV
 
-    def logprobs(self, hidden_NH: Tensor, ids_N: Tensor, temperature: float, chunk: int = 2048) -> tuple[Tensor, Tensor]:
-        """Logprob of each id and entropy at each position; logits live for one chunk, in forward and again in backward."""
+    def logprobs(
+        self, hidden_NH: Tensor, ids_N: Tensor, temperature: float, chunk: int = 2048
+    ) -> tuple[Tensor, Tensor]:
+        """Logprob of each id, entropy at each position; logits live for one chunk, in forward and in backward."""
         pieces = [
             checkpoint(self._score, hidden_CH, ids_C, temperature, use_reentrant=False)
             for hidden_CH, ids_C in zip(hidden_NH.split(chunk), ids_N.split(chunk), strict=True)
@@ -64,7 +72,7 @@ class Head:
 
     @torch.no_grad()
     def check(self, module: Any) -> None:
-        """Refuse an architecture whose own logits are not ours: its head does something that this class does not know."""
+        """Refuse an architecture whose head does something that this class does not know."""
         device = next(module.parameters()).device
         ids = torch.arange(8, device=device)[None] % self.num_ids
         ours = self.logits(self.hidden(ids, torch.arange(8, device=device)[None], None))
@@ -72,6 +80,6 @@ class Head:
         gap = (ours - theirs).abs().max().item()
         if not gap <= 1e-3 * max(1.0, theirs.abs().max().item()):
             raise SpecError(
-                f"model: the lm-head of {type(module).__name__} is not understood: its logits differ from ours by {gap:.3g}; "
+                f"model: the lm-head of {type(module).__name__} is not understood: its logits are {gap:.3g} off ours; "
                 "use an architecture with a plain, scaled or soft-capped head"
             )

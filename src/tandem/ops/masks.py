@@ -17,8 +17,8 @@ def check_attention(config: Any) -> None:
     unknown = kinds - {"full_attention", "sliding_attention"}
     if unknown or getattr(config, "num_kv_shared_layers", 0):
         raise SpecError(
-            f"model: {config.model_type} has layers of kind {', '.join(sorted(unknown)) or 'shared key-value'}, which cannot be "
-            "packed or batched by slots; use a model with full or sliding attention"
+            f"model: {config.model_type} has layers of kind {', '.join(sorted(unknown)) or 'shared key-value'}, which "
+            "cannot be packed or batched by slots; use a model with full or sliding attention"
         )
 
 

@@ -14,4 +14,6 @@ def make(named_parameters: Sequence[tuple[str, Tensor]], spec: AdamWSpec, lr: fl
     matrices = [tensor for _, tensor in named_parameters if tensor.ndim >= 2]
     vectors = [tensor for _, tensor in named_parameters if tensor.ndim < 2]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=spec.betas, eps=spec.eps, fused=True)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=spec.betas, eps=spec.eps, fused=True
+    )

@@ -23,7 +23,9 @@ def train(
     """Do what the spec asks, in a directory of its own; the run that is returned says how it went."""
     from tandem.recipes import build
 
-    environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None  # wrong parameters: before torch
+    environment = (
+        build.environment(spec.environment) if isinstance(spec, RlSpec) else None
+    )  # wrong parameters: before torch
     view = view or LiveView(spec.name)
     directory = run_dir or Run.new_directory(root, spec.name)
     run = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view)

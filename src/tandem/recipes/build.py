@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tandem.model.policy import CausalPolicy
     from tandem.text.renderer import Renderer
 
-# Imports stand inside the functions: what a spec does not ask for is not loaded, and a wrong spec is refused before torch is.
+# Imports stand inside the functions: what a spec does not ask for is not loaded, and wrong specs fail before torch.
 
 
 def environment(spec: EnvironmentSpec) -> Environment:
@@ -59,7 +59,8 @@ def settle_torch(spec: RlSpec | SftSpec) -> Any:
 
     torch.manual_seed(spec.seed)
     torch.use_deterministic_algorithms(spec.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds bugs, not differences, and costs time
+    # Filling fresh memory with NaN finds bugs, not differences, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     return pick_device(spec.device)
 
 
@@ -69,7 +70,9 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     from tandem.errors import SpecError
 
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise SpecError("device = 'cuda': torch finds no GPU here; use device = 'cpu', or install a CUDA build of torch")
+        raise SpecError(
+            "device = 'cuda': torch finds no GPU here; use device = 'cpu', or install a CUDA build of torch"
+        )
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -174,7 +177,14 @@ def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Ca
     from tandem.train.pack import make_batch
 
     def make(groups: list[Group], version: int) -> Batch:
-        return make_batch(groups, algorithm, micro_tokens=stage.micro_tokens, version=version, hidden_size=model.hidden_size, device=model.device)
+        return make_batch(
+            groups,
+            algorithm,
+            micro_tokens=stage.micro_tokens,
+            version=version,
+            hidden_size=model.hidden_size,
+            device=model.device,
+        )
 
     return make
 
@@ -186,14 +196,13 @@ def demonstrations(environment: Environment, name: str, count: int, seed: int) -
     demonstrate = getattr(environment, "demonstrate", None)
     if demonstrate is None:
         raise SpecError(
-            f"warmup.data.kind = 'demonstrations': environment '{name}' has no demonstrate(task, rng); write one, or take "
-            "warmup.data.kind = 'file'"
+            f"warmup.data.kind = 'demonstrations': environment '{name}' has no demonstrate(task, rng); write "
+            "one, or take warmup.data.kind = 'file'"
         )
     tasks: Sequence[Task] = environment.tasks("train")
     rng = random.Random(f"demonstrations:{seed}")
     chosen = rng.sample(range(len(tasks)), min(count, len(tasks)))
     return [(tasks[index], demonstrate(tasks[index], rng)) for index in chosen]
-
 
 
 FileOrDataset = FileData | DatasetData
@@ -212,7 +221,9 @@ def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float
     algorithm = sft_algorithm()
 
     def score(recording: Trajectory) -> list[float]:
-        batch = make_batch([[recording]], algorithm, micro_tokens=micro_tokens, version=0, hidden_size=0, device=model.device)
+        batch = make_batch(
+            [[recording]], algorithm, micro_tokens=micro_tokens, version=0, hidden_size=0, device=model.device
+        )
         return model.policy.score(batch.micro[0], 1.0).tolist()
 
     return score

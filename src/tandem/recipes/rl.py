@@ -78,7 +78,9 @@ class RlRun:
         await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
-        await supervised_stage(self.run, self.model, trainer, stage, recordings, seed=self.spec.seed, deterministic=self.spec.deterministic)
+        await supervised_stage(
+            self.run, self.model, trainer, stage, recordings, seed=self.spec.seed, deterministic=self.spec.deterministic
+        )
         return trainer.version
 
     def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
@@ -92,7 +94,9 @@ class RlRun:
         spec, stage = self.spec, self.spec.train
         algorithm = build.algorithm(spec.algorithm)
         store = MemoryStore(
-            (stage.max_lag + 1) * stage.groups_per_step, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s
+            (stage.max_lag + 1) * stage.groups_per_step,
+            max_dropped=stage.max_dropped,
+            take_timeout_s=stage.group_timeout_s,
         )
         producer = EnvironmentProducer(
             self.setting,
@@ -111,7 +115,9 @@ class RlRun:
                 self.run.evaluated(name, name, (await self._play_held_out()).accuracy)
 
         first, last = trainer.version, trainer.version + stage.steps
-        self.run.stage("rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}")
+        self.run.stage(
+            "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
+        )
         await run_loop(
             trainer=trainer,
             bridge=self.bridge,

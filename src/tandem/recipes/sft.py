@@ -32,11 +32,15 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
 
     before = evaluate("before", "before training")
     run.stage("sft", stage.steps, f"{len(recordings)} conversations, {len(held_out)} held out")
-    await supervised_stage(run, model, trainer, stage, recordings, seed=spec.seed, deterministic=spec.deterministic, after_step=after_step)
+    await supervised_stage(
+        run, model, trainer, stage, recordings, seed=spec.seed, deterministic=spec.deterministic, after_step=after_step
+    )
     after = evaluate("after", "after training")
     build.export(model, run.directory / "export")
     if not held_out:
-        run.conclude("unchanged", {"metric": "loss", "tasks": 0, "why": "nothing was held out, so nothing can be compared"})
+        run.conclude(
+            "unchanged", {"metric": "loss", "tasks": 0, "why": "nothing was held out, so nothing can be compared"}
+        )
         return
     verdict = judge(before, after, confidence=spec.eval.confidence, seed=spec.seed, higher_is_better=False)
     run.conclude(

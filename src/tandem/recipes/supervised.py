@@ -56,13 +56,15 @@ def recordings_of(model: build.Model, conversations: Sequence[tuple[str, Sequenc
     recorded = [record(model.renderer, messages, name) for name, messages in conversations]
     if longest := next((t for t in recorded if len(t.ids) > model.context), None):
         raise DataError(
-            f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, and the model's context "
-            f"holds {model.context}; use shorter tasks, or a model with a longer context"
+            f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, the model's "
+            f"context holds {model.context}; use shorter tasks, or a model with a longer context"
         )
     return recorded
 
 
-def checked_rows(model: build.Model, data: build.FileOrDataset, run: Run, field: str) -> tuple[list[Trajectory], list[Trajectory]]:
+def checked_rows(
+    model: build.Model, data: build.FileOrDataset, run: Run, field: str
+) -> tuple[list[Trajectory], list[Trajectory]]:
     """Rows of a file or data set as trajectories, with the report that says what was left out and why."""
     split = build.rows(data, field)
     longest = min(data.max_tokens or model.context, model.context)
@@ -77,7 +79,8 @@ def checked_rows(model: build.Model, data: build.FileOrDataset, run: Run, field:
     run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
     run.view.say("   data: " + split.report.text())
     train, held_out = (
-        [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows] for rows in (split.train, split.held_out)
+        [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
+        for rows in (split.train, split.held_out)
     )
     run.view.say("   one example; the tokens in [[ ]] are trained: " + marked(model, train[0]))
     return train, held_out

@@ -42,10 +42,12 @@ async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) 
     except TimeoutError:
         if recorder.engine_error is not None:
             raise recorder.engine_error from None
-        raise EpisodeFailed("hung", f"task {task.id}: no outcome within environment.episode_timeout_s = {limit_s:g} s") from None
+        raise EpisodeFailed(
+            "hung", f"task {task.id}: no outcome within environment.episode_timeout_s = {limit_s:g} s"
+        ) from None
     except TandemError:
         raise
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises costs its own group and no more
+    except Exception as error:
         if recorder.engine_error is not None:
             raise recorder.engine_error from error
         raise EpisodeFailed("raised", f"task {task.id}: {type(error).__name__}: {error}") from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -55,7 +55,7 @@ class Guarded:
 
 
 @contextmanager
-def _alarm(limit_s: float) -> Iterator[None]:
+def _alarm(limit_s: float) -> Generator[None]:
     def ring(_signal: int, _frame: FrameType | None) -> None:
         raise Blocked(f"held the event loop for {limit_s:g} s")
 

@@ -14,7 +14,9 @@ def record(renderer: Renders, messages: Sequence[Message], name: str) -> Traject
     """A conversation as a trajectory: the loss counts the assistant's tokens and nothing else."""
     ids, trained = renderer.conversation(messages)
     nothing = len(ids)
-    return Trajectory(ids, trained, [0.0] * nothing, [NO_VERSION] * nothing, status="recorded", task_id=name, messages=list(messages))
+    return Trajectory(
+        ids, trained, [0.0] * nothing, [NO_VERSION] * nothing, status="recorded", task_id=name, messages=list(messages)
+    )
 
 
 class RecordedProducer:

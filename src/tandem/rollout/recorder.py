@@ -62,7 +62,10 @@ class Recorder:
         self._add_context()
         room = self._max_context - len(self._ids)
         if room < 1:
-            raise EpisodeFailed("context_full", f"task {self._task.id}: the conversation fills the context of {self._max_context} tokens")
+            raise EpisodeFailed(
+                "context_full",
+                f"task {self._task.id}: the conversation fills the context of {self._max_context} tokens",
+            )
         sampling = replace(
             self._sampling,
             max_tokens=min(max_tokens or self._sampling.max_tokens, self._sampling.max_tokens, room),
@@ -109,7 +112,7 @@ class Recorder:
             raise
         except TimeoutError:
             self.engine_error = EngineSilent(
-                f"engine: no answer within engine.deadline_s = {self._deadline_s:g} s; it is overloaded (lower engine.max_running or "
-                "train.max_tokens) or dead (see log.txt)"
+                f"engine: no answer within engine.deadline_s = {self._deadline_s:g} s; it is overloaded (lower "
+                "engine.max_running or train.max_tokens) or dead (see log.txt)"
             )
             raise self.engine_error from None

@@ -3,9 +3,9 @@
 consumes: finished groups               waits for: a slot (admit), the oldest start (take)
 produces: groups, oldest started first
 
-The bound: a group started while the engine held version u occupies a slot from then on, and so does every group started
-before it that is not yet released. Slots are released only when the engine holds the version that their groups made. There
-are (max_lag + 1) * groups_per_step of them, so the group is trained on at version u + max_lag at the latest.
+The bound: a group started while the engine held version u occupies a slot from then on, and so does every group
+started before it that is not yet released. Slots are released only when the engine holds the version that their groups
+made. There are (max_lag + 1) * groups_per_step, so the group is trained on at version u + max_lag at the latest.
 """
 
 from __future__ import annotations
@@ -26,30 +26,23 @@ class MemoryStore:
         self._started = self._held = self._dropped_in_a_row = 0
         self._in_flight: dict[int, Group | None] = {}
         """By order of start; None until it is put. What is taken leaves, but holds its slot until released."""
-        self._asking: deque[asyncio.Future[None]] = deque()
+        self._asking: deque[asyncio.Future[Ticket]] = deque()
         self._news = asyncio.Event()
         self._error: BaseException | None = None
 
     async def admit(self) -> Ticket:
-        while self._error is None and (self._held >= self.slots or self._asking):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._asking.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                self._next_in_line()  # the turn may have been ours already
-                raise
-            if self._held < self.slots:
-                break
         if self._error is not None:
             raise self._error
-        ticket = Ticket(self._started)
-        self._started += 1
-        self._held += 1
-        self._in_flight[ticket.order] = None
-        if self._held < self.slots:
-            self._next_in_line()
-        return ticket
+        turn: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        self._asking.append(turn)
+        self._let_in()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.exception() is None:  # it was let in, and will never know
+                del self._in_flight[turn.result().order]
+                self._free(1)
+            raise
 
     async def put(self, ticket: Ticket, group: Group) -> None:
         if ticket.order not in self._in_flight or self._in_flight[ticket.order] is not None:
@@ -71,8 +64,8 @@ class MemoryStore:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
             self.fail(
                 Starved(
-                    f"store: {self._dropped_in_a_row} groups in a row had nothing to learn from (so far: {reasons}); make tasks "
-                    "easier or harder, warm up longer, raise train.group_size, or raise train.max_dropped"
+                    f"store: {self._dropped_in_a_row} groups in a row had nothing to learn from (so far: {reasons}); "
+                    "make tasks easier or harder, warm up longer, raise train.group_size, or raise train.max_dropped"
                 )
             )
         self._news.set()
@@ -104,9 +97,10 @@ class MemoryStore:
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._news.set()
-        for turn in self._asking:
+        while self._asking:
+            turn = self._asking.popleft()
             if not turn.done():
-                turn.set_result(None)
+                turn.set_exception(self._error)
 
     def _oldest(self, count: int) -> list[Group] | None:
         if self._error is not None:
@@ -118,11 +112,17 @@ class MemoryStore:
 
     def _free(self, count: int) -> None:
         self._held -= count
-        self._next_in_line()
+        self._news.set()
+        self._let_in()
 
-    def _next_in_line(self) -> None:
+    def _let_in(self) -> None:
+        """Hands slots over in the order in which they were asked for: nobody overtakes who is about to wake up."""
         while self._asking and self._held < self.slots:
             turn = self._asking.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
+            if turn.done():  # cancelled while it waited
+                continue
+            ticket = Ticket(self._started)
+            self._started += 1
+            self._held += 1
+            self._in_flight[ticket.order] = None
+            turn.set_result(ticket)

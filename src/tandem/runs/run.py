@@ -29,7 +29,14 @@ class Run:
             raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir)")
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.view = directory, view
-        self.status: dict[str, Any] = {"state": "queued", "name": name, "recipe": recipe, "steps_done": 0, "steps_total": 0, "eval": {}}
+        self.status: dict[str, Any] = {
+            "state": "queued",
+            "name": name,
+            "recipe": recipe,
+            "steps_done": 0,
+            "steps_total": 0,
+            "eval": {},
+        }
         self._stage, self._pending_eval = "", dict[str, float]()
         self._event_number = 0
         self._started = time.monotonic()
@@ -44,7 +51,11 @@ class Run:
     def new_directory(root: Path, name: str) -> Path:
         """runs/<name>-<time>, with a number behind it where that is taken."""
         base = root / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        return next(path for number in range(1000) if not (path := base.with_name(base.name + (f"-{number}" if number else ""))).exists())
+        return next(
+            path
+            for number in range(1000)
+            if not (path := base.with_name(base.name + (f"-{number}" if number else ""))).exists()
+        )
 
     def __enter__(self) -> Run:
         logger = logging.getLogger("tandem")
@@ -54,7 +65,9 @@ class Run:
         self._set_state("running")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None:
             self.event("done")
             self._set_state("succeeded")
@@ -74,7 +87,14 @@ class Run:
     def event(self, stage: str, **data: Any) -> None:
         """Numbered, in order; `at` is this machine's clock and nothing is decided by it."""
         self._event_number += 1
-        self._events.write({"number": self._event_number, "at": datetime.now(UTC).isoformat(timespec="milliseconds"), "stage": stage, **data})
+        self._events.write(
+            {
+                "number": self._event_number,
+                "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "stage": stage,
+                **data,
+            }
+        )
 
     def stage(self, name: str, steps: int, note: str = "") -> None:
         self._stage = name
@@ -88,7 +108,9 @@ class Run:
         self.view.step(row)
         self.status["steps_done"] = step
 
-    def evaluated(self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy") -> None:
+    def evaluated(
+        self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy"
+    ) -> None:
         """`name` is the field of status.json; a curve's point is written with the next step's row."""
         self._pending_eval = {f"eval/{metric}": value}
         self.status["eval"][name] = value
@@ -101,7 +123,9 @@ class Run:
             self._ledger.write(asdict(proof))
 
     def sample(self, when: str, task: str, messages: Sequence[Message], reward: float) -> None:
-        self._samples.write({"when": when, "task": task, "messages": [dict(message) for message in messages], "reward": reward})
+        self._samples.write(
+            {"when": when, "task": task, "messages": [dict(message) for message in messages], "reward": reward}
+        )
 
     def note_option(self, option: str, requested: Any, engaged: bool, why_not: str = "") -> None:
         """Every optimisation says whether it was had."""

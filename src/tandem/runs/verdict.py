@@ -65,10 +65,12 @@ def _interval(changes: Sequence[float], confidence: float, seed: int) -> tuple[f
     changes_N = np.asarray(changes)
     rng = np.random.default_rng(seed)
     rows = max(1, _BLOCK // len(changes_N))
-    means = np.concatenate([
-        changes_N[rng.integers(0, len(changes_N), (min(rows, RESAMPLES - start), len(changes_N)))].mean(axis=1)
-        for start in range(0, RESAMPLES, rows)
-    ])
+    means = np.concatenate(
+        [
+            changes_N[rng.integers(0, len(changes_N), (min(rows, RESAMPLES - start), len(changes_N)))].mean(axis=1)
+            for start in range(0, RESAMPLES, rows)
+        ]
+    )
     tail = (1 - confidence) / 2
     low, high = (float(bound) for bound in np.quantile(means, [tail, 1 - tail]))
     if _too_few_changed(changes, confidence):

@@ -65,9 +65,7 @@ class Service:
     close: Callable[[], Awaitable[None]] | None = None
 
 
-def create_app(
-    service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES
-) -> FastAPI:
+def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
     """`hosts`: names under which the service may be addressed; None allows any (a public bind)."""
 
     @asynccontextmanager

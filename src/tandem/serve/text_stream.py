@@ -68,7 +68,7 @@ def _overlap(text: str, word: str) -> int:
 
 class TokenNames(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-    def token_text(self, token_id: int) -> str: ...       # as it stands in the vocabulary
+    def token_text(self, token_id: int) -> str: ...  # as it stands in the vocabulary
 
 
 def token_bytes(renderer: TokenNames, token_id: int) -> bytes | None:

@@ -16,9 +16,9 @@ class Demonstrations(Spec):
 
 
 class _Rows(Spec):
-    max_examples: int = Field(0, ge=0)
+    max_examples: int = Field(default=0, ge=0)
     """Read only the first so many rows of what is trained on; 0 reads all."""
-    max_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(default=0, ge=0)
     """Rows with more tokens are dropped and counted; 0 allows what the model's context holds."""
     allow_bad_rows: bool = False
     """Go on without the rows that the validation report names, instead of stopping."""
@@ -32,7 +32,7 @@ class FileData(_Rows):
     """Ends in .jsonl or .parquet; relative to where the command is run."""
     eval_path: str = ""
     """A file for the held-out loss; empty: `eval_share` of the rows is kept out."""
-    eval_share: float = Field(0.05, ge=0, lt=1)
+    eval_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of the rows kept out for the held-out loss, when `eval_path` is empty."""
 
     @field_validator("path", "eval_path")
@@ -55,7 +55,7 @@ class DatasetData(_Rows):
     """Split to train on."""
     eval_split: str = ""
     """Split for the held-out loss; empty: `eval_share` of the rows is kept out."""
-    eval_share: float = Field(0.05, ge=0, lt=1)
+    eval_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of the rows kept out for the held-out loss, when `eval_split` is empty."""
 
 

@@ -13,15 +13,15 @@ class HfEngineSpec(Spec):
     """The embedded engine: in this process, on the trainer's own module."""
 
     kind: Literal["hf"] = "hf"
-    max_running: int = Field(256, ge=1, le=4096)
+    max_running: int = Field(default=256, ge=1, le=4096)
     """Most sequences decoded together."""
-    max_context: int = Field(0, ge=0)
+    max_context: int = Field(default=0, ge=0)
     """Longest prompt plus completion; 0 takes what the model was made for."""
-    kv_gib: float = Field(4.0, gt=0)
+    kv_gib: float = Field(default=4.0, gt=0)
     """Memory for keys and values; requests that do not fit yet wait."""
-    deadline_s: float = Field(300.0, gt=0)
+    deadline_s: float = Field(default=300.0, gt=0)
     """A request without an answer by then ends the run: the engine is silent."""
-    replicas: int = Field(1, ge=1, le=8)
+    replicas: int = Field(default=1, ge=1, le=8)
     """Several engines behind one pool. They share the module: for rehearsing a set-up, not for speed."""
 
 

@@ -7,14 +7,18 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
+import tomli_w
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tandem.errors import SpecError
 from tandem.spec.run import RlSpec, RunSpec, SftSpec
 
+Table: TypeAlias = dict[str, Any]
+
 _ADAPTER: TypeAdapter[RlSpec | SftSpec] = TypeAdapter(RunSpec)
+_NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RlSpec | SftSpec:
@@ -23,7 +27,9 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RlSpec | SftSp
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a spec, as in examples/quickstart.toml") from error
+        raise SpecError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a spec, as in examples/quickstart.toml"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: is not TOML: {error}") from error
     for override in overrides:
@@ -33,7 +39,10 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RlSpec | SftSp
 
 def parse_spec(raw: Mapping[str, Any]) -> RlSpec | SftSpec:
     if raw.get("recipe") not in ("rl", "sft"):
-        raise SpecError(f'recipe = {_show(raw.get("recipe"))}: the first line of a spec says what to do; write recipe = "rl" or recipe = "sft"')
+        raise SpecError(
+            f"recipe = {_show(raw.get('recipe'))}: the first line of a spec says what to do; "
+            'write recipe = "rl" or recipe = "sft"'
+        )
     try:
         return _ADAPTER.validate_python(dict(raw))
     except ValidationError as error:
@@ -54,28 +63,7 @@ def json_schema() -> dict[str, Any]:
 
 def to_toml(spec: BaseModel) -> str:
     """The whole spec, defaults included, as TOML that loads to an equal spec."""
-    return "\n".join(_toml_table(spec.model_dump(mode="json", exclude_none=True), ())) + "\n"
-
-
-def _toml_table(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    lines = [f"[{'.'.join(map(_toml_key, path))}]"] if path else []
-    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            lines += ["", *_toml_table(value, (*path, key))]
-    return lines
-
-
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -87,77 +75,89 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: --set model.preset=small
-    table = raw
+    table: Table = raw
     for part in parts[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
+        inner: object = table.setdefault(part, {})
+        if not isinstance(inner, dict):
             raise SpecError(f"--set {override}: '{part}' is a value in this spec, not a table")
+        table = cast("Table", inner)
     table[parts[-1]] = value
 
 
 def _explain(item: Any, raw: Mapping[str, Any]) -> str:
-    where = _written_path(item["loc"], raw)
-    field = ".".join(where) or "spec"
     kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    where = _written_path(item["loc"], raw, is_missing=kind == "missing")
+    field = ".".join(where) or "spec"
     if kind == "extra_forbidden":
-        known = _known_keys(item["loc"], raw)
+        known = sorted(_node(where[:-1], raw)[1].get("properties", {}))
         close = difflib.get_close_matches(where[-1], known, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else "remove it"
+        hint = f"did you mean '{close[0]}'?" if close else "remove it."
         return f"{field} = {_show(item['input'])}: unknown here; {hint} Known: {', '.join(known)}"
     if kind == "missing":
         return f"{field}: is missing; add it (see `tandem spec schema`)"
+    if kind == "union_tag_not_found":
+        tags = _node(where, raw)[0]["discriminator"]["mapping"]
+        return f"{field}.kind: is missing; write one of {', '.join(repr(tag) for tag in tags)}"
+    if kind == "union_tag_invalid":
+        return f"{field}.kind = {_show(item['ctx']['tag'])}: should be one of {item['ctx']['expected_tags']}"
+    if kind in _NOT_A_TABLE:
+        return f"{field} = {_show(item['input'])}: should be a table, as in [{field}]"
+    if kind == "tuple_type":
+        message = "should be a list"
     if kind == "value_error":
         return message if not where else f"{field} = {_show(item['input'])}: {message}"
     return f"{field} = {_show(item['input'])}: {message[0].lower()}{message[1:]}"
 
 
-def _written_path(loc: Sequence[Any], raw: Any) -> list[str]:
+def _written_path(loc: Sequence[Any], raw: Mapping[str, Any], *, is_missing: bool) -> list[str]:
     """Pydantic's location without the union tags that nobody wrote."""
     path: list[str] = []
-    here: Any = raw
-    last = len(loc) - 1
+    here: object = raw
     for index, part in enumerate(loc):
-        if isinstance(here, Mapping) and part not in here and index < last:
-            continue
-        if index == 0 and part in ("rl", "sft"):
-            continue
-        path.append(str(part))
-        if isinstance(here, Mapping):
-            here = here.get(part)
-        elif isinstance(here, Sequence) and isinstance(part, int) and part < len(here):
-            here = here[part]
+        inner = _inside(here, part)
+        if inner is not None or (is_missing and index == len(loc) - 1):
+            path.append(str(part))
+            here = inner
     return path
 
 
-def _known_keys(loc: Sequence[Any], raw: Mapping[str, Any]) -> list[str]:
-    """Keys of the table that the last part of `loc` stands in."""
-    schema = json_schema()
-    definitions = schema["$defs"]
-    node: dict[str, Any] = definitions["RlSpec" if raw.get("recipe") == "rl" else "SftSpec"]
-    here: Any = raw
-    for part in _written_path(loc, raw)[:-1]:
-        here = here.get(part, {}) if isinstance(here, Mapping) else {}
-        node = _resolve(node.get("properties", {}).get(part, {}), here, definitions)
-    return sorted(node.get("properties", {}))
+def _inside(value: object, part: Any) -> object:
+    """None where there is no such part: TOML has no null."""
+    if isinstance(value, dict):
+        return cast("Table", value).get(part)
+    if isinstance(value, list) and isinstance(part, int):
+        items = cast("list[object]", value)
+        return items[part] if part < len(items) else None
+    return None
 
 
-def _resolve(node: dict[str, Any], value: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _node(where: Sequence[str], raw: Mapping[str, Any]) -> tuple[Table, Table]:
+    """The schema of a written field: as it stands, and with references and unions resolved by what was written."""
+    definitions: Table = json_schema()["$defs"]
+    plain = node = cast("Table", definitions["RlSpec" if raw.get("recipe") == "rl" else "SftSpec"])
+    here: object = raw
+    for part in where:
+        here = _inside(here, part)
+        plain = node.get("properties", {}).get(part, {})
+        node = _resolve(plain, here, definitions)
+    return plain, node
+
+
+def _resolve(node: Table, value: object, definitions: Table) -> Table:
     """Follow references, and in a union take the member that the written value chose."""
     if "$ref" in node:
         return definitions[node["$ref"].rsplit("/", 1)[-1]]
     members = [_resolve(member, value, definitions) for member in node.get("oneOf", node.get("anyOf", []))]
     members = [member for member in members if "properties" in member]
-    if not members:
-        return node
-    written = value if isinstance(value, Mapping) else {}
+    written = cast("Table", value) if isinstance(value, dict) else {}
 
-    def fit(member: dict[str, Any]) -> int:
-        properties = member["properties"]
-        kind = properties.get("kind", {})
-        chosen = "kind" in written and written["kind"] in (kind.get("const"), *kind.get("enum", []))
-        return 1000 * chosen + len(set(written) & set(properties)) + 100 * ("preset" in written and "preset" in properties)
+    def fit(member: Table) -> int:
+        properties: Table = member["properties"]
+        chosen = "kind" in written and written["kind"] == properties.get("kind", {}).get("const")
+        from_scratch = ("preset" in written) == ("preset" in properties)  # [model] is the one union without a `kind`
+        return 1000 * chosen + 100 * from_scratch + len(written.keys() & properties)
 
-    return max(members, key=fit)
+    return max(members, key=fit) if members else node
 
 
 def _show(value: Any) -> str:

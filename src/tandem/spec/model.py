@@ -12,11 +12,11 @@ from tandem.spec.base import Spec
 class LoraSpec(Spec):
     """`[model.lora]`: train low-rank adapters instead of every weight (peft)."""
 
-    rank: int = Field(16, ge=1, le=1024)
+    rank: int = Field(default=16, ge=1, le=1024)
     """Rank of the update."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0)
     """The update is scaled by alpha / rank."""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = "all-linear"
     """Module names to adapt; all-linear takes every linear layer except the lm-head."""
 
 
@@ -39,7 +39,7 @@ class PresetModel(_Model):
 
 
 class PathModel(_Model):
-    """Weights that exist: a directory in Hugging Face format, or a hub id. Trained in float32, whatever they are stored in."""
+    """Weights that exist: a directory in Hugging Face format, or a hub id. Always trained in float32."""
 
     path: str = Field(min_length=1)
     """Directory or hub id that AutoModelForCausalLM can load."""

@@ -13,11 +13,13 @@ class AdamWSpec(Spec):
     """AdamW with decoupled weight decay (torch's)."""
 
     kind: Literal["adamw"] = "adamw"
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), strict=False
+    )
     """Decay of the first and the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices only, never to norms and biases."""
 
 
@@ -29,7 +31,7 @@ class ConstantSchedule(Spec):
     """The same learning rate after the warm-up."""
 
     kind: Literal["constant"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """The learning rate rises linearly over the first so many steps."""
 
 
@@ -37,7 +39,7 @@ class LinearSchedule(ConstantSchedule):
     """Falls in a straight line."""
 
     kind: Literal["linear"] = "linear"  # pyright: ignore[reportIncompatibleVariableOverride]
-    final: float = Field(0.1, ge=0, le=1)
+    final: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the last step, as a share of `lr`."""
 
 

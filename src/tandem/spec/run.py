@@ -18,9 +18,9 @@ from tandem.spec.train import RlStage, SftStage, WarmupStage
 
 
 class _Run(Spec):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The run directory is runs/<name>-<time>."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of everything: weights made from scratch, data order, tasks, sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
@@ -29,6 +29,7 @@ class _Run(Spec):
     strict: bool = False
     """An optimisation that was asked for and cannot be had ends the run, instead of being reported."""
     model: ModelSpec
+    """Which weights, and how many of them are trained."""
 
 
 class RlSpec(_Run):
@@ -36,12 +37,19 @@ class RlSpec(_Run):
 
     recipe: Literal["rl"] = "rl"
     environment: EnvironmentSpec
+    """Where tasks and rewards come from."""
     warmup: WarmupStage | None = None
+    """Supervised steps before RL. Left out: RL begins with the weights as they are."""
     train: RlStage
+    """The RL steps."""
     algorithm: AlgorithmSpec = DrGrpoSpec()
+    """How rewards become a gradient."""
     engine: EngineSpec = HfEngineSpec()
+    """Who samples."""
     sync: SyncSpec = SyncSpec()
+    """How a version reaches the engine."""
     eval: EvalSpec = EvalSpec()
+    """How the run is judged."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlSpec:
@@ -61,8 +69,11 @@ class SftSpec(_Run):
 
     recipe: Literal["sft"] = "sft"
     data: RecordedData
+    """The conversations to imitate."""
     train: SftStage
+    """The supervised steps."""
     eval: LossEvalSpec = LossEvalSpec()
+    """How the run is judged."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:

@@ -14,7 +14,7 @@ class SyncSpec(Spec):
 
     bridge: Literal["inproc"] = "inproc"
     """inproc: engine and trainer share one module; no byte moves."""
-    every: int = Field(1, ge=1)
+    every: int = Field(default=1, ge=1)
     """Publish after every so many steps; at most train.max_lag + 1."""
-    deadline_s: float = Field(60.0, gt=0)
+    deadline_s: float = Field(default=60.0, gt=0)
     """Both ends must have met by then."""

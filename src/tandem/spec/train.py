@@ -18,16 +18,16 @@ class _Stage(Spec):
     """How the learning rate moves over the stage."""
     optimizer: OptimizerSpec = AdamWSpec()
     """Which optimizer, with its settings."""
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: float = Field(default=1.0, gt=0)
     """The gradient's global norm is cut to this."""
-    micro_tokens: int = Field(16384, ge=16)
+    micro_tokens: int = Field(default=16384, ge=16)
     """Most tokens in one forward and backward; a step's samples are packed into as many micro-batches as that takes."""
 
 
 class SftStage(_Stage):
     """Supervised steps on recorded conversations."""
 
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     """Conversations per optimizer step."""
 
 
@@ -47,15 +47,15 @@ class RlStage(_Stage):
     """Tasks per optimizer step."""
     group_size: int = Field(ge=2)
     """Samples of each task, compared with each other."""
-    max_lag: int = Field(0, ge=0, le=64)
+    max_lag: int = Field(default=0, ge=0, le=64)
     """No token trained on is older than this many versions; 0 is on-policy."""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
     """Most tokens in one assistant turn."""
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(default=1.0, gt=0, le=10)
     """Of the rollouts; the trainer's logprobs use the same."""
-    max_dropped: int = Field(256, ge=1)
+    max_dropped: int = Field(default=256, ge=1)
     """So many groups in a row with nothing to learn from end the run."""
-    group_timeout_s: float = Field(600.0, gt=0)
+    group_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that the trainer waits for its next groups."""
-    max_logprob_gap: float = Field(0.02, gt=0)
+    max_logprob_gap: float = Field(default=0.02, gt=0)
     """Largest mean difference between engine and trainer about tokens of the current version; more ends the run."""

@@ -8,7 +8,7 @@ glue between turns. Rendering history again would change tokens that the policy 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from tandem.errors import TemplateError
@@ -90,7 +90,9 @@ class Renderer:
         end = self.decode([self.end_id], skip_special=False)
         body, found, _ = whole.removeprefix(opening).rpartition(end)
         if not whole.startswith(opening) or not found:
-            raise TemplateError("model: its chat template writes tool calls in a place that cannot be told from the prompt")
+            raise TemplateError(
+                "model: its chat template writes tool calls in a place that cannot be told from the prompt"
+            )
         return body
 
     def _after_assistant(self, messages: Sequence[Message], *, opens_next: bool) -> str:
@@ -104,13 +106,16 @@ class Renderer:
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=self.thinking
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                enable_thinking=self.thinking,
             )
-        except Exception as error:  # noqa: BLE001 - a template is foreign code; whatever it raises is the template's refusal
+        except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateError(f"model: its chat template refuses the roles {roles}: {error}") from error
 
-    @lru_cache(maxsize=None)  # noqa: B019 - as long-lived as the renderer, bounded by the vocabulary
+    @cache  # noqa: B019 - as long-lived as the renderer, bounded by the vocabulary
     def token_text(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id)
 

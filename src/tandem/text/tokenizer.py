@@ -35,8 +35,12 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END, PAD, *(f"<|{role}|>" for role in ROLES)])
-    tokenizer.add_tokens([AddedToken(word, special=False) for word in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE)
+    tokenizer.add_tokens(
+        [AddedToken(word, special=False) for word in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
 
 
 def load_tokenizer(path: str, revision: str = "main") -> Any:

@@ -1,8 +1,9 @@
 """Groups to a Batch: credit, shared prompts, packing, micro-batches.
 
-Siblings begin with the same prompt. Where that is cheaper, a group becomes one tree: the prompt once, then each sibling's
-own tokens as a branch that sees the prompt and itself. Sequences and trees are packed longest first into rows no longer
-than the longest of them, and rows of like length share a micro-batch. A row of one plain sequence needs no mask.
+Siblings begin with the same prompt. Where that is cheaper, a group becomes one tree: the prompt once, then each
+sibling's own tokens as a branch that sees the prompt and itself. Sequences and trees are packed longest first into rows
+no longer than the longest of them, and rows of like length share a micro-batch. A row of one plain sequence needs no
+mask.
 """
 
 from __future__ import annotations
@@ -39,18 +40,31 @@ class _Row:
 
 
 def make_batch(
-    groups: Sequence[Group], algorithm: Algorithm, *, micro_tokens: int, version: int, hidden_size: int, device: torch.device
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    *,
+    micro_tokens: int,
+    version: int,
+    hidden_size: int,
+    device: torch.device,
 ) -> Batch:
     """`hidden_size` 0 never shares prompts."""
     items: list[_Item] = []
     for group in groups:
-        samples = [(trajectory, credit) for trajectory, credit in zip(group, algorithm.credit(group), strict=True) if credit]
+        samples = [
+            (trajectory, credit) for trajectory, credit in zip(group, algorithm.credit(group), strict=True) if credit
+        ]
         items += _share_prompt(samples, hidden_size, micro_tokens)
     samples = [sample for item in items for sample in item.samples]
     totals = Totals(sum(len(credit) for _, credit in samples), len(samples))
     rows = _pack(items)
     micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
-    sampled = [v for trajectory, _ in samples for v, trained in zip(trajectory.versions, trajectory.trained, strict=True) if trained]
+    sampled = [
+        v
+        for trajectory, _ in samples
+        for v, trained in zip(trajectory.versions, trajectory.trained, strict=True)
+        if trained
+    ]
     lags = [version - v for v in sampled if v >= 0]
     metrics = {
         "tokens/trained": float(totals.tokens),
@@ -62,13 +76,16 @@ def make_batch(
 
 
 def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int) -> list[_Item]:
-    """One tree, if that computes less. A layer costs 24 h^2 a token and, under a dense mask, 4 h L^2 a row of length L."""
+    """One tree, if that computes less: a layer costs 24 h^2 a token, and 4 h L^2 a masked row of length L."""
     alone = [_Item([sample]) for sample in samples]
     if len(samples) < 2:
         return alone
     trajectories = [trajectory for trajectory, _ in samples]
     first_trained = min(trajectory.trained.index(True) for trajectory in trajectories)
-    same = takewhile(lambda ids: len(set(ids)) == 1, zip(*(trajectory.ids[:first_trained] for trajectory in trajectories), strict=True))
+    same = takewhile(
+        lambda ids: len(set(ids)) == 1,
+        zip(*(trajectory.ids[:first_trained] for trajectory in trajectories), strict=True),
+    )
     tree = _Item(samples, sum(1 for _ in same))
     saved = sum(item.length for item in alone) - tree.length
     extra_pairs = tree.length**2 - sum(item.length**2 for item in alone) / 2

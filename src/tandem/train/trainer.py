@@ -73,9 +73,14 @@ class PolicyTrainer:
             for key, value in slots.items()
         }
         with atomic.directory(path) as directory:
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in self._policy.trainable()}, directory / "weights.safetensors")
+            save_file(
+                {name: tensor.detach().cpu().contiguous() for name, tensor in self._policy.trainable()},
+                directory / "weights.safetensors",
+            )
             save_file(state, directory / "optimizer.safetensors")
-            (directory / "trainer.json").write_text(json.dumps({"version": self.version, "first_version": self._first_version}))
+            (directory / "trainer.json").write_text(
+                json.dumps({"version": self.version, "first_version": self._first_version})
+            )
 
     def load(self, path: Path) -> None:
         clock = json.loads((path / "trainer.json").read_text())
@@ -89,7 +94,8 @@ class PolicyTrainer:
                 tensor.copy_(saved[name])
                 if name in slots:
                     self._optimizer.state[tensor] = {
-                        slot: value.to(tensor.device) if slot != "step" else value for slot, value in slots[name].items()
+                        slot: value.to(tensor.device) if slot != "step" else value
+                        for slot, value in slots[name].items()
                     }
         self.version, self._first_version = clock["version"], clock["first_version"]
 
@@ -112,17 +118,23 @@ class PolicyTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         self.set_aside.append(batch.trajectory_ids)
         self._bad_in_a_row += 1
-        _log.warning("version %d: loss %s, gradient norm %s: the batch is set aside, the weights are as before", self.version, loss, norm)
+        _log.warning(
+            "version %d: loss %s, gradient norm %s: the batch is set aside, the weights are as before",
+            self.version,
+            loss,
+            norm,
+        )
         if self._bad_in_a_row >= _BAD_STEPS_IN_A_ROW:
             raise NonFinite(
-                f"train: {self._bad_in_a_row} batches in a row gave a loss or gradient that is not finite (the last: loss {loss}, "
-                f"norm {norm}); lower train.lr or look at the rewards of tasks {', '.join(sorted(set(batch.trajectory_ids))[:5])}"
+                f"train: {self._bad_in_a_row} batches in a row gave a loss or gradient that is not finite (the last: "
+                f"loss {loss}, norm {norm}); lower train.lr or look at the rewards of tasks "
+                f"{', '.join(sorted(set(batch.trajectory_ids))[:5])}"
             )
         return {**batch.metrics, "train/set_aside": 1.0}
 
 
 class _Gap:
-    """How far engine and trainer are apart about the same tokens. Tokens of the current version only: older ones differ rightly."""
+    """How far engine and trainer are apart about the same tokens: of the current version; older ones may differ."""
 
     def __init__(self) -> None:
         self._sum, self._max, self._count = 0.0, 0.0, 0
@@ -141,8 +153,8 @@ class _Gap:
         mean = self._sum / self._count
         if mean > limit:
             raise LogprobGap(
-                f"sync: trainer and engine differ by {mean:.4f} nats a token (at most {self._max:.4f}) about tokens of the very "
-                f"same version, and train.max_logprob_gap = {limit:g}: the engine does not serve the trainer's weights, or samples "
-                "from another distribution than it reports"
+                f"sync: trainer and engine differ by {mean:.4f} nats a token (at most {self._max:.4f}) about tokens of "
+                f"the very same version, and train.max_logprob_gap = {limit:g}: the engine serves other weights than the "
+                "trainer's, or samples from another distribution than it reports"
             )
         return {"sync/logprob_gap": mean, "sync/logprob_gap_max": self._max}
