@@ -7,8 +7,14 @@ from tandem.obs.curves import curves_png, draw_curves, rolling_mean
 from tandem.obs.text_charts import terminal_curve
 
 ROWS = [{"step": s, "stage": "warmup", "loss/total": 3.0 / s, "lr": 1e-3} for s in range(1, 6)] + [
-    {"step": s, "stage": "rl", "reward/mean": s / 20, "loss/total": None if s == 9 else 0.01, "lag/max": 1,
-     "policy/entropy": 1.0}
+    {
+        "step": s,
+        "stage": "rl",
+        "reward/mean": s / 20,
+        "loss/total": None if s == 9 else 0.01,
+        "lag/max": 1,
+        "policy/entropy": 1.0,
+    }
     for s in range(6, 20)
 ]
 

@@ -11,8 +11,15 @@ from tandem.obs.text_charts import sparkline
 
 
 def row(step: int, **more: float) -> dict:
-    return {"step": step, "stage": "rl", "reward/mean": step / 100, "loss/total": 0.01, "lag/max": 0,
-            "time/tokens_per_s": 8000.0, **more}
+    return {
+        "step": step,
+        "stage": "rl",
+        "reward/mean": step / 100,
+        "loss/total": 0.01,
+        "lag/max": 0,
+        "time/tokens_per_s": 8000.0,
+        **more,
+    }
 
 
 def view(*, terminal: bool, clock=time.monotonic) -> LiveView:

@@ -15,10 +15,24 @@ from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
 from tandem.obs.wording import caveat, evidence, headline
 
-RL_EVAL = {"before": 0.0, "before_rl": 0.11, "after": 0.97, "after_minus_before_rl": 0.86, "interval": [0.816, 0.898],
-           "confidence": 0.95, "tasks": 256}
-IMPROVED = {"state": "succeeded", "verdict": "improved", "recipe": "rl", "name": "quickstart", "steps_done": 30,
-            "steps_total": 30, "eval": RL_EVAL}
+RL_EVAL = {
+    "before": 0.0,
+    "before_rl": 0.11,
+    "after": 0.97,
+    "after_minus_before_rl": 0.86,
+    "interval": [0.816, 0.898],
+    "confidence": 0.95,
+    "tasks": 256,
+}
+IMPROVED = {
+    "state": "succeeded",
+    "verdict": "improved",
+    "recipe": "rl",
+    "name": "quickstart",
+    "steps_done": 30,
+    "steps_total": 30,
+    "eval": RL_EVAL,
+}
 ATTACK = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x1b[31m\u202e {{ 7 * 7 }}"
 
 
@@ -31,14 +45,34 @@ def make_run(directory: Path, status: dict | None = None, *, attack: str = "hell
         for step in range(1, 11):
             writer.write({"step": step, "stage": "warmup", "loss/total": 3.0 / step, "time/step_s": 0.1})
         for step in range(11, 31):
-            writer.write({"step": step, "stage": "rl", "reward/mean": step / 30, "loss/total": 0.01, "lag/max": 1,
-                          "groups/dropped": 3, "groups/dropped/nothing_to_learn": 2, "groups/dropped/raised": 1,
-                          "time/step_s": 0.5, "time/generate_s": 0.3, "time/train_s": 0.1,
-                          **({"eval/accuracy": 0.5} if step == 20 else {})})
+            writer.write(
+                {
+                    "step": step,
+                    "stage": "rl",
+                    "reward/mean": step / 30,
+                    "loss/total": 0.01,
+                    "lag/max": 1,
+                    "groups/dropped": 3,
+                    "groups/dropped/nothing_to_learn": 2,
+                    "groups/dropped/raised": 1,
+                    "time/step_s": 0.5,
+                    "time/generate_s": 0.3,
+                    "time/train_s": 0.1,
+                    **({"eval/accuracy": 0.5} if step == 20 else {}),
+                }
+            )
     with JsonlWriter(directory / "sync.jsonl") as writer:
         for version in range(10, 31):
-            writer.write({"version": version, "mode": "inproc", "verified": "identity", "bytes_moved": 0,
-                          "seconds": 0.001, "engines": ["boot-1"]})
+            writer.write(
+                {
+                    "version": version,
+                    "mode": "inproc",
+                    "verified": "identity",
+                    "bytes_moved": 0,
+                    "seconds": 0.001,
+                    "engines": ["boot-1"],
+                }
+            )
     with JsonlWriter(directory / "samples.jsonl") as writer:
         for when, reward in (("before_rl", 0.0), ("after", 1.0)):
             turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": attack}]
@@ -132,11 +166,22 @@ def test_a_directory_with_only_a_spec_has_a_report_and_an_empty_one_is_refused(t
 
 
 def test_an_sft_run_is_reported_by_its_loss(tmp_path):
-    status = {"state": "succeeded", "verdict": "improved", "recipe": "sft", "name": "sft", "eval": {
-        "metric": "loss", "before": 3.4, "after": 0.41, "interval": [-3.1, -2.9], "confidence": 0.95, "tasks": 64}}
+    status = {
+        "state": "succeeded",
+        "verdict": "improved",
+        "recipe": "sft",
+        "name": "sft",
+        "eval": {
+            "metric": "loss",
+            "before": 3.4,
+            "after": 0.41,
+            "interval": [-3.1, -2.9],
+            "confidence": 0.95,
+            "tasks": 64,
+        },
+    }
     assert headline(status) == "Improved: held-out loss fell from 3.400 before training to 0.410 after it."
-    assert evidence(status) == (
-        "Difference −2.990; 95 % interval −3.100 to −2.900, paired over 64 conversations.")
+    assert evidence(status) == ("Difference −2.990; 95 % interval −3.100 to −2.900, paired over 64 conversations.")
     assert "0.410" in page_of(make_run(tmp_path / "run", status)).text
 
 

@@ -154,7 +154,7 @@ class _Gap:
         if mean > limit:
             raise LogprobGap(
                 f"sync: trainer and engine differ by {mean:.4f} nats a token (at most {self._max:.4f}) about tokens of "
-                f"the very same version, and train.max_logprob_gap = {limit:g}: the engine serves other weights than the "
-                "trainer's, or samples from another distribution than it reports"
+                f"the very same version, and train.max_logprob_gap = {limit:g}: the engine serves other weights than "
+                "the trainer's, or samples from another distribution than it reports"
             )
         return {"sync/logprob_gap": mean, "sync/logprob_gap_max": self._max}
