@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol, cast
 
-from tandem.errors import ProducerDied, SyncError, SyncTimeout, TandemError
+from tandem.errors import EngineSilent, ProducerDied, SyncError, SyncTimeout, TandemError
 from tandem.protocols import Engine, RolloutStore, Trainer, WeightBridge
 from tandem.types import Batch, Group, Metrics, Proof
 
@@ -50,7 +50,7 @@ async def run_loop(
             groups = await store.take(groups_per_step)
             held += len(groups)
             taken = time.perf_counter()
-            await engine.sleep()
+            await _answered(engine.sleep(), "sleep", sync_deadline_s)
             metrics = await run_step(partial(trainer.step, make_batch(groups, trainer.version)))
             trained = time.perf_counter()
             if trainer.version % sync_every == 0 or trainer.version >= last_version:
@@ -58,7 +58,7 @@ async def run_loop(
                 await store.release(held)  # after load(), not before: a slot freed early breaks max_lag by one
                 held = 0
             else:
-                await engine.wake()
+                await _answered(engine.wake(), "wake", sync_deadline_s)
             for producer in producers:
                 metrics |= producer.drain_metrics()
             now = time.perf_counter()
@@ -84,21 +84,35 @@ async def on_this_thread(step: Callable[[], Metrics]) -> Metrics:
 async def publish(trainer: Trainer, bridge: WeightBridge, engine: Engine, deadline_s: float) -> Proof:
     """Both ends of the bridge meet; nothing is trained or sampled on a version without its proof."""
     weights = trainer.export()
+    loading = asyncio.ensure_future(engine.load(weights.version))
     try:
         async with asyncio.timeout(deadline_s):
-            _, proof = await asyncio.gather(asyncio.to_thread(bridge.send, weights), engine.load(weights.version))
-    except SyncTimeout:
+            _, proof = await asyncio.gather(asyncio.to_thread(bridge.send, weights), loading)
+    except TandemError:
         raise
     except TimeoutError:
         raise SyncTimeout(
             f"sync: version {weights.version} did not reach the engine by {bridge.mode} within "
             f"sync.deadline_s = {deadline_s:g} s"
         ) from None
+    finally:
+        loading.cancel()  # when the other end broke, nothing will come any more
+        await asyncio.gather(loading, return_exceptions=True)
     if proof.version != weights.version or engine.version != weights.version:
         raise SyncError(
             f"sync: sent version {weights.version}, the engine proves {proof.version} and serves {engine.version}"
         )
     return proof
+
+
+async def _answered(call: Awaitable[None], what: str, deadline_s: float) -> None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await call
+    except TandemError:
+        raise
+    except TimeoutError:
+        raise EngineSilent(f"engine: no answer to {what}() within sync.deadline_s = {deadline_s:g} s") from None
 
 
 def _supervised(producer: Producer, store: RolloutStore) -> asyncio.Task[None]:
@@ -107,14 +121,15 @@ def _supervised(producer: Producer, store: RolloutStore) -> asyncio.Task[None]:
     async def watch() -> None:
         try:
             await producer.run()
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever ended it is handed to the trainer, who raises it
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():
+                raise  # the run is over
             store.fail(_named(error))
         else:
             store.fail(ProducerDied(f"producer: {type(producer).__name__} ended before the run did"))
 
-    return asyncio.create_task(watch(), name=f"producer-{type(producer).__name__}")
+    task = asyncio.create_task(watch(), name=f"producer-{type(producer).__name__}")
+    return task
 
 
 def _named(error: BaseException) -> BaseException:

@@ -75,7 +75,7 @@ class MemoryStore:
             raise StoreError(f"store: take({count}) can never be served by {self.slots} slots")
         try:
             async with asyncio.timeout(self._take_timeout_s):
-                while (groups := self._oldest(count)) is None:
+                while self._error is None and not self._ready(count):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -83,7 +83,10 @@ class MemoryStore:
                 f"store: {count} groups did not finish within {self._take_timeout_s:g} s (train.group_timeout_s); "
                 f"{len(self._in_flight)} are under way"
             ) from None
-        return groups
+        if self._error is not None:  # raised out here: some of our errors are TimeoutErrors themselves
+            raise self._error
+        oldest = list(self._in_flight)[:count]  # a dict keeps insertion order, and tickets are made in order
+        return [group for order in oldest if (group := self._in_flight.pop(order)) is not None]
 
     async def release(self, count: int) -> None:
         taken = self._held - len(self._in_flight)
@@ -102,13 +105,9 @@ class MemoryStore:
             if not turn.done():
                 turn.set_exception(self._error)
 
-    def _oldest(self, count: int) -> list[Group] | None:
-        if self._error is not None:
-            raise self._error
-        first = list(self._in_flight)[:count]  # a dict keeps insertion order, and tickets are made in order
-        if len(first) < count or any(self._in_flight[order] is None for order in first):
-            return None
-        return [group for order in first if (group := self._in_flight.pop(order)) is not None]
+    def _ready(self, count: int) -> bool:
+        oldest = list(self._in_flight.values())[:count]
+        return len(oldest) == count and None not in oldest
 
     def _free(self, count: int) -> None:
         self._held -= count
