@@ -43,7 +43,9 @@ def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor
     greedy_S = settings.temperature_S == 0
     scaled_SV = logits_SV / torch.where(temperature_S1 == 0, 1.0, temperature_S1)
     if bool((settings.top_k_S > 0).any() | (settings.top_p_S < 1).any()):
-        scaled_SV = _keep_likely(scaled_SV, settings.top_p_S, settings.top_k_S)
+        # A greedy row keeps every token: its logprobs are the untempered model's.
+        top_p_S, top_k_S = settings.top_p_S.masked_fill(greedy_S, 1.0), settings.top_k_S.masked_fill(greedy_S, 0)
+        scaled_SV = _keep_likely(scaled_SV, top_p_S, top_k_S)
     logprobs_SV = scaled_SV.log_softmax(-1)
     ids_S = logits_SV.argmax(-1)
     if not bool(greedy_S.all()):
