@@ -1,0 +1,364 @@
+"""Specs: what is refused, with which words, and what survives a round trip."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import tomllib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tandem.errors import SpecError
+from tandem.spec.base import Spec
+from tandem.spec.load import json_schema, load_spec, parse_overrides, parse_spec, to_toml
+from tandem.spec.run import RlSpec, SftSpec
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+
+RL = """
+recipe = "rl"
+[model]
+preset = "tiny"
+[environment]
+name = "sort"
+[train]
+steps = 8
+lr = 1e-4
+groups_per_step = 2
+group_size = 2
+"""
+SFT = """
+recipe = "sft"
+[model]
+preset = "tiny"
+[data]
+kind = "file"
+path = "rows.jsonl"
+[train]
+steps = 8
+lr = 1e-4
+"""
+RL_WITH_WARMUP = RL + "[warmup]\nsteps = 5\nlr = 1e-3\n"
+
+
+def edited(text: str, *changes: str) -> dict[str, Any]:
+    """A spec as TOML reads it, with `key.path = value` lines applied; an empty value removes the key."""
+    raw = copy.deepcopy(tomllib.loads(text))
+    for change in changes:
+        key, _, value = (part.strip() for part in change.partition("="))
+        *tables, name = key.split(".")
+        table = raw
+        for part in tables:
+            table = table.setdefault(part, {})
+        if value:
+            table[name] = tomllib.loads(f"v = {value}")["v"]
+        else:
+            del table[name]
+    return raw
+
+
+def refusal(text: str, *changes: str) -> str:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(edited(text, *changes))
+    return str(refused.value)
+
+
+# Every line: the spec, the change, the field and value that the refusal must show, and its way out.
+BAD = [
+    (RL, "train.lrr = 1", "train.lrr = 1: unknown here", "did you mean 'lr'?"),
+    (RL, "trian.steps = 1", 'trian = {"steps": 1}: unknown here', "did you mean 'train'?"),
+    (RL, "model.lora.rnk = 3", "model.lora.rnk = 3: unknown here", "did you mean 'rank'?"),
+    (RL, "algorithm = {kind = 'grpo', clip_lo = 0.1}", "algorithm.clip_lo = 0.1", "did you mean 'clip_low'?"),
+    (RL, "warmup = {steps = 5, lr = 1e-3, batchsize = 3}", "warmup.batchsize = 3", "did you mean 'batch_size'?"),
+    (RL, "train.lr = nan", "train.lr = NaN", "finite number"),
+    (RL, "train.lr = -inf", "train.lr = -Infinity", "finite number"),
+    (RL, "train.lr = 0", "train.lr = 0", "greater than 0"),
+    (RL, "train.lr = 1.5", "train.lr = 1.5", "less than 1"),
+    (RL, 'train.lr = "1e-4"', 'train.lr = "1e-4"', "valid number"),
+    (RL, "train.steps = 0", "train.steps = 0", "greater than or equal to 1"),
+    (RL, "train.steps = 2.5", "train.steps = 2.5", "valid integer"),
+    (RL, "train.steps = true", "train.steps = true", "valid integer"),
+    (RL, "train.group_size = 1", "train.group_size = 1", "greater than or equal to 2"),
+    (RL, "train.temperature = 0", "train.temperature = 0", "greater than 0"),
+    (RL, "train.max_lag = 65", "train.max_lag = 65", "less than or equal to 64"),
+    (RL, "train = 5", "train = 5: should be a table", "[train]"),
+    (RL, 'model = "tiny"', 'model = "tiny": should be a table', "[model]"),
+    (RL, "model.lora = true", "model.lora = true: should be a table", "[model.lora]"),
+    (RL, 'model.lora = {targets = "q_proj"}', 'model.lora.targets = "q_proj"', "should be a list"),
+    (RL, "model.lora = {targets = []}", "model.lora.targets = []", "at least 1 item"),
+    (RL, "model = {preset = 'huge'}", 'model.preset = "huge"', "'tiny', 'small' or 'medium'"),
+    (RL, "model = {}", "model.path: is missing", "add it"),
+    (RL, "model =", "model: is missing", "add it"),
+    (RL, "environment =", "environment: is missing", "add it"),
+    (RL, "train.lr =", "train.lr: is missing", "add it"),
+    (SFT, "data =", "data: is missing", "add it"),
+    (RL, "recipe =", "recipe = (nothing)", 'write recipe = "rl" or recipe = "sft"'),
+    (RL, "recipe = 'grpo'", 'recipe = "grpo"', 'write recipe = "rl" or recipe = "sft"'),
+    (RL, "algorithm = {kind = 'ppo'}", 'algorithm.kind = "ppo"', "'dr_grpo', 'grpo', 'rloo'"),
+    (RL, "algorithm = {clip_low = 0.1}", "algorithm.kind: is missing", "'dr_grpo', 'grpo', 'rloo'"),
+    (RL, "train.schedule = {final = 0.1}", "train.schedule.kind: is missing", "'constant', 'cosine', 'linear'"),
+    (RL, 'train.schedule = "linear"', 'train.schedule = "linear": should be a table', "[train.schedule]"),
+    (SFT, "data = {path = 'rows.jsonl'}", "data.kind: is missing", "'dataset', 'file'"),
+    (SFT, "data.path = 'rows.csv'", 'data.path = "rows.csv"', 'use kind = "dataset"'),
+    (SFT, "data.eval_share = 1.0", "data.eval_share = 1.0", "less than 1"),
+    (RL, "sync.bridge = 'shared'", 'sync.bridge = "shared"', "'inproc'"),
+    (RL, "engine.kind = 'vllm'", 'engine.kind = "vllm"', "'hf'"),
+    (RL, "device = 'gpu'", 'device = "gpu"', "'auto', 'cpu' or 'cuda'"),
+    (RL, "name = '../x'", 'name = "../x"', "match pattern"),
+    (RL, "seed = -1", "seed = -1", "greater than or equal to 0"),
+    (RL, "deterministic = 'yes'", 'deterministic = "yes"', "valid boolean"),
+    (RL, "train.optimizer = {betas = [0.9, 1.0]}", "train.optimizer.betas.1 = 1.0", "less than 1"),
+    (RL, "eval.tasks = 1", "eval.tasks = 1", "greater than or equal to 2"),
+    (RL, "train.schedule = {kind = 'linear', warmup_steps = 8}", "train.schedule.warmup_steps = 8", "below 8"),
+    (SFT, "train.schedule = {kind = 'linear', warmup_steps = 9}", "train.schedule.warmup_steps = 9", "below 8"),
+    (
+        RL_WITH_WARMUP,
+        "warmup.schedule = {kind = 'constant', warmup_steps = 5}",
+        "warmup.schedule.warmup_steps = 5",
+        "raise warmup.steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "change", "shown", "way_out"), BAD, ids=[change for _, change, _, _ in BAD])
+def test_a_refusal_names_the_field_the_value_and_the_way_out(spec: str, change: str, shown: str, way_out: str):
+    message = refusal(spec, change)
+    assert message.startswith(shown)
+    assert way_out in message
+
+
+# A knob that this kind of run, stage or union member cannot use.
+USELESS = [
+    (SFT, "train.group_size = 4", "train.group_size = 4"),
+    (SFT, "train.max_lag = 1", "train.max_lag = 1"),
+    (SFT, "algorithm = {kind = 'grpo'}", "algorithm"),
+    (SFT, "engine = {kind = 'hf'}", "engine"),
+    (SFT, "sync = {every = 1}", "sync"),
+    (SFT, "environment = {name = 'sort'}", "environment"),
+    (SFT, "warmup = {steps = 5, lr = 1e-3}", "warmup"),
+    (SFT, "eval = {tasks = 5}", "eval.tasks = 5"),
+    (SFT, "data.subset = 'x'", "data.subset"),
+    (SFT, "data = {kind = 'dataset', name = 'x', path = 'rows.jsonl'}", "data.path"),
+    (RL, "data = {kind = 'file', path = 'rows.jsonl'}", "data"),
+    (RL, "train.batch_size = 4", "train.batch_size = 4"),
+    (RL, "eval = {examples = 5}", "eval.examples = 5"),
+    (RL, "train.schedule = {kind = 'constant', final = 0.1}", "train.schedule.final = 0.1"),
+    (RL, "algorithm = {kind = 'dr_grpo', spread_floor = 0.1}", "algorithm.spread_floor = 0.1"),
+    (RL, "algorithm = {kind = 'rloo', spread_floor = 0.1}", "algorithm.spread_floor = 0.1"),
+    (RL, "model.path = 'there'", "model.path"),
+    (RL, "model.revision = 'main'", "model.revision"),
+    (RL, "environment.letters = 4", "environment.letters = 4"),
+    (RL_WITH_WARMUP, "warmup.group_size = 4", "warmup.group_size = 4"),
+    (RL_WITH_WARMUP, "warmup.data = {kind = 'demonstrations', path = 'rows.jsonl'}", "warmup.data.path"),
+]
+
+
+@pytest.mark.parametrize(("spec", "change", "field"), USELESS, ids=[change for _, change, _ in USELESS])
+def test_a_knob_that_cannot_be_used_is_refused(spec: str, change: str, field: str):
+    message = refusal(spec, change)
+    assert message.startswith(field)
+    assert "unknown here" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", [RL, SFT, RL_WITH_WARMUP])
+def test_the_specs_that_the_refusals_start_from_are_good(text: str):
+    assert parse_spec(edited(text)).train.steps == 8
+
+
+def test_a_refused_key_is_told_the_keys_of_its_own_table_and_of_the_member_that_was_chosen():
+    assert "Known: alpha, rank, targets" in refusal(RL, "model.lora.rnk = 3")
+    assert "Known: kind, warmup_steps" in refusal(RL, "train.schedule = {kind = 'constant', final = 0.1}")
+    assert "final, kind, warmup_steps" in refusal(RL, "train.schedule = {kind = 'cosine', finale = 0.1}")
+    assert "path, revision, thinking" in refusal(RL, "model = {path = 'x', presett = 'tiny'}")
+    assert "preset, thinking" in refusal(RL, "model.paht = 'x'")
+    assert "eval_path" in refusal(SFT, "data.pth = 'x'")
+
+
+def test_every_mistake_is_named_at_once():
+    lines = refusal(RL, "train.lr = 1.5", "train.steps = 0", "foo = 3").splitlines()
+    assert [line.split(" = ")[0] for line in lines] == ["train.steps", "train.lr", "foo"]
+
+
+@pytest.mark.parametrize("change", ["model = 'tiny'", "model.lora = {targets = [3]}", "train.schedule = {kind = 'x'}"])
+def test_nothing_of_pydantic_shows_in_a_refusal(change: str):
+    message = refusal(RL, change)
+    for inside in ("existing", "from-scratch", "literal[", "tuple[", "tag", "discriminator", "Spec", "pydantic"):
+        assert inside not in message
+
+
+@pytest.mark.parametrize(("max_lag", "every", "good"), [(0, 1, True), (0, 2, False), (3, 4, True), (3, 5, False)])
+def test_sync_every_stays_within_max_lag_plus_one(max_lag: int, every: int, good: bool):
+    changes = (f"train.max_lag = {max_lag}", f"sync.every = {every}")
+    if good:
+        assert parse_spec(edited(RL, *changes)).sync.every == every  # type: ignore[union-attr]
+    else:
+        message = refusal(RL, *changes)
+        assert message.startswith(f"sync.every = {every}")
+        assert f"set sync.every <= {max_lag + 1}, or train.max_lag >= {every - 1}" in message
+
+
+def test_whole_numbers_are_numbers_and_lists_are_tuples():
+    spec = parse_spec(edited(RL, "eval.confidence = 0.9", "train.optimizer = {betas = [0, 0.5]}", "engine.kv_gib = 2"))
+    assert isinstance(spec, RlSpec)
+    assert (spec.train.optimizer.betas, spec.engine.kv_gib) == ((0.0, 0.5), 2.0)
+
+
+def test_a_spec_cannot_be_changed():
+    spec = parse_spec(edited(RL))
+    with pytest.raises(ValidationError, match="frozen"):
+        spec.seed = 3  # type: ignore[misc]
+
+
+# --- files and --set
+
+
+def spec_file(tmp_path: Path, text: str = RL) -> Path:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    return path
+
+
+def test_set_takes_numbers_strings_booleans_lists_and_tables(tmp_path: Path):
+    spec = load_spec(
+        spec_file(tmp_path),
+        (
+            "train.lr=3e-5",
+            "train.steps=12",
+            "model.preset=small",  # a bare word is a string
+            'name="two-words"',
+            "strict=true",
+            "model.lora.rank=8",  # makes the table
+            'model.lora.targets=["q_proj","v_proj"]',
+            "train.schedule={kind='cosine', final=0.2}",
+            "environment.params.letters=3",
+            " seed = 7",
+        ),
+    )
+    assert isinstance(spec, RlSpec)
+    assert (spec.train.lr, spec.train.steps, spec.strict, spec.seed, spec.name) == (3e-5, 12, True, 7, "two-words")
+    assert spec.model.preset == "small"  # type: ignore[union-attr]
+    assert spec.model.lora is not None
+    assert (spec.model.lora.rank, spec.model.lora.targets) == (8, ("q_proj", "v_proj"))
+    assert (spec.train.schedule.kind, spec.environment.params) == ("cosine", {"letters": 3})
+
+
+def test_the_last_set_wins(tmp_path: Path):
+    assert load_spec(spec_file(tmp_path), ("seed=1", "seed=2")).seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.lr", "--set train.lr: write key.path=value"),
+        ("=3", "--set =3: write key.path=value"),
+        ("train..lr=3", "--set train..lr=3: write key.path=value"),
+        ("train.lr.x=3", "--set train.lr.x=3: 'lr' is a value in this spec, not a table"),
+        ("train.lr=fast", 'train.lr = "fast"'),
+        ("train.lr=", 'train.lr = ""'),
+        ("train.lrr=1e-4", "train.lrr = 0.0001: unknown here; did you mean 'lr'?"),
+        ("train.lr=nan", "train.lr = NaN"),
+        ("name=5", "name = 5"),
+    ],
+)
+def test_a_bad_set_is_refused(tmp_path: Path, override: str, expected: str):
+    with pytest.raises(SpecError) as refused:
+        load_spec(spec_file(tmp_path), (override,))
+    assert str(refused.value).startswith(expected)
+
+
+def test_sets_alone_make_nested_tables():
+    assert parse_overrides(("a.b=1", "a.c.d=x", "e=2.5")) == {"a": {"b": 1, "c": {"d": "x"}}, "e": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"recipe = ", "is not TOML"), (b"\xff\xfe", "is not TOML"), (None, "cannot be read")]
+)
+def test_a_file_that_is_no_spec_is_named(tmp_path: Path, content: bytes | None, expected: str):
+    path = tmp_path / "spec.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SpecError) as refused:
+        load_spec(path)
+    assert str(refused.value).startswith(f"{path}: {expected}")
+
+
+# --- out again
+
+FULL = (
+    "model = {preset = 'small', lora = {rank = 4, targets = ['q_proj']}, thinking = true}",
+    "environment.params = {word = \"a\\\"b\\n'\\u007f\", 'odd key' = [1, 2.5, true], deep = {x = {y = 1e-9}}}",
+    "warmup = {steps = 5, lr = 1e-3, data = {kind = 'file', path = 'ä.jsonl'}, schedule = {kind = 'cosine'}}",
+    "algorithm = {kind = 'grpo', kl_coef = 1e-3}",
+)
+
+
+@pytest.mark.parametrize("raw", [edited(RL), edited(SFT), edited(RL_WITH_WARMUP), edited(RL, *FULL)])
+def test_a_spec_written_as_toml_reads_back_equal(raw: dict[str, Any]):
+    spec = parse_spec(raw)
+    text = to_toml(spec)
+    assert parse_spec(tomllib.loads(text)) == spec
+    assert to_toml(parse_spec(tomllib.loads(text))) == text
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_loads_and_reads_back_equal(path: Path):
+    spec = load_spec(path)
+    assert parse_spec(tomllib.loads(to_toml(spec))) == spec
+
+
+def test_there_is_an_example_and_the_issue_s_overrides_reach_both_stages():
+    assert [path.name for path in EXAMPLES][:1] == ["quickstart.toml"]
+    spec = load_spec(EXAMPLES[0], ("train.steps=8", "warmup.steps=11"))
+    assert isinstance(spec, RlSpec)
+    assert spec.warmup is not None
+    assert (spec.train.steps, spec.warmup.steps) == (8, 11)
+
+
+# --- the schema
+
+
+def spec_classes(annotation: Any = RlSpec | SftSpec, seen: frozenset[type] = frozenset()) -> Iterator[type[BaseModel]]:
+    """Every class of a spec, however deep in unions and annotations."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        if annotation not in seen:
+            yield annotation
+            for field in annotation.model_fields.values():
+                yield from spec_classes(field.annotation, seen | {annotation})
+        return
+    for inner in typing.get_args(annotation):
+        yield from spec_classes(inner, seen)
+
+
+CLASSES = sorted(set(spec_classes()), key=lambda cls: cls.__name__)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_class_and_field_of_a_spec_says_what_it_is(cls: type[BaseModel]):
+    assert issubclass(cls, Spec)
+    assert (cls.__doc__ or "").strip()
+    for name, field in cls.model_fields.items():
+        if name not in ("kind", "recipe"):  # the member's own docstring says it
+            assert field.description, f"{cls.__name__}.{name} has no docstring"
+
+
+def test_the_walk_over_spec_classes_finds_the_deep_ones():
+    names = {cls.__name__ for cls in CLASSES}
+    assert {"RlSpec", "SftSpec", "LoraSpec", "CosineSchedule", "Demonstrations", "DatasetData", "RlooSpec"} <= names
+    assert len(names) >= 20
+
+
+def test_the_schema_tells_recipes_and_kinds_apart():
+    schema = json_schema()
+    assert schema["discriminator"]["propertyName"] == "recipe"
+    assert sorted(schema["discriminator"]["mapping"]) == ["rl", "sft"]
+    assert len(schema["oneOf"]) == 2
+    properties = schema["$defs"]["RlSpec"]["properties"]
+    assert sorted(properties["algorithm"]["discriminator"]["mapping"]) == ["dr_grpo", "grpo", "rloo"]
+    assert "group_size" not in schema["$defs"]["SftStage"]["properties"]
+    assert all(node["additionalProperties"] is False for node in schema["$defs"].values())
