@@ -1,0 +1,120 @@
+"""What any WeightBridge must do, and what the two in-process ones promise beyond it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tandem.bridge.inproc import InprocBridge
+from tandem.bridge.null import NullBridge
+from tandem.errors import SyncTimeout
+from tandem.protocols import WeightBridge
+from tandem.types import Weights
+
+BRIDGES: dict[str, Callable[[], WeightBridge]] = {"inproc": lambda: InprocBridge(deadline_s=5.0), "null": NullBridge}
+
+
+def weights(version: int, value: float = 1.0) -> Weights:
+    tensors = {"a": torch.full((2, 3), value), "b": torch.zeros(4)}
+    return Weights(version, "full", lambda: iter(tensors.items()))
+
+
+@pytest.fixture(params=BRIDGES)
+def bridge(request: pytest.FixtureRequest) -> Iterator[WeightBridge]:
+    bridge = BRIDGES[request.param]()
+    assert bridge.mode == request.param
+    yield bridge
+    bridge.close()
+
+
+def test_every_version_arrives_in_turn(bridge: WeightBridge) -> None:
+    source = bridge.source()
+    for version in range(5):
+        bridge.send(weights(version))
+        received = source.receive(version)
+        assert (received.version, received.kind) == (version, "full")
+
+
+def test_every_receiver_gets_every_version(bridge: WeightBridge) -> None:
+    source = bridge.source(num_receivers=3)
+    for version in (1, 2):
+        bridge.send(weights(version))
+        assert [source.receive(version, rank).version for rank in (2, 0, 1)] == [version] * 3
+
+
+def test_weights_can_be_read_again_with_the_same_names(bridge: WeightBridge) -> None:
+    source = bridge.source()
+    bridge.send(weights(1))
+    received = source.receive(1)
+    first, again = ([name for name, _ in received.tensors()] for _ in range(2))
+    assert first == again
+
+
+def test_sending_before_anyone_asked_for_a_source_harms_nobody(bridge: WeightBridge) -> None:
+    bridge.send(weights(1))
+    source = bridge.source()
+    bridge.send(weights(2))
+    assert source.receive(2).version == 2
+
+
+def test_a_receiver_in_another_thread_waits_for_the_sender() -> None:
+    bridge = InprocBridge(deadline_s=5.0)
+    source = bridge.source(num_receivers=2)
+    began = threading.Barrier(3)
+
+    def receive(rank: int) -> tuple[int, float]:
+        began.wait()
+        started = time.monotonic()
+        return source.receive(4, rank).version, time.monotonic() - started
+
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(receive, rank) for rank in (0, 1)]
+        began.wait()
+        time.sleep(0.1)
+        bridge.send(weights(4))
+        for answer in answers:
+            version, waited_s = answer.result(timeout=5)
+            assert version == 4
+            assert 0.05 < waited_s < 3
+
+
+def test_inproc_carries_the_very_tensors() -> None:
+    tensor = torch.randn(3)
+    bridge = InprocBridge()
+    source = bridge.source()
+    bridge.send(Weights(1, "full", lambda: iter([("a", tensor)])))
+    ((name, received),) = source.receive(1).tensors()
+    assert name == "a"
+    assert received is tensor
+
+
+@pytest.mark.parametrize("sent", [None, 8])
+def test_inproc_gives_up_on_a_version_that_does_not_come(sent: int | None) -> None:
+    bridge = InprocBridge(deadline_s=0.1)
+    source = bridge.source()
+    if sent is not None:
+        bridge.send(weights(sent))
+    started = time.monotonic()
+    with pytest.raises(SyncTimeout, match=f"version 7.*{'not sent within 0.1 s' if sent is None else 'sent was 8'}"):
+        source.receive(7)
+    assert time.monotonic() - started < 2
+
+
+def test_inproc_sends_nothing_to_sources_of_a_closed_bridge() -> None:
+    bridge = InprocBridge(deadline_s=0.05)
+    source = bridge.source()
+    bridge.close()
+    bridge.send(weights(1))
+    with pytest.raises(SyncTimeout):
+        source.receive(1)
+
+
+def test_null_carries_no_tensor() -> None:
+    bridge = NullBridge()
+    bridge.send(weights(3))
+    assert list(bridge.source().receive(3).tensors()) == []
