@@ -28,6 +28,9 @@ from tandem.types import Completion, Sampling
 PROMPT_TOKENS = 16
 SHORT, LONG = 16, 256
 
+Way = Callable[[list[list[int]], list[int]], list[list[int]]]
+"""Prompts and how many tokens each gets, to the tokens."""
+
 
 class EndsAt(StoppingCriteria):
     """Each row of a batch ends at a length of its own, as if it had sampled its end of turn there."""
@@ -111,9 +114,9 @@ class ContinuousBatching:
         return [found[name] for name in names]
 
 
-def seconds(work: Callable[[], Any]) -> float:
+def seconds(way: Way, prompts: list[list[int]], lengths: list[int]) -> float:
     started = time.perf_counter()
-    work()
+    way(prompts, lengths)
     return time.perf_counter() - started
 
 
@@ -126,7 +129,7 @@ def main() -> None:
     module, renderer = make_model("tiny", tokenizer, 0).eval(), Renderer(tokenizer)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 256, (512, PROMPT_TOKENS), generator=generator).tolist()
-    ways: dict[str, Callable[[list[list[int]], list[int]], list[list[int]]]] = {
+    ways: dict[str, Way] = {
         "model.generate": Generate(module),
         "tandem": Ours(module, renderer, 128),
     }
@@ -142,7 +145,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):  # in turns: whatever else the machine does hits all of them
             for name, way in ways.items():
-                times[name].append(seconds(lambda way=way: way(given, lengths)))
+                times[name].append(seconds(way, given, lengths))
         base = statistics.median(times["model.generate"])
         for name, taken in times.items():
             median = statistics.median(taken)
