@@ -42,22 +42,25 @@ class CausalPolicy:
         self.module, self.tokenizer = module, tokenizer
         self._adapter = _add_lora(module, lora) if lora else None
         self._reference: Any = None
-        if activation_checkpointing:
+        if activation_checkpointing and module.supports_gradient_checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if lora:
                 module.enable_input_require_grads()
+        self._checkpointed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
         self._head = Head(module, len(tokenizer))
-        module.eval()
+        module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
         self._head.check(module)
 
     # --- scoring
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> TokenLogprobs:
-        self.module.train()  # activation checkpointing asks for it
+        for part in self._checkpointed:
+            part.training = True  # what is checkpointed looks at its own flag; what is inside it stays in eval mode
         try:
             return self._score(self._head, micro, temperature)
         finally:
-            self.module.eval()
+            for part in self._checkpointed:
+                part.training = False
 
     @torch.no_grad()
     def score(self, micro: MicroBatch, temperature: float) -> Tensor:
@@ -81,7 +84,11 @@ class CausalPolicy:
             return self._score(self._head, micro, temperature).logprobs_N
 
     def _score(self, head: Head, micro: MicroBatch, temperature: float) -> TokenLogprobs:
-        hidden_BTH = head.hidden(micro.ids_BT, micro.positions_BT, self._mask(micro))
+        mask, positions_BT = self._mask(micro), micro.positions_BT
+        if mask is None:
+            # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
+            positions_BT = torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
+        hidden_BTH = head.hidden(micro.ids_BT, positions_BT, mask)
         flat_H = hidden_BTH.flatten(0, 1)
         ids_N = micro.ids_BT.flatten()[micro.target_N]
         logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature)

@@ -93,15 +93,16 @@ class PolicyTrainer:
             for name, tensor in self._policy.trainable():
                 tensor.copy_(saved[name])
                 if name in slots:
+                    # Fused optimizers want the step count beside the weights too.
                     self._optimizer.state[tensor] = {
-                        slot: value.to(tensor.device) if slot != "step" else value
-                        for slot, value in slots[name].items()
+                        slot: value.to(tensor.device) for slot, value in slots[name].items()
                     }
         self.version, self._first_version = clock["version"], clock["first_version"]
 
     def _forward_backward(self, batch: Batch) -> Metrics:
-        sums: defaultdict[str, float] = defaultdict(float)
+        sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = _Gap()
+        computed = sum(len(micro.target_N) for micro in batch.micro)
         for micro in batch.micro:
             if self._algorithm.needs_reference:
                 micro.reference_N = self._policy.reference_logprobs(micro, self._temperature)
@@ -111,7 +112,7 @@ class PolicyTrainer:
             loss.backward()
             sums["loss/total"] += loss.item()
             for name, value in token_sums.items():
-                sums[name] += value / batch.totals.tokens
+                sums[name] += value / computed
         return {**sums, **gap.metrics(self._max_gap)}
 
     def _set_aside(self, batch: Batch, norm: float, loss: float) -> Metrics:
