@@ -118,7 +118,7 @@ class Algorithm:
     """Three functions."""
 
     name: str
-    keep: Callable[[Group], bool]                         # False: nothing to learn from this group
+    keep: Callable[[Group], bool]                         # False: there is nothing to learn from it
     credit: Callable[[Group], list[list[float]]]          # per trajectory, per trained token
     loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, Metrics]]
     needs_reference: bool = False

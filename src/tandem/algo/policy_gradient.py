@@ -54,7 +54,7 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """The loss of one micro-batch. `share_N` weighs each token within the optimizer step (it sums to 1 over all of it).
 
-    Metrics are this micro-batch's shares of the step's token means, so that adding them up over micro-batches is right.
+    Metrics are sums over tokens; the trainer divides them by how many it computed.
     """
     objective_N, sums = objective(scored.logprobs_N, micro.behaviour_N, micro.credit_N, spec)
     loss = -(objective_N * share_N).sum()

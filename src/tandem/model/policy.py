@@ -6,6 +6,7 @@ Shapes: B rows, T positions, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,9 +44,8 @@ class CausalPolicy:
         self._adapter = _add_lora(module, lora) if lora else None
         self._reference: Any = None
         if activation_checkpointing and module.supports_gradient_checkpointing:
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if lora:
-                module.enable_input_require_grads()
+            # transformers 5.23 renamed it. Both are not reentrant, and let gradients reach adapters behind frozen inputs.
+            getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
         self._checkpointed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
         self._head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
@@ -135,7 +135,10 @@ def _add_lora(module: Any, spec: LoraSpec) -> Any:
     alpha: Any = spec.alpha  # peft's annotation says int, its arithmetic takes any number
     config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
     try:
-        return get_peft_model(module, config)
+        with warnings.catch_warnings():
+            # peft asks the model by a name that transformers 5.23 deprecates.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return get_peft_model(module, config)
     except ValueError as error:
         raise SpecError(
             f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"

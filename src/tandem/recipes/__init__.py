@@ -28,7 +28,7 @@ def train(
     )  # wrong parameters: before torch
     view = view or LiveView(spec.name)
     directory = run_dir or Run.new_directory(root, spec.name)
-    run = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view)
+    run = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view, strict=spec.strict)
     try:
         with _sigterm_ends(), view, run:
             view.say(f"run {directory}")

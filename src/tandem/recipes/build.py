@@ -77,11 +77,14 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
 
 
 def model(spec: ModelSpec, seed: int, device: Any, max_context: int = 0) -> Model:
+    from transformers.utils import logging as transformers_logging
+
     from tandem.model.policy import CausalPolicy, load_model
     from tandem.model.presets import make_model
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
 
+    transformers_logging.disable_progress_bar()  # the live view is the one that draws
     if isinstance(spec, PresetModel):
         tokenizer = byte_tokenizer()
         module = make_model(spec.preset, tokenizer, seed, spec.attention)
@@ -93,6 +96,24 @@ def model(spec: ModelSpec, seed: int, device: Any, max_context: int = 0) -> Mode
     )
     made_for = module.config.get_text_config().max_position_embeddings
     return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, min(max_context or made_for, made_for))
+
+
+def options(spec: RlSpec | SftSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
+    """What was asked of torch and transformers, whether it is had, and why not."""
+    import torch
+
+    module = model.policy.module
+    found: list[tuple[str, Any, bool, str]] = []
+    wanted, had = spec.model.attention, module.config._attn_implementation
+    found.append(("model.attention", wanted, wanted == had, f"transformers chose '{had}' for {type(module).__name__}"))
+    if spec.model.activation_checkpointing:
+        engaged = bool(module.is_gradient_checkpointing)
+        found.append(("model.activation_checkpointing", True, engaged, f"{type(module).__name__} does not support it"))
+    if spec.deterministic:
+        engaged = model.device.type == "cpu"
+        why = "equal bytes are promised on a CPU; a GPU's kernels are held to torch's deterministic ones, no more"
+        found.append(("deterministic", True, engaged and torch.are_deterministic_algorithms_enabled(), why))
+    return found
 
 
 def engine(spec: EngineSpec, model: Model, *, deterministic: bool) -> Engine:

@@ -16,9 +16,14 @@ from tandem.runs.verdict import judge
 from tandem.spec.data import Demonstrations
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
-from tandem.types import Metrics, Sampling, Trajectory
+from tandem.types import Group, Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
+
+
+def _keep(group: Group) -> bool:
+    """Every group that could be played."""
+    return True
 
 
 class RlRun:
@@ -43,7 +48,9 @@ class RlRun:
     async def train(self) -> None:
         await self.engine.attach(self.bridge.source(self.spec.engine.replicas))
         alarm_missing = why_not()
-        self.run.note_option("environment alarm", True, not alarm_missing, alarm_missing)
+        self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
+        for note in build.options(self.spec, self.model):
+            self.run.note_option(*note)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         version = 0
@@ -101,7 +108,7 @@ class RlRun:
         producer = EnvironmentProducer(
             self.setting,
             store,
-            algorithm.keep,
+            algorithm.keep if stage.replace_equal_groups else _keep,
             group_size=stage.group_size,
             seed=spec.seed,
             max_failed_share=spec.environment.max_failed_share,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from tandem.errors import RunError
+from tandem.errors import RunError, SpecError
 from tandem.io import atomic
 from tandem.io.jsonl import JsonlWriter
 from tandem.obs.live import LiveView
@@ -24,11 +24,13 @@ State = Literal["running", "succeeded", "failed", "cancelled"]
 class Run:
     """Open it with `with`: the status is `running` inside, and afterwards says how it ended."""
 
-    def __init__(self, directory: Path, *, name: str, recipe: str, spec_toml: str, view: LiveView) -> None:
+    def __init__(
+        self, directory: Path, *, name: str, recipe: str, spec_toml: str, view: LiveView, strict: bool = False
+    ) -> None:
         if directory.exists() and any(directory.iterdir()):
             raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir)")
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.view = directory, view
+        self.directory, self.view, self._strict = directory, view, strict
         self.status: dict[str, Any] = {
             "state": "queued",
             "name": name,
@@ -128,10 +130,13 @@ class Run:
         )
 
     def note_option(self, option: str, requested: Any, engaged: bool, why_not: str = "") -> None:
-        """Every optimisation says whether it was had."""
+        """Every optimisation says whether it was had; under `strict`, one that was not ends the run."""
         self.event("option", option=option, requested=requested, engaged=engaged, why_not=why_not)
-        if not engaged:
-            self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
+        if engaged:
+            return
+        if self._strict:
+            raise SpecError(f"{option} = {requested}: cannot be had, {why_not}; ask for less, or set strict = false")
+        self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
 
     def conclude(self, verdict: str, evaluation: Mapping[str, Any]) -> None:
         self.status["verdict"] = verdict

@@ -48,31 +48,30 @@ def make_batch(
     hidden_size: int,
     device: torch.device,
 ) -> Batch:
-    """`hidden_size` 0 never shares prompts."""
+    """`hidden_size` 0 never shares prompts.
+
+    A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
+    term holds it to the reference.
+    """
     items: list[_Item] = []
+    totals = Totals(0, 0)
+    lags: list[int] = []
     for group in groups:
-        samples = [
-            (trajectory, credit) for trajectory, credit in zip(group, algorithm.credit(group), strict=True) if credit
-        ]
-        items += _share_prompt(samples, hidden_size, micro_tokens)
-    samples = [sample for item in items for sample in item.samples]
-    totals = Totals(sum(len(credit) for _, credit in samples), len(samples))
+        samples = [sample for sample in zip(group, algorithm.credit(group), strict=True) if sample[1]]
+        totals = Totals(totals.tokens + sum(len(credit) for _, credit in samples), totals.sequences + len(samples))
+        for trajectory, _ in samples:
+            lags += [version - v for v in trajectory.versions if v >= 0]
+        moving = [sample for sample in samples if algorithm.needs_reference or any(sample[1])]
+        items += _share_prompt(moving, hidden_size, micro_tokens)
     rows = _pack(items)
-    micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
-    sampled = [
-        v
-        for trajectory, _ in samples
-        for v, trained in zip(trajectory.versions, trajectory.trained, strict=True)
-        if trained
-    ]
-    lags = [version - v for v in sampled if v >= 0]
     metrics = {
         "tokens/trained": float(totals.tokens),
         "tokens/computed": float(sum(row.length for row in rows)),
         "tokens/shared": float(sum(item.shared * (len(item.samples) - 1) for item in items)),
         **({"lag/max": float(max(lags)), "lag/mean": sum(lags) / len(lags)} if lags else {}),
     }
-    return Batch(micro, totals, metrics, [trajectory.task_id for trajectory, _ in samples])
+    micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
+    return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
 
 
 def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int) -> list[_Item]:
