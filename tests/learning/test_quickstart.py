@@ -1,0 +1,111 @@
+"""A shorter quickstart: three letters instead of five, a fifth of the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import QUICKSTART, Train, Trained
+
+SHORTER = ("environment.params.letters=3", "warmup.steps=120", "train.steps=30", "eval.tasks=128")
+
+
+def test_a_shorter_quickstart_raises_held_out_accuracy_and_leaves_a_whole_run(train: Train):
+    trained = train(QUICKSTART, *SHORTER)
+    _judged(trained)
+    _recorded(trained)
+    _served_as_it_was_trained(trained)
+
+
+def _judged(trained: Trained) -> None:
+    status, judged = trained.status, trained.status["eval"]
+    assert (status["state"], status["verdict"], status["steps_done"]) == ("succeeded", "improved", 150)
+    assert judged["before"] <= 0.02  # before the warm-up, nobody sorts
+    assert 0.02 <= judged["before_rl"] <= 0.45
+    assert judged["after"] - judged["before_rl"] >= 0.25
+    low, high = judged["interval"]
+    assert 0 < low <= judged["after"] - judged["before_rl"] <= high
+    assert all(isinstance(judged[key], float) for key in ("before_rl", "after"))
+    assert judged["tasks"] == 128
+
+
+def _recorded(trained: Trained) -> None:
+    names = {path.name for path in trained.directory.iterdir()}
+    files = {"spec.toml", "status.json", "metrics.jsonl", "sync.jsonl", "events.jsonl", "log.txt", "samples.jsonl"}
+    assert files | {"report.html", "curves.png", "export"} <= names
+    rows = trained.rows("metrics")
+    assert [row["step"] for row in rows] == list(range(1, 151))
+    rl = [row for row in rows if row["stage"] == "rl"]
+    assert len(rl) == 30
+    assert max(row["lag/max"] for row in rl) == 0
+    assert max(row["sync/logprob_gap"] for row in rl) < 1e-5
+    last_ten, first_ten = (sum(row["reward/mean"] for row in part) / 10 for part in (rl[-10:], rl[:10]))
+    assert last_ten > first_ten
+    synced = trained.rows("sync")
+    assert {proof["verified"] for proof in synced} == {"identity"}
+    assert sum(proof["bytes_moved"] for proof in synced) == 0
+    assert [version for version in range(120, 151) if version not in {proof["version"] for proof in synced}] == []
+    assert [event["number"] for event in trained.rows("events")] == list(range(1, len(trained.rows("events")) + 1))
+    for said in ("evaluation before RL", "Improved", "tandem serve"):
+        assert said in trained.printed
+
+
+def _served_as_it_was_trained(trained: Trained) -> None:
+    """The export, loaded by transformers alone, says greedily what the engine said at the end of the run."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    export = str(trained.directory / "export")
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    played = [sample for sample in trained.rows("samples") if sample["when"] == "after"]
+    assert len(played) == 8
+    for sample in played:
+        *opening, answer = sample["messages"]
+        ids = tokenizer.apply_chat_template(opening, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        with torch.inference_mode():
+            out = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+        assert tokenizer.decode(out, skip_special_tokens=True).strip() == answer["content"].strip()
+
+
+PERMUTED = '''
+"""Sorting, with the rewards of siblings handed round: what remains is noise of the same size."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tandem.env.sort import Sort
+from tandem.env.split import in_split
+from tandem.types import Outcome
+
+
+@dataclass(frozen=True)
+class Permuted(Sort):
+    siblings: int = 16
+    waiting: dict = field(default_factory=dict)
+
+    async def run(self, task, chat):
+        mine = await super().run(task, chat)
+        if in_split("eval", task.payload["answer"]):
+            return mine
+        arrived, all_here = self.waiting.setdefault(task.id, ([], asyncio.Event()))
+        place = len(arrived)
+        arrived.append(mine.reward)
+        if len(arrived) == self.siblings:
+            del self.waiting[task.id]
+            all_here.set()
+        await all_here.wait()
+        return Outcome(arrived[(place * 7 + 3) % self.siblings], mine.metrics)
+'''
+
+
+def test_with_the_rewards_of_siblings_permuted_accuracy_does_not_rise(train: Train, tmp_path: Path):
+    """The control: the same steps, the same rewards, given to the wrong answers."""
+    (tmp_path / "permuted.py").write_text(PERMUTED)
+    environment = (f"environment.name={tmp_path / 'permuted.py'}", "environment.params={letters=3, demo_right=0.35}")
+    trained = train(QUICKSTART, *SHORTER, *environment, "train.steps=20")
+    judged = trained.status["eval"]
+    assert trained.status["verdict"] != "improved"
+    assert judged["after"] <= judged["before_rl"] + 0.05
+    assert judged["before_rl"] >= 0.02  # there was something to lose, so this could have gone either way
+    rl = [row for row in trained.rows("metrics") if row["stage"] == "rl"]
+    assert sum(row["grad/norm"] > 0 for row in rl) == len(rl) == 20
