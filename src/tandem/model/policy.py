@@ -44,7 +44,7 @@ class CausalPolicy:
         self._adapter = _add_lora(module, lora) if lora else None
         self._reference: Any = None
         if activation_checkpointing and module.supports_gradient_checkpointing:
-            # Renamed in transformers 5.23. Either is not reentrant and lets gradients reach adapters behind frozen inputs.
+            # Renamed in transformers 5.23; either one lets gradients reach adapters behind frozen inputs.
             getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
         self._checkpointed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
         self._head = Head(module, len(tokenizer))
