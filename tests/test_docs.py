@@ -1,0 +1,204 @@
+"""Docs cannot rot in silence: links, paths, specs, commands and options in them are looked up."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tandem import cli
+from tandem.errors import SpecError
+from tandem.spec.load import parse_spec
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+# In backticks, or in a link: src/tandem/loop.py, tests/unit, docs/LOG.md, examples/quickstart.toml, train/pack.py.
+PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]*)`|`((?:[a-z_]+/)+[a-z_]+\.py)`")
+MACHINE = re.compile(r"/(?:work|tmp|root|home)/\w+")
+
+
+def fenced(page: Path, *languages: str) -> list[str]:
+    return [body for language, body in FENCE.findall(page.read_text()) if language in languages]
+
+
+def each(find: str) -> list[tuple[Path, str]]:
+    """(page, block) of every fenced block in a language."""
+    return [(page, block) for page in PAGES for block in fenced(page, *find.split())]
+
+
+def ids(pairs: list[tuple[Path, str]]) -> list[str]:
+    return [f"{page.name}: {block.strip().splitlines()[0][:50]}" for page, block in pairs]
+
+
+def test_the_pages_that_a_newcomer_looks_for_are_there():
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    docs = ("concepts", "quickstart", "environments", "algorithms", "data", "serving", "spec", "LOG")
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in docs)} <= names
+
+
+def test_the_readme_begins_with_the_two_commands():
+    commands = [line.split("#")[0].strip() for line in fenced(ROOT / "README.md", "sh")[0].splitlines()]
+    assert commands == ["make quickstart", "make test"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path):
+    text = page.read_text()
+    for target, _ in LINK.findall(text):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name}: link to {target}"
+    for rooted, inside in PATH.findall(text):
+        path = ROOT / rooted if rooted else ROOT / "src" / "tandem" / inside
+        assert path.exists(), f"{page.name}: path {rooted or inside}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_names_a_machine_s_paths(page: Path):
+    assert MACHINE.findall(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_fit_a_screen_and_every_fence_is_closed(page: Path):
+    text = page.read_text()
+    long = [line for line in text.splitlines() if len(line) > 125 and not line.startswith("|") and "](" not in line]
+    assert long == [] or page.name in ("serving.md", "environments.md")
+    assert text.count("\n```") % 2 == 0 or text.startswith("```")
+
+
+# --- specs
+
+# What completes a fragment (a spec without its `recipe`), so that every table in it is checked.
+RL_REST = {
+    "recipe": "rl",
+    "model": {"preset": "tiny"},
+    "environment": {"name": "sort"},
+    "train": {"steps": 8, "lr": 1e-4, "groups_per_step": 2, "group_size": 2},
+}
+SFT_REST = {
+    "recipe": "sft",
+    "model": {"preset": "tiny"},
+    "data": {"kind": "file", "path": "a.jsonl"},
+    "train": {"steps": 8, "lr": 1e-4},
+}
+SPECS = each("toml")
+
+
+def completed(raw: dict[str, object]) -> dict[str, object]:
+    if "recipe" in raw:
+        return raw
+    return {**(SFT_REST if "data" in raw else RL_REST), **raw}
+
+
+@pytest.mark.parametrize(("page", "block"), SPECS, ids=ids(SPECS))
+def test_every_spec_in_the_docs_loads(page: Path, block: str):
+    assert parse_spec(completed(tomllib.loads(block))).recipe in ("rl", "sft")
+
+
+def test_there_are_specs_in_the_docs_whole_and_in_part_and_a_wrong_one_would_be_seen():
+    whole = ["recipe" in tomllib.loads(block) for _, block in SPECS]
+    assert True in whole
+    assert False in whole
+    with pytest.raises(SpecError):
+        parse_spec(completed(tomllib.loads(SPECS[0][1] + "\n[sync]\nbrigde = 'inproc'\n")))
+
+
+def test_the_readme_s_own_spec_is_fifteen_lines_or_fewer_of_substance():
+    (block,) = fenced(ROOT / "README.md", "toml")
+    assert 10 <= sum(bool(line.strip()) for line in block.splitlines()) <= 15
+
+
+# --- commands
+
+APP = typer.main.get_command(cli.app)
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Every `tandem ...` in shell blocks and in backticks."""
+    for language, body in FENCE.findall(text):
+        if language in ("sh", "bash"):
+            joined = body.replace("\\\n", " ")
+            yield from (line.strip() for line in joined.splitlines() if line.strip().startswith("tandem "))
+    yield from re.findall(r"`(tandem [^`\n]*)`", FENCE.sub("", text))
+
+
+def problem(line: str) -> str:
+    """Empty if the command and all its options exist."""
+    words = shlex.split(line, comments=True)[1:]
+    command: Any = APP
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"no command '{words[0]}'"
+        command = command.commands[words.pop(0)]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in {*known, "--help"}]
+    return f"no option {unknown[0]}" if unknown else ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_in_the_docs_exists_with_its_options(page: Path):
+    assert {line: problem(line) for line in command_lines(page.read_text()) if problem(line)} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tandem train a.toml --set train.lr=1", ""),
+        ("tandem serve DIR --port 0 --ready-file F", ""),
+        ("tandem env new shout   # a comment --with an option", ""),
+        ("tandem trian a.toml", "no command 'trian'"),
+        ("tandem env make x", "no command 'make'"),
+        ("tandem serve DIR --prot 0", "no option --prot"),
+    ],
+)
+def test_a_command_that_is_not_there_would_be_seen(line: str, expected: str):
+    assert problem(line) == expected
+
+
+def test_commands_are_found_in_the_docs():
+    assert sum(len(list(command_lines(page.read_text()))) for page in PAGES) >= 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_in_the_docs_exists(page: Path):
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^make ((?:\w+ ?)+?)(?:\s*#.*)?$", "\n".join(fenced(page, "sh", "bash")), re.MULTILINE)
+    named += re.findall(r"`make ([\w ]+)`", page.read_text())
+    assert {target for line in named for target in line.split()} <= targets
+
+
+# --- python, and the page that is written
+
+
+PYTHON = each("python")
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=ids(PYTHON))
+def test_python_in_the_docs_is_python_and_imports_what_there_is(page: Path, block: str):
+    compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for module, names in re.findall(r"^from (tandem[\w.]*) import ([\w, ]+)$", block, re.MULTILINE):
+        found = importlib.import_module(module)
+        for name in names.split(","):
+            assert hasattr(found, name.strip()), f"{page.name}: {module}.{name.strip()}"
+
+
+def test_the_page_of_every_field_is_as_the_classes_are():
+    place = importlib.util.spec_from_file_location("make_spec", ROOT / "docs" / "make_spec.py")
+    assert place is not None
+    assert place.loader is not None
+    make_spec = importlib.util.module_from_spec(place)
+    place.loader.exec_module(make_spec)
+    page = (ROOT / "docs" / "spec.md").read_text()
+    assert page == make_spec.text(), "run: python docs/make_spec.py"
+    for key in ("max_lag", "eval_share", "spread_floor", "targets", "kv_gib", "confidence"):
+        assert f"| `{key}` |" in page
