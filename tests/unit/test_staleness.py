@@ -230,10 +230,8 @@ PLANTED = {
 @pytest.mark.parametrize(("max_lag", "engines"), [(1, 1), (1, 3), (4, 3)])
 @pytest.mark.parametrize(("store_class", "pool_class"), PLANTED.values(), ids=PLANTED.keys())
 def test_a_planted_store_or_loop_breaks_the_bound(store_class, pool_class, max_lag, engines):
-    runs = [
-        train(max_lag, engines, seed=seed, store_class=store_class, pool_class=pool_class).lags for seed in range(3)
-    ]
-    assert max(max(lags) for lags in runs) > max_lag
+    runs = (train(max_lag, engines, seed=seed, store_class=store_class, pool_class=pool_class) for seed in range(20))
+    assert any(max(run.lags) > max_lag for run in runs)
 
 
 def test_a_store_that_hands_out_in_finish_order_breaks_the_order():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
-from tandem.errors import EpisodeFailed, TandemError
+from tandem.errors import EpisodeFailed, TemplateError
 from tandem.protocols import Engine, Environment
-from tandem.rollout.guard import Blocked, Guarded
+from tandem.rollout.guard import Blocked, Clock, Guarded
 from tandem.rollout.recorder import Recorder, Renders
 from tandem.types import Outcome, Sampling, Task, Trajectory
 
@@ -25,45 +27,69 @@ class Setting:
     max_context: int
     engine_deadline_s: float
     episode_timeout_s: float
+    clock: Clock = field(default_factory=Clock)
 
 
 async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) -> Trajectory:
     """Raises EpisodeFailed for whatever the environment did, and EngineError for what the engine did."""
     recorder = Recorder(
         setting.engine, setting.renderer, task, opening_ids, setting.sampling,
-        max_context=setting.max_context, deadline_s=setting.engine_deadline_s, seed=seed,
+        max_context=setting.max_context, deadline_s=setting.engine_deadline_s, seed=seed, clock=setting.clock,
     )  # fmt: skip
     limit_s = setting.episode_timeout_s
+    outcome: object = None
+    failure: EpisodeFailed | None = None
     try:
-        async with asyncio.timeout(limit_s):
-            outcome = await Guarded(setting.environment.run(task, recorder), limit_s)
-    except Blocked as error:
-        raise EpisodeFailed("hung", f"task {task.id}: the environment {error}") from None
+        async with setting.clock.deadline(limit_s) as deadline:
+            run = setting.environment.run(task, recorder)
+            outcome = await _outcome(task, Guarded(run, limit_s, partial(setting.clock.stood_still, its_own=deadline)))
+    except EpisodeFailed as error:
+        failure = error
     except TimeoutError:
-        if recorder.engine_error is not None:
-            raise recorder.engine_error from None
-        raise EpisodeFailed(
-            "hung", f"task {task.id}: no outcome within environment.episode_timeout_s = {limit_s:g} s"
-        ) from None
-    except TandemError:
-        raise
-    except Exception as error:
-        if recorder.engine_error is not None:
-            raise recorder.engine_error from error
-        raise EpisodeFailed("raised", f"task {task.id}: {type(error).__name__}: {error}") from error
-    if recorder.engine_error is not None:
+        text = f"no outcome within environment.episode_timeout_s = {limit_s:g} s"
+        failure = EpisodeFailed("hung", f"task {task.id}: {text}")
+    if recorder.engine_error is not None:  # whatever the environment made of it
         raise recorder.engine_error
-    return recorder.trajectory(*_checked(task, outcome))
+    if failure is not None:
+        raise failure
+    reward, metrics = _checked(task, outcome)
+    if not recorder.replied:
+        raise EpisodeFailed("no_reply", f"task {task.id}: run() returned without a reply of the policy")
+    return recorder.trajectory(reward, metrics)
+
+
+async def _outcome(task: Task, run: Awaitable[object]) -> object:
+    """EpisodeFailed for whatever comes out of it, but for being cancelled from outside."""
+    try:
+        return await run
+    except EpisodeFailed:
+        raise
+    except Blocked as error:
+        raise EpisodeFailed("hung", f"task {task.id}: the environment {error}") from error
+    except TemplateError as error:
+        raise EpisodeFailed("template", f"task {task.id}: {error}") from error
+    except (Exception, asyncio.CancelledError) as error:
+        this = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and this is not None and this.cancelling():
+            raise
+        raise EpisodeFailed("raised", f"task {task.id}: {type(error).__name__}: {error}") from error
 
 
 def _checked(task: Task, outcome: object) -> tuple[float, dict[str, float]]:
     if not isinstance(outcome, Outcome):
         raise EpisodeFailed("no_outcome", f"task {task.id}: run() returned {type(outcome).__name__}, not an Outcome")
-    metrics: Mapping[str, float] = outcome.metrics
     try:
-        numbers = {"reward": float(outcome.reward), **{name: float(value) for name, value in metrics.items()}}
-    except (TypeError, ValueError) as error:
-        raise EpisodeFailed("not_a_number", f"task {task.id}: {error}") from None
-    if not all(math.isfinite(value) for value in numbers.values()):
-        raise EpisodeFailed("not_a_number", f"task {task.id}: {numbers}")
-    return numbers.pop("reward"), numbers
+        metrics = {str(name): _number(value) for name, value in outcome.metrics.items()}
+        return _number(outcome.reward), metrics
+    except Exception as error:
+        text = f"reward = {outcome.reward!r:.80}, metrics = {outcome.metrics!r:.200}"
+        raise EpisodeFailed("not_a_number", f"task {task.id}: {text}: {error}") from error
+
+
+def _number(value: object) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError("a text is no number")
+    number = float(cast(float, value))
+    if not math.isfinite(number):
+        raise ValueError("it must be finite")
+    return number

@@ -1,28 +1,35 @@
-"""A deadline for code that blocks.
+"""Deadlines for somebody else's code.
 
-An environment is somebody else's code. `asyncio.timeout` ends it where it awaits; where it blocks (`time.sleep`, an
-endless loop, a slow regular expression) the whole event loop stands still. So each of its turns runs under an alarm
-signal that raises inside it. Signals reach the main thread only: elsewhere the alarm is not engaged, and says so.
+`asyncio.timeout` ends an environment where it awaits. Three things it cannot do are done here:
+- Code that blocks (`time.sleep`, an endless loop, a slow regular expression) stands still with the whole event loop. So
+  each of its turns runs under an alarm signal that raises inside it. Signals reach the main thread only: elsewhere the
+  alarm is not engaged, and says so.
+- Code that swallows its cancellation (a bare `except:` around an `await`) gets a moment to clean up, and is then left.
+- While one environment blocks, nobody else can get on: the others' deadlines stand still.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import ctypes
+import inspect
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+GRACE_S = 1.0  # for what a cancelled coroutine still awaits: closing a session, say
+_NOTICEABLE_S = 0.01  # a turn that is shorter than this moves nobody's deadline
 
 
 class Blocked(BaseException):
-    """Raised inside code that held the event loop too long. Not an Exception: a broad `except` must not swallow it."""
+    """Raised inside code that must not go on. Not an Exception: a broad `except` must not swallow it."""
 
 
 def why_not() -> str:
@@ -34,38 +41,106 @@ def why_not() -> str:
     return ""
 
 
-class Guarded:
-    """Awaits a coroutine; raises Blocked inside it when one of its turns holds the event loop for `limit_s`."""
+class Clock:
+    """The deadlines of episodes that share an event loop."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> None:
-        self._coroutine, self._limit_s = coroutine, limit_s
+    def __init__(self) -> None:
+        self._open: set[asyncio.Timeout] = set()
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    @asynccontextmanager
+    async def deadline(self, limit_s: float) -> AsyncGenerator[asyncio.Timeout]:
+        async with asyncio.timeout(limit_s) as timeout:
+            self._open.add(timeout)
+            try:
+                yield timeout
+            finally:
+                self._open.discard(timeout)
+
+    def stood_still(self, held_s: float, its_own: asyncio.Timeout) -> None:
+        """One episode held the event loop: that is none of the others' time."""
+        for timeout in self._open - {its_own}:
+            if (when := timeout.when()) is not None and not timeout.expired():
+                timeout.reschedule(when + held_s)
+
+
+class Guarded(Generic[T]):
+    """Awaits a coroutine; Blocked when one of its turns holds the event loop for `limit_s`."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], limit_s: float, on_turn: Callable[[float], None]) -> None:
+        self._coroutine, self._limit_s, self._on_turn = coroutine, limit_s, on_turn
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        insist: asyncio.TimerHandle | None = None
         resume: Callable[[], Any] = partial(self._coroutine.send, None)
-        while True:
-            try:
-                with _alarm(self._limit_s):
-                    waiting_for = resume()
-            except StopIteration as stop:
-                return stop.value
-            try:
-                resume = partial(self._coroutine.send, (yield waiting_for))
-            except BaseException as error:  # noqa: BLE001 - cancellation and errors belong inside the coroutine
-                resume = partial(self._coroutine.throw, error)
+        try:
+            while True:
+                try:
+                    waiting_for = self._turn(resume)
+                except StopIteration as stop:
+                    return stop.value
+                except Blocked:
+                    _leave(self._coroutine)
+                    raise
+                if task.cancelling() and insist is None:
+                    insist = loop.call_later(GRACE_S, task.cancel)
+                try:
+                    resume = partial(self._coroutine.send, (yield waiting_for))
+                except BaseException as error:
+                    if insist is not None and loop.time() >= insist.when():
+                        task.uncancel()  # ours; whoever cancelled it first still finds theirs
+                        _leave(self._coroutine)
+                        raise
+                    resume = partial(self._coroutine.throw, error)
+                if insist is not None and not task.cancelling():
+                    insist.cancel()
+                    insist = None
+        finally:
+            if insist is not None:
+                insist.cancel()
+
+    def _turn(self, resume: Callable[[], Any]) -> Any:
+        started = time.monotonic()
+        try:
+            return _under_alarm(resume, self._limit_s)
+        finally:
+            if (held_s := time.monotonic() - started) > _NOTICEABLE_S:
+                self._on_turn(held_s)
 
 
-@contextmanager
-def _alarm(limit_s: float) -> Generator[None]:
-    def ring(_signal: int, _frame: FrameType | None) -> None:
-        raise Blocked(f"held the event loop for {limit_s:g} s")
+def _leave(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Nobody awaits it any more, and nobody may collect it: Python would throw GeneratorExit into it, and code that
+    swallows everything in a loop would then spin for ever, at the latest when the interpreter ends."""
+    if inspect.getcoroutinestate(coroutine) == inspect.CORO_SUSPENDED:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
 
+
+def _under_alarm(resume: Callable[[], Any], limit_s: float) -> Any:
     if why_not():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+        return resume()
+    armed, rang = True, False
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal rang
+        if armed:
+            rang = True
+            raise Blocked(f"held the event loop for {limit_s:g} s")
+
+    started = time.monotonic()
+    their_handler = signal.signal(signal.SIGALRM, ring)
+    # It rings again and again: a bare `except:` may swallow the first.
+    their_delay_s, their_interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
-        yield
+        try:
+            return resume()
+        finally:
+            armed = False
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, their_handler or signal.SIG_DFL)
+        if their_delay_s:
+            left_s = their_delay_s - (time.monotonic() - started)
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3), their_interval_s)
+        if rang:  # whatever it made of the alarm
+            raise Blocked(f"held the event loop for {limit_s:g} s") from None

@@ -17,7 +17,7 @@ from typing import Protocol
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.protocols import RolloutStore
 from tandem.rollout.episode import Setting, play
-from tandem.types import Group, Metrics, Task, Ticket
+from tandem.types import Group, Metrics, Task, Ticket, Trajectory
 
 _log = logging.getLogger(__name__)
 
@@ -109,12 +109,21 @@ class EnvironmentProducer:
             raise EpisodeFailed("template", f"task {task.id}: {error}") from error
         # Seeds are far apart, so that sibling, turn and group never meet in the same one.
         seeds = [((self._seed * 1_000_003 + order) * 4096 + sibling) * 1024 for sibling in range(self._group_size)]
-        playing = [asyncio.ensure_future(play(self._setting, task, opening_ids, seed)) for seed in seeds]
+
+        async def episode(seed: int) -> Trajectory:
+            try:
+                return await play(self._setting, task, opening_ids, seed)
+            except BaseException:
+                for sibling in playing:  # now: those that are about to run would block as long as this one did
+                    if sibling is not asyncio.current_task():
+                        sibling.cancel()
+                raise
+
+        playing = [asyncio.ensure_future(episode(seed)) for seed in seeds]
         try:
             return list(await asyncio.gather(*playing))
         finally:
-            for episode in playing:
-                episode.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)  # nobody plays on without a slot
 
     async def _drop(self, ticket: Ticket, reason: str) -> None:
         self._dropped[reason] += 1

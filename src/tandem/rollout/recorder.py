@@ -6,13 +6,13 @@ template glue, sampled ids, ... Nothing is rendered or tokenised twice.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
 from tandem.protocols import Engine
+from tandem.rollout.guard import Blocked, Clock
 from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Trajectory
 
 
@@ -38,10 +38,11 @@ class Recorder:
 
     def __init__(
         self, engine: Engine, renderer: Renders, task: Task, opening_ids: Sequence[int], sampling: Sampling, *,
-        max_context: int, deadline_s: float, seed: int,
+        max_context: int, deadline_s: float, seed: int, clock: Clock,
     ) -> None:  # fmt: skip
         self._engine, self._renderer, self._task = engine, renderer, task
         self._sampling, self._max_context, self._deadline_s, self._seed = sampling, max_context, deadline_s, seed
+        self._clock = clock
         self._opening_ids = list(opening_ids)
         self._messages: list[Message] = list(task.messages)
         self._said: list[Message] = []
@@ -50,6 +51,7 @@ class Recorder:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._turns = 0
+        self._replying = False
         self._truncated = False
         self.engine_error: EngineError | None = None
         """Kept apart from the episode's own errors: an environment's broad `except` must not hide a dead engine."""
@@ -59,8 +61,16 @@ class Recorder:
             self._said.append({"role": "user", "content": message} if isinstance(message, str) else message)
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
-        self._add_context()
-        room = self._max_context - len(self._ids)
+        if self.engine_error is not None:
+            raise Blocked("asked again after the engine had failed")
+        if self._replying:
+            raise EpisodeFailed(
+                "raised", f"task {self._task.id}: reply() while another reply() of this chat is under way"
+            )
+        said = list(self._said)
+        context = self._context(said)
+        prompt_ids = self._ids + context
+        room = self._max_context - len(prompt_ids)
         if room < 1:
             raise EpisodeFailed(
                 "context_full",
@@ -72,41 +82,48 @@ class Recorder:
             stop=tuple(stop) or self._sampling.stop,
             seed=self._seed + self._turns,
         )
-        completion = await self._generate(sampling)
-        self._ids += completion.ids
-        self._trained += [True] * len(completion.ids)
-        self._logprobs += completion.logprobs
-        self._versions += completion.versions
         self._turns += 1
+        self._replying = True
+        try:
+            completion = await self._generate(prompt_ids, sampling)
+        finally:
+            self._replying = False
+        # Only now: a reply that was cancelled or failed has left no trace, and may be asked for again.
+        del self._said[: len(said)]
+        self._add(context, [0.0] * len(context), [NO_VERSION] * len(context), trained=False)
+        self._add(completion.ids, completion.logprobs, completion.versions, trained=True)
         self._truncated = completion.finish_reason == "length"
         text = self._renderer.visible(completion.ids, sampling.stop)
-        self._messages.append({"role": "assistant", "content": text})
+        self._messages += [*said, {"role": "assistant", "content": text}]
         return Turn(text, self._truncated)
+
+    @property
+    def replied(self) -> bool:
+        return any(self._trained)
 
     def trajectory(self, reward: float, metrics: dict[str, float]) -> Trajectory:
         return Trajectory(
-            self._ids, self._trained, self._logprobs, self._versions, reward,
+            list(self._ids), list(self._trained), list(self._logprobs), list(self._versions), reward,
             "truncated" if self._truncated else "finished", metrics, self._task.id, self._messages + self._said,
         )  # fmt: skip
 
-    def _add_context(self) -> None:
+    def _context(self, said: Sequence[Message]) -> list[int]:
         if self._ids:
-            context = self._renderer.glue(self._said, self._ids[-1])
-        elif self._said:
-            context = self._renderer.prompt([*self._task.messages, *self._said])
-        else:
-            context = self._opening_ids
-        self._messages += self._said
-        self._said = []
-        self._ids += context
-        self._trained += [False] * len(context)
-        self._logprobs += [0.0] * len(context)
-        self._versions += [NO_VERSION] * len(context)
+            return self._renderer.glue(said, self._ids[-1])
+        if said:
+            return self._renderer.prompt([*self._task.messages, *said])
+        return self._opening_ids
 
-    async def _generate(self, sampling: Sampling) -> Completion:
+    def _add(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, trained: bool) -> None:
+        self._ids += ids
+        self._trained += [trained] * len(ids)
+        self._logprobs += logprobs
+        self._versions += versions
+
+    async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._engine.generate(self._ids, sampling, session=self._task.id)
+            async with self._clock.deadline(self._deadline_s):
+                return await self._engine.generate(prompt_ids, sampling, session=self._task.id)
         except EngineError as error:
             self.engine_error = error
             raise
