@@ -89,6 +89,7 @@ class PolicyTrainer:
         for key, value in state.items():
             name, _, slot = key.partition("|")
             slots[name][slot] = value
+        self._optimizer.state.clear()  # moments of another past, if there are any
         with torch.no_grad():
             for name, tensor in self._policy.trainable():
                 tensor.copy_(saved[name])
