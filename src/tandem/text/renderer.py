@@ -98,7 +98,7 @@ class Renderer:
     def _after_assistant(self, messages: Sequence[Message], *, opens_next: bool) -> str:
         history: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
         text = self._render([*history, *messages], opens_next)
-        _, found, after = text.rpartition(_SENTINEL)
+        _, found, after = text.partition(_SENTINEL)  # the first: a message may say the same
         if not found:
             raise TemplateError("model: its chat template drops earlier assistant turns, so turns cannot be joined")
         return after
