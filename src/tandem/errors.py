@@ -46,7 +46,8 @@ class TooManyFailures(EnvironmentFailed):
 
 
 class EpisodeFailed(TandemError):
-    """One episode's own failure. `kind` is what it is counted under: raised, hung, not_a_number."""
+    """One episode's own failure. `kind` is what it is counted under: raised, hung, not_a_number, no_outcome, no_reply,
+    template, context_full."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)

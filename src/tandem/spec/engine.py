@@ -19,8 +19,8 @@ class HfEngineSpec(Spec):
     """Longest prompt plus completion; 0 takes what the model was made for."""
     kv_gib: float = Field(default=4.0, gt=0)
     """Memory for keys and values; requests that do not fit yet wait."""
-    deadline_s: float = Field(default=300.0, gt=0)
-    """A request without an answer by then ends the run: the engine is silent."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """A request without an answer by then ends the run: the engine is silent. At most environment.episode_timeout_s."""
     replicas: int = Field(default=1, ge=1, le=8)
     """Several engines behind one pool. They share the module: for rehearsing a set-up, not for speed."""
 
