@@ -73,7 +73,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("changes", CASES)
 def test_two_runs_of_one_spec_leave_the_same_bytes(train: Train, tmp_path: Path, changes: dict[str, Any]):
     first, second = (train(spec(tmp_path, **changes), name=name) for name in ("first", "second"))
