@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from conftest import QUICKSTART, Train, Trained
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SHORTER = ("environment.params.letters=3", "warmup.steps=120", "train.steps=60", "eval.tasks=128")
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from conftest import Train
 
 from tandem.env.scaffold import new_environment
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_new_environment_learns_as_its_own_spec_says_only_shorter(train: Train, tmp_path: Path):
