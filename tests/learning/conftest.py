@@ -31,7 +31,7 @@ def _settings_of_torch_end_with_the_test() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """A second OpenMP thread gains little on tiny matrices, and where the cores are shared it spins: four times as long."""
+    """A second OpenMP thread gains little on tiny matrices, and spins where cores are shared: four times as long."""
     import torch
 
     before = torch.get_num_threads()
