@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 
 # The Python API: name -> where it lives. Filled in lazily so that `tandem --help` stays quick.
 _API = {
-    "train": "tandem.recipes",
-    "serve": "tandem.recipes.serve",
-    "chat": "tandem.recipes.serve",
+    "run": "tandem.recipes",
+    "serve_model": "tandem.recipes.serve",
+    "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",

@@ -41,9 +41,9 @@ def train(
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())  # before anything heavy: a wrong spec is refused at once
-    from tandem.recipes import train as run_spec
+    from tandem.recipes import run
 
-    run_spec(checked, run_dir)
+    run(checked, run_dir)
 
 
 @app.command()
@@ -61,8 +61,7 @@ def serve(
     thinking: Thinking = False,
 ) -> None:
     """Answer OpenAI requests: /v1/models, /v1/chat/completions, /v1/completions."""
-    from tandem.recipes.serve import default_data_dir
-    from tandem.recipes.serve import serve as serve_model
+    from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.run import Listen
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
@@ -78,7 +77,7 @@ def chat(
     thinking: Thinking = False,
 ) -> None:
     """Talk to a model in the terminal."""
-    from tandem.recipes.serve import chat as chat_with
+    from tandem.recipes.serve import chat_with
 
     chat_with(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
 

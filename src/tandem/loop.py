@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from tandem.errors import EngineSilent, ProducerDied, SyncError, SyncTimeout, TandemError
 from tandem.protocols import Engine, RolloutStore, Trainer, WeightBridge
 from tandem.types import Batch, Group, Metrics, Proof
+
+
+Call: TypeAlias = Callable[..., Awaitable[Any]]
+"""How to call what blocks: `asyncio.to_thread`, or `on_this_thread`."""
 
 
 class Producer(Protocol):
@@ -38,10 +41,10 @@ async def run_loop(
     after_sync: Callable[[Proof], None],
     sync_every: int = 1,
     sync_deadline_s: float = 60.0,
-    run_step: Callable[[Callable[[], Metrics]], Awaitable[Metrics]] = asyncio.to_thread,
+    call: Call = asyncio.to_thread,
 ) -> None:
     """Train until the trainer's version is `last_version`; the engine holds the last one when this returns."""
-    after_sync(await publish(trainer, bridge, engine, sync_deadline_s))
+    after_sync(await publish(trainer, bridge, engine, sync_deadline_s, call))
     producing = [_supervised(producer, store) for producer in producers]
     held = 0
     try:
@@ -51,10 +54,10 @@ async def run_loop(
             held += len(groups)
             taken = time.perf_counter()
             await _answered(engine.sleep(), "sleep", sync_deadline_s)
-            metrics = await run_step(partial(trainer.step, make_batch(groups, trainer.version)))
+            metrics = await call(trainer.step, make_batch(groups, trainer.version))
             trained = time.perf_counter()
             if trainer.version % sync_every == 0 or trainer.version >= last_version:
-                after_sync(await publish(trainer, bridge, engine, sync_deadline_s))
+                after_sync(await publish(trainer, bridge, engine, sync_deadline_s, call))
                 await store.release(held)  # after load(), not before: a slot freed early breaks max_lag by one
                 held = 0
             else:
@@ -75,19 +78,22 @@ async def run_loop(
         await asyncio.gather(*producing, return_exceptions=True)
 
 
-async def on_this_thread(step: Callable[[], Metrics]) -> Metrics:
-    """For `run_step`: on the event loop's own thread, where an inline engine runs too. One order of everything, and one
-    team of OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
-    return step()
+async def on_this_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """A `Call` on the event loop's own thread, where an inline engine runs too. One order of everything, and one team of
+    OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
+    return function(*args)
 
 
-async def publish(trainer: Trainer, bridge: WeightBridge, engine: Engine, deadline_s: float) -> Proof:
+async def publish(
+    trainer: Trainer, bridge: WeightBridge, engine: Engine, deadline_s: float, call: Call = asyncio.to_thread
+) -> Proof:
     """Both ends of the bridge meet; nothing is trained or sampled on a version without its proof."""
     weights = trainer.export()
+    sending = asyncio.ensure_future(call(bridge.send, weights))  # first: an inline engine waits for it on this thread
     loading = asyncio.ensure_future(engine.load(weights.version))
     try:
         async with asyncio.timeout(deadline_s):
-            _, proof = await asyncio.gather(asyncio.to_thread(bridge.send, weights), loading)
+            _, proof = await asyncio.gather(sending, loading)
     except TandemError:
         raise
     except TimeoutError:

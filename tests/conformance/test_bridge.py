@@ -12,7 +12,7 @@ import torch
 
 from tandem.bridge.inproc import InprocBridge
 from tandem.bridge.null import NullBridge
-from tandem.errors import SyncTimeout
+from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge
 from tandem.types import Weights
 
@@ -93,16 +93,26 @@ def test_inproc_carries_the_very_tensors() -> None:
     assert received is tensor
 
 
-@pytest.mark.parametrize("sent", [None, 8])
-def test_inproc_gives_up_on_a_version_that_does_not_come(sent: int | None) -> None:
+@pytest.mark.parametrize("left_over", [None, 6])
+def test_inproc_gives_up_on_a_version_that_does_not_come(left_over: int | None) -> None:
     bridge = InprocBridge(deadline_s=0.1)
     source = bridge.source()
-    if sent is not None:
-        bridge.send(weights(sent))
+    if left_over is not None:
+        bridge.send(weights(left_over))
     started = time.monotonic()
-    with pytest.raises(SyncTimeout, match=f"version 7.*{'not sent within 0.1 s' if sent is None else 'sent was 8'}"):
+    with pytest.raises(SyncTimeout, match=r"version 7 was not sent within 0\.1 s"):
         source.receive(7)
     assert time.monotonic() - started < 2
+
+
+def test_inproc_passes_over_what_an_earlier_receive_left_and_refuses_a_later_version() -> None:
+    bridge = InprocBridge(deadline_s=0.1)
+    source = bridge.source()
+    for version in (6, 7, 8):
+        bridge.send(weights(version))
+    assert source.receive(7).version == 7
+    with pytest.raises(SyncError, match="asked for version 7, sent was 8"):
+        source.receive(7)
 
 
 def test_inproc_sends_nothing_to_sources_of_a_closed_bridge() -> None:

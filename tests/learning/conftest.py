@@ -62,6 +62,6 @@ def train(tmp_path: Path) -> Train:
         checked = load_spec(spec, overrides) if isinstance(spec, Path) else parse_spec(spec)
         printed = io.StringIO()
         view = LiveView(name, Console(file=printed, width=120))
-        return Trained(recipes.train(checked, tmp_path / name, view=view), printed.getvalue())
+        return Trained(recipes.run(checked, tmp_path / name, view=view), printed.getvalue())
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 
-from tandem.errors import SyncTimeout
+from tandem.errors import SyncError, SyncTimeout
 from tandem.types import Weights
 
 
@@ -41,9 +41,10 @@ class InprocSource:
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         try:
-            weights = self._offers[rank].get(timeout=self._deadline_s)
+            while (weights := self._offers[rank].get(timeout=self._deadline_s)).version < version:
+                pass  # left over from a receive that never came
         except queue.Empty:
             raise SyncTimeout(f"inproc: version {version} was not sent within {self._deadline_s:g} s") from None
         if weights.version != version:
-            raise SyncTimeout(f"inproc: asked for version {version}, sent was {weights.version}")
+            raise SyncError(f"inproc: asked for version {version}, sent was {weights.version}")
         return weights

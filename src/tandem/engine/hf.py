@@ -26,6 +26,7 @@ from tandem.engine.slots import SlotCache
 from tandem.errors import EngineError, SyncError
 from tandem.ops import masks
 from tandem.ops.head import Head
+from tandem.ops.tensors import live_tensors
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, FinishReason, Proof, Sampling, Span
 
@@ -140,13 +141,18 @@ class EmbeddedEngine:
         if self._source is None:
             raise SyncError("engine: load() before attach(): it does not know where weights come from")
         await self.sleep()
-        weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
-        num_tensors = self._check_identity(dict(weights.tensors()))
-        # Keys and values of the old weights are worthless: whatever runs is prefilled again.
-        self._waiting.extendleft(reversed(self._running))
-        self._running = []
-        self.version = weights.version
-        await self.wake()
+        try:
+            if self._inline:
+                weights = self._source.receive(version)
+            else:
+                weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
+            num_tensors = self._check_identity(dict(weights.tensors()))
+            # Keys and values of the old weights are worthless: whatever runs is prefilled again.
+            self._waiting.extendleft(reversed(self._running))
+            self._running = []
+            self.version = weights.version
+        finally:
+            await self.wake()  # refused, too: requests under way get their answer from the version they had
         return Proof(self.version, "inproc", "identity", num_tensors, 0, time.perf_counter() - started, (self.boot_id,))
 
     async def sleep(self) -> None:
@@ -252,17 +258,17 @@ class EmbeddedEngine:
         positions_T = torch.arange(width, device=self._device)
         # Padding stands on the right: no real token sees it, and decoding overwrites its positions before reading them.
         causal = (positions_T[:, None] >= positions_T)[None, None]
-        plain = self._config._attn_implementation == "sdpa" and not getattr(
-            self._config.get_text_config(), "sliding_window", None
-        )
-        mask = None if plain else masks.for_model(self._config, causal, positions_T[:, None], positions_T)
+        mask = None
+        if not masks.plainly_causal(self._config):
+            mask = masks.for_model(self._config, causal, positions_T[:, None], positions_T)
         hidden_PTH = self._head.hidden(ids_PT, positions_T[None].expand_as(ids_PT), mask, self._cache)
         logits_PV = self._head.logits(hidden_PTH[torch.arange(len(lengths), device=self._device), lengths_P - 1])
         rows = slice(first, last)
         self._position_S[rows] = lengths_P[copies_S]
         self._drawn_S[rows] = torch.tensor([len(request.ids) for request in wave], device=self._device)
         values = zip(
-            *((s.temperature, s.top_p, s.top_k, s.seed) for s in (request.sampling for request in wave)), strict=True
+            *((s.temperature, s.top_p, s.top_k, s.seed % 2**63) for s in (request.sampling for request in wave)),
+            strict=True,
         )
         for tensor, column in zip(self._settings.tensors(), values, strict=True):
             tensor[rows] = torch.tensor(column, dtype=tensor.dtype, device=self._device)
@@ -288,8 +294,13 @@ class EmbeddedEngine:
             request = self._running[first + offset]
             if logprob != logprob or logprob == float("-inf"):
                 raise EngineError(f"the model's logits are not finite (version {self.version})")
-            request.add(token_id, logprob, self.version)
-            if reason := self._finished(request, token_id):
+            try:
+                request.add(token_id, logprob, self.version)
+            except Exception as error:  # noqa: BLE001 - a caller's on_token: ends its own request, no other
+                request.answer.set_exception(error)
+            if request.answer.done():
+                ended.append(first + offset)
+            elif reason := self._finished(request, token_id):
                 request.finish(reason)
                 ended.append(first + offset)
         self._close_gaps(ended)
@@ -349,7 +360,7 @@ class EmbeddedEngine:
 
     def _check_identity(self, theirs: dict[str, Tensor]) -> int:
         """Every tensor that this engine serves must be the trainer's own memory, under the same name."""
-        ours = dict(self._module.named_parameters())
+        ours = dict(live_tensors(self._module))
         if missing := sorted(ours.keys() ^ theirs.keys()):
             raise SyncError(f"inproc: {len(missing)} tensors are on one side only: {', '.join(missing[:3])}")
         for name, tensor in ours.items():

@@ -18,6 +18,7 @@ from torch import Tensor
 from tandem.errors import SpecError
 from tandem.ops import masks
 from tandem.ops.head import Head
+from tandem.ops.tensors import live_tensors
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, Weights
 
@@ -50,6 +51,10 @@ class CausalPolicy:
         self._head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
         self._head.check(module)
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        return bool(self._checkpointed)
 
     # --- scoring
 
@@ -96,13 +101,8 @@ class CausalPolicy:
 
     def _mask(self, micro: MicroBatch) -> Any:
         config = self.module.config
-        one_each = bool((micro.segments_BT <= 0).all())
-        if (
-            one_each
-            and config._attn_implementation == "sdpa"
-            and not getattr(config.get_text_config(), "sliding_window", None)
-        ):
-            return None  # one sequence a row, padding on the right: plain causal attention, and its fast kernel
+        if masks.plainly_causal(config) and bool((micro.segments_BT <= 0).all()):
+            return None  # one sequence a row, padding on the right
         segments_BT, positions_BT = micro.segments_BT, micro.positions_BT
         order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
         keys_B1T = segments_BT[:, None, :]
@@ -116,7 +116,7 @@ class CausalPolicy:
         return [(name, tensor) for name, tensor in self.module.named_parameters() if tensor.requires_grad]
 
     def weights(self, version: int) -> Weights:
-        return Weights(version, "full", lambda: iter(self.module.named_parameters()))
+        return Weights(version, "full", lambda: live_tensors(self.module))
 
     def export(self, path: Path) -> None:
         """What transformers, vLLM and `tandem serve` load; adapters are merged into a copy, and also saved apart."""

@@ -15,11 +15,18 @@ def check_attention(config: Any) -> None:
     config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     unknown = kinds - {"full_attention", "sliding_attention"}
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        unknown.add("ALiBi")  # it measures distance along the row, which is not the distance in a packed sequence
     if unknown or getattr(config, "num_kv_shared_layers", 0):
         raise SpecError(
             f"model: {config.model_type} has layers of kind {', '.join(sorted(unknown)) or 'shared key-value'}, which "
             "cannot be packed or batched by slots; use a model with full or sliding attention"
         )
+
+
+def plainly_causal(config: Any) -> bool:
+    """Without a mask, every layer attends causally, and by its fast kernel."""
+    return config._attn_implementation == "sdpa" and not getattr(config.get_text_config(), "sliding_window", None)
 
 
 def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) -> Any:

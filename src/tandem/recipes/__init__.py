@@ -17,26 +17,25 @@ from tandem.spec.load import to_toml
 from tandem.spec.run import RlSpec, SftSpec
 
 
-def train(
+def run(
     spec: RlSpec | SftSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None
 ) -> Run:
     """Do what the spec asks, in a directory of its own; the run that is returned says how it went."""
     from tandem.recipes import build
 
-    environment = (
-        build.environment(spec.environment) if isinstance(spec, RlSpec) else None
-    )  # wrong parameters: before torch
+    # Before torch: wrong parameters of an environment are refused at once.
+    environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
     view = view or LiveView(spec.name)
     directory = run_dir or Run.new_directory(root, spec.name)
-    run = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view, strict=spec.strict)
+    made = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view, strict=spec.strict)
     try:
-        with _sigterm_ends(), view, run:
+        with _sigterm_ends(), view, made:
             view.say(f"run {directory}")
-            asyncio.run(_train(spec, run, environment))
+            asyncio.run(_train(spec, made, environment))
     finally:
-        write_report(run.directory)
-        view.console.print(closing_text(run.directory, run.status))
-    return run
+        write_report(made.directory)
+        view.console.print(closing_text(made.directory, made.status))
+    return made
 
 
 async def _train(spec: RlSpec | SftSpec, run: Run, environment: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem.loop import Call, on_this_thread
 from tandem.protocols import Algorithm, Engine, Environment, Trainer, WeightBridge
 from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec, GrpoSpec
 from tandem.spec.data import DatasetData, FileData
@@ -18,7 +19,7 @@ from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, SftSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage
-from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
+from tandem.types import Batch, Group, Message, Task, Trajectory
 
 if TYPE_CHECKING:
     from tandem.data.load import Split
@@ -107,7 +108,7 @@ def options(spec: RlSpec | SftSpec, model: Model) -> list[tuple[str, Any, bool, 
     wanted, had = spec.model.attention, module.config._attn_implementation
     found.append(("model.attention", wanted, wanted == had, f"transformers chose '{had}' for {type(module).__name__}"))
     if spec.model.activation_checkpointing:
-        engaged = bool(module.is_gradient_checkpointing)
+        engaged = model.policy.checkpoints_activations
         found.append(("model.activation_checkpointing", True, engaged, f"{type(module).__name__} does not support it"))
     if spec.deterministic:
         engaged = model.device.type == "cpu"
@@ -188,9 +189,8 @@ def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, versi
     )
 
 
-def step_runner(deterministic: bool) -> Callable[[Callable[[], Metrics]], Awaitable[Metrics]]:
-    from tandem.loop import on_this_thread
-
+def caller(deterministic: bool) -> Call:
+    """One thread has one order."""
     return on_this_thread if deterministic else asyncio.to_thread
 
 

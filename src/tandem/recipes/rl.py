@@ -116,10 +116,11 @@ class RlRun:
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
-            self.run.record(trainer.version, metrics)
             if spec.eval.every and (trainer.version - first) % spec.eval.every == 0 and trainer.version < last:
                 name = f"step {trainer.version}"
-                self.run.evaluated(name, name, (await self._play_held_out()).accuracy)
+                metrics["eval/accuracy"] = (await self._play_held_out()).accuracy
+                self.run.evaluated(name, name, metrics["eval/accuracy"])
+            self.run.record(trainer.version, metrics)
 
         first, last = trainer.version, trainer.version + stage.steps
         self.run.stage(
@@ -138,12 +139,16 @@ class RlRun:
             after_sync=self.run.synced,
             sync_every=spec.sync.every,
             sync_deadline_s=spec.sync.deadline_s,
-            run_step=build.step_runner(spec.deterministic),
+            call=build.caller(spec.deterministic),
         )
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Publishes first: what is judged is what the engine serves."""
-        self.run.synced(await publish(trainer, self.bridge, self.engine, self.spec.sync.deadline_s))
+        self.run.synced(
+            await publish(
+                trainer, self.bridge, self.engine, self.spec.sync.deadline_s, build.caller(self.spec.deterministic)
+            )
+        )
         result = await self._play_held_out()
         self.run.evaluated(name, label, result.accuracy)
         for trajectory in result.played[:_SAMPLES_KEPT]:

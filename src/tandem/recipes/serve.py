@@ -16,7 +16,7 @@ from tandem.spec.model import PathModel
 from tandem.types import Sampling
 
 
-def serve(source: str, listen: Listen, spec: EngineSpec | None = None, *, thinking: bool = False) -> None:
+def serve_model(source: str, listen: Listen, spec: EngineSpec | None = None, *, thinking: bool = False) -> None:
     """Until SIGTERM or Ctrl-C."""
     from tandem.serve.app import create_app
     from tandem.serve.openai import openai_service
@@ -28,7 +28,10 @@ def serve(source: str, listen: Listen, spec: EngineSpec | None = None, *, thinki
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
 
 
-def chat(source: str, *, temperature: float, max_tokens: int, system: str, thinking: bool = False) -> None:
+def chat_with(
+    source: str, *, temperature: float = 0.0, max_tokens: int = 512, system: str = "", thinking: bool = False
+) -> None:
+    """Talk to a model in the terminal, until /exit."""
     path, _, version = find_model(source)
     model, engine = _load(path, version, HfEngineSpec(), thinking=thinking, inline=True)
 

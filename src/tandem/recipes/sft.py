@@ -9,7 +9,7 @@ from tandem.recipes.supervised import checked_rows, supervised_stage
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
 from tandem.spec.run import SftSpec
-from tandem.types import Trajectory
+from tandem.types import Metrics, Trajectory
 
 
 async def train_sft(spec: SftSpec, run: Run) -> None:
@@ -28,14 +28,23 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
             run.evaluated(name, label, sum(losses) / len(losses), metric="loss")
         return losses
 
-    async def after_step() -> None:
+    def evaluate_when_due(metrics: Metrics) -> None:
         if spec.eval.every and trainer.version % spec.eval.every == 0 and trainer.version < stage.steps:
-            evaluate(f"step {trainer.version}", f"step {trainer.version}")
+            name = f"step {trainer.version}"
+            if losses := evaluate(name, name):
+                metrics["eval/loss"] = sum(losses) / len(losses)
 
     before = evaluate("before", "before training")
     run.stage("sft", stage.steps, f"{len(recordings)} conversations, {len(held_out)} held out")
     await supervised_stage(
-        run, model, trainer, stage, recordings, seed=spec.seed, deterministic=spec.deterministic, after_step=after_step
+        run,
+        model,
+        trainer,
+        stage,
+        recordings,
+        seed=spec.seed,
+        deterministic=spec.deterministic,
+        before_record=evaluate_when_due,
     )
     after = evaluate("after", "after training")
     build.export(model, run.directory / "export")

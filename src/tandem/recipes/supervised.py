@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from tandem.data.conversation import Conversation
 from tandem.errors import DataError
@@ -25,16 +25,16 @@ async def supervised_stage(
     *,
     seed: int,
     deterministic: bool,
-    after_step: Callable[[], Awaitable[None]] | None = None,
+    before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing."""
     engine, bridge = build.no_engine()
     store = MemoryStore(stage.batch_size)
 
     async def record_step(metrics: Metrics) -> None:
+        if before_record is not None:
+            before_record(metrics)
         run.record(trainer.version, metrics)
-        if after_step is not None:
-            await after_step()
 
     await run_loop(
         trainer=trainer,
@@ -47,7 +47,7 @@ async def supervised_stage(
         last_version=trainer.version + stage.steps,
         after_step=record_step,
         after_sync=run.synced,
-        run_step=build.step_runner(deterministic),
+        call=build.caller(deterministic),
     )
 
 

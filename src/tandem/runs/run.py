@@ -39,7 +39,7 @@ class Run:
             "steps_total": 0,
             "eval": {},
         }
-        self._stage, self._pending_eval = "", dict[str, float]()
+        self._stage = ""
         self._event_number = 0
         self._started = time.monotonic()
         atomic.write_text(directory / "spec.toml", spec_toml)
@@ -104,8 +104,7 @@ class Run:
         self.view.stage(name, steps, note)
 
     def record(self, step: int, metrics: Metrics) -> None:
-        row = {"step": step, "stage": self._stage, **self._pending_eval, **metrics}
-        self._pending_eval = {}
+        row = {"step": step, "stage": self._stage, **metrics}
         self._metrics.write(row)
         self.view.step(row)
         self.status["steps_done"] = step
@@ -113,8 +112,7 @@ class Run:
     def evaluated(
         self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy"
     ) -> None:
-        """`name` is the field of status.json; a curve's point is written with the next step's row."""
-        self._pending_eval = {f"eval/{metric}": value}
+        """`name` is its field in status.json."""
         self.status["eval"][name] = value
         self.event("eval", name=name, **{metric: value})
         self.view.evaluation(label, value, metric=metric)

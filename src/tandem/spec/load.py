@@ -58,6 +58,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
+    """What a spec may hold, as JSON Schema."""
     return _ADAPTER.json_schema()
 
 
