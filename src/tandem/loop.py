@@ -17,7 +17,6 @@ from tandem.errors import EngineSilent, ProducerDied, SyncError, SyncTimeout, Ta
 from tandem.protocols import Engine, RolloutStore, Trainer, WeightBridge
 from tandem.types import Batch, Group, Metrics, Proof
 
-
 Call: TypeAlias = Callable[..., Awaitable[Any]]
 """How to call what blocks: `asyncio.to_thread`, or `on_this_thread`."""
 
@@ -79,8 +78,8 @@ async def run_loop(
 
 
 async def on_this_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """A `Call` on the event loop's own thread, where an inline engine runs too. One order of everything, and one team of
-    OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
+    """A `Call` on the event loop's own thread, where an inline engine runs too. One order of everything, and one team
+    of OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
     return function(*args)
 
 

@@ -18,6 +18,7 @@ from tandem.engine.hf import EmbeddedEngine
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
 from tandem.model.presets import make_model
+from tandem.ops.tensors import live_tensors
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Weights
 
