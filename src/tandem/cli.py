@@ -52,7 +52,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8000,
     data_dir: Annotated[
-        Path | None, typer.Option(help="All state of the service: its token. Default DIR/serve.")
+        Path | None, typer.Option(help="Keeps the token. Default: serve/ in a run, else .tandem/serve.")
     ] = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")

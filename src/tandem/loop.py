@@ -11,19 +11,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from tandem.errors import EngineSilent, ProducerDied, SyncError, SyncTimeout, TandemError
-from tandem.protocols import Engine, RolloutStore, Trainer, WeightBridge
+from tandem.protocols import Engine, Producer, RolloutStore, Trainer, WeightBridge
 from tandem.types import Batch, Group, Metrics, Proof
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
 """How to call what blocks: `asyncio.to_thread`, or `on_this_thread`."""
-
-
-class Producer(Protocol):
-    async def run(self) -> None: ...
-    def drain_metrics(self) -> Metrics: ...
 
 
 async def run_loop(
@@ -55,7 +50,7 @@ async def run_loop(
             await _answered(engine.sleep(), "sleep", sync_deadline_s)
             metrics = await call(trainer.step, make_batch(groups, trainer.version))
             trained = time.perf_counter()
-            if trainer.version % sync_every == 0 or trainer.version >= last_version:
+            if held >= sync_every * groups_per_step or trainer.version >= last_version:
                 after_sync(await publish(trainer, bridge, engine, sync_deadline_s, call))
                 await store.release(held)  # after load(), not before: a slot freed early breaks max_lag by one
                 held = 0

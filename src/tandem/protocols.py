@@ -95,6 +95,11 @@ class RolloutStore(Protocol):
     def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
 
 
+class Producer(Protocol):                                 # fills the store
+    async def run(self) -> None: ...                      # ends only by an error or by being cancelled
+    def drain_metrics(self) -> Metrics: ...               # of what finished since the last call
+
+
 class Policy(Protocol):
     """The model as the trainer sees it."""
 

@@ -154,7 +154,7 @@ class Batch:
     micro: list[MicroBatch]
     totals: Totals
     metrics: Metrics = field(default_factory=dict[str, float])
-    trajectory_ids: list[str] = field(default_factory=list[str])
+    task_ids: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)

@@ -344,7 +344,7 @@ def test_a_batch_counts_its_tokens_and_their_age() -> None:
         "lag/max": 3.0,
         "lag/mean": pytest.approx((7 * 1 + 5 * 3) / 12),
     }
-    assert batch.trajectory_ids == [trajectory.task_id for trajectory in group]
+    assert batch.task_ids == [trajectory.task_id for trajectory in group]
 
 
 @pytest.mark.parametrize("micro_tokens", [16, 64, 200])

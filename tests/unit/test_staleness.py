@@ -136,19 +136,25 @@ def train(
         setting = Setting(Always(), pool, Plain(), Sampling(), 64, 5.0, 5.0)
         kept = random.Random(seed)
         producer = EnvironmentProducer(
-            setting, store, lambda group: kept.random() < 0.8, group_size=GROUP_SIZE, seed=0, max_failed_share=0.0
+            setting,
+            store,
+            lambda group: kept.random() < 0.8,
+            group_size=GROUP_SIZE,
+            seed=0,
+            max_failed_share=0.0,
+            max_replaced=10**6,
         )
 
-        async def step(work) -> Metrics:
-            await pauses.pass_by(0, 40)  # training takes its time, too
-            return await on_this_thread(work)
+        async def call(function, *args):
+            await pauses.pass_by(0, 40)  # training and sending take their time, too
+            return await on_this_thread(function, *args)
 
         async def after_step(metrics: Metrics) -> None: ...
 
         await run_loop(
             trainer=trainer, bridge=bridge, engine=pool, store=store, producers=[producer], make_batch=trainer.batch,
             groups_per_step=GROUPS_PER_STEP, last_version=trainer.version + STEPS, after_step=after_step,
-            after_sync=lambda proof: None, sync_every=sync_every, run_step=step,
+            after_sync=lambda proof: None, sync_every=sync_every, call=call,
         )  # fmt: skip
         return trainer
 

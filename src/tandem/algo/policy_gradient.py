@@ -21,6 +21,8 @@ def spread_over_tokens(group: Group, advantages_G: list[float]) -> list[list[flo
 
 
 def centred(group: Group) -> list[float]:
+    if not has_signal(group):
+        return [0.0] * len(group)  # exactly: a mean of equal rewards may be off by a rounding
     mean = statistics.fmean(trajectory.reward for trajectory in group)
     return [trajectory.reward - mean for trajectory in group]
 

@@ -99,7 +99,7 @@ class EmbeddedEngine:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         position_bytes = 2 * config.num_hidden_layers * heads * head_dim * next(module.parameters()).element_size()
         self._kv_positions = int(kv_gib * 2**30 / position_bytes)
-        self._cache = SlotCache(config.num_hidden_layers)
+        self._cache = SlotCache(config.num_hidden_layers, self._kv_positions)
         self._settings = Settings.empty(max_running, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(
             3, max_running, dtype=torch.long, device=self._device
@@ -253,7 +253,7 @@ class EmbeddedEngine:
         copies_S = torch.tensor(copies, device=self._device)
         lengths_P = torch.tensor(lengths, device=self._device)
         self._cache.num_rows = first
-        self._cache.reserve(last, width + 1)
+        self._cache.reserve(last, max(width + 1, self._longest()))
         self._cache.copies, self._cache.view = copies_S, width
         positions_T = torch.arange(width, device=self._device)
         # Padding stands on the right: no real token sees it, and decoding overwrites its positions before reading them.
@@ -277,7 +277,7 @@ class EmbeddedEngine:
     def _decode_step(self) -> Tensor:
         rows = len(self._running)
         positions_S = self._position_S[:rows]
-        longest = max(len(request.prompt) + len(request.ids) for request in self._running)
+        longest = self._longest()
         self._cache.reserve(rows, longest)
         self._cache.num_rows, self._cache.copies, self._cache.positions = rows, None, positions_S
         self._cache.view = min(-(-longest // 16) * 16, self._cache.length_held)
@@ -297,7 +297,8 @@ class EmbeddedEngine:
             try:
                 request.add(token_id, logprob, self.version)
             except Exception as error:  # noqa: BLE001 - a caller's on_token: ends its own request, no other
-                request.answer.set_exception(error)
+                if not request.answer.done():
+                    request.answer.set_exception(error)
             if request.answer.done():
                 ended.append(first + offset)
             elif reason := self._finished(request, token_id):
@@ -316,6 +317,9 @@ class EmbeddedEngine:
         return "length" if len(request.ids) >= request.sampling.max_tokens else None
 
     # --- rows
+
+    def _longest(self) -> int:
+        return max((len(request.prompt) + len(request.ids) for request in self._running), default=0)
 
     def _forget_cancelled(self) -> None:
         self._close_gaps([row for row, request in enumerate(self._running) if request.answer.done()])

@@ -50,7 +50,8 @@ class SlotLayer(CacheLayerMixin):
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
-            new[:live_rows, :, :old_length] = old[:live_rows]
+            kept = min(length, old_length)
+            new[:live_rows, :, :kept] = old[:live_rows, :, :kept]
             setattr(self, name, new)
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -69,9 +70,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Grows by doubling; never shrinks before `clear`."""
+    """Grows by doubling while that stays within `max_positions` (rows times length), and to the exact size beyond."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, max_positions: int) -> None:
+        self._max_positions = max_positions
         self.rows_held, self.length_held = 8, 64
         self.num_rows = 0
         self.view = 0
@@ -84,8 +86,10 @@ class SlotCache(Cache):
         """Room for `rows` live rows of `length` positions."""
         if rows <= self.rows_held and length <= self.length_held:
             return
-        self.rows_held = _double_until(self.rows_held, rows)
-        self.length_held = _double_until(self.length_held, length)
+        # From what is wanted, not from what is held: many short rows and then one long one are not many long ones.
+        self.rows_held, self.length_held = _double_until(8, rows), _double_until(64, length)
+        if self.rows_held * self.length_held > self._max_positions:
+            self.rows_held, self.length_held = rows, length
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -33,7 +33,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def directory(path: Path) -> Generator[Path]:
-    """Fill a directory that appears under `path` only when the block ends well; an older one is replaced."""
+    """Fill a directory that appears under `path` only when the block ends well. An older one is moved aside first, so a
+    crash may leave no `path` for an instant, and never a partial one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -43,10 +44,12 @@ def directory(path: Path) -> Generator[Path]:
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
+        replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
         if path.exists():
-            shutil.rmtree(path)
+            path.replace(replaced)
         temporary.replace(path)
         _fsync_directory(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,20 +89,30 @@ def _places(run_dir: Path) -> RenderableType | None:
 
 
 def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
-    """Three commands that work from here."""
+    """Three commands that work from here, as they stand."""
+    tandem, run = _command(), shlex.quote(str(run_dir))
     if (run_dir / "export").exists():
         commands = [
-            (f"tandem chat {run_dir}", "talk to the model"),
-            (f"tandem serve {run_dir}", "an OpenAI-compatible API on this machine"),
-            ("tandem env new my_env", "a task of your own to train on"),
+            (f"{tandem} chat {run}", "talk to the model"),
+            (f"{tandem} serve {run}", "an OpenAI-compatible API on this machine"),
+            (f"{tandem} env new my_env", "a task of your own to train on"),
         ]
     else:
         commands = [
-            (f"tandem report {run_dir}", "write the report again"),
-            (f"less {run_dir / 'log.txt'}", "read what happened"),
-            ("tandem env try arithmetic", "play an environment yourself"),
+            (f"{tandem} report {run}", "write the report again"),
+            (f"less {shlex.quote(str(run_dir / 'log.txt'))}", "read what happened"),
+            (f"{tandem} env try arithmetic", "play an environment yourself"),
         ]
     return Group(Text("Next:"), _pairs([(f"  {command}", what) for command, what in commands], style="bold cyan"))
+
+
+def _command() -> str:
+    """How to call tandem from here: by its name, if the shell finds it, else by where this Python keeps it."""
+    if shutil.which("tandem"):
+        return "tandem"
+    beside = Path(sys.executable).with_name("tandem")
+    here = os.path.relpath(beside)
+    return shlex.quote(here if not here.startswith("..") else str(beside))
 
 
 def _pairs(pairs: Sequence[tuple[str, str]], style: str) -> RenderableType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from tandem.obs.summary import closing_text
 from tandem.runs.run import Run
 from tandem.spec.load import to_toml
 from tandem.spec.run import RlSpec, SftSpec
+
+_log = logging.getLogger(__name__)
 
 
 def run(
@@ -33,9 +36,16 @@ def run(
             view.say(f"run {directory}")
             asyncio.run(_train(spec, made, environment))
     finally:
-        write_report(made.directory)
-        view.console.print(closing_text(made.directory, made.status))
+        _conclude(made)
     return made
+
+
+def _conclude(run: Run) -> None:
+    try:
+        write_report(run.directory)
+        run.view.console.print(closing_text(run.directory, run.status))
+    except Exception:  # noqa: BLE001 - a picture that cannot be drawn must not hide how the run went
+        _log.exception("the report could not be written; `tandem report %s` tries again", run.directory)
 
 
 async def _train(spec: RlSpec | SftSpec, run: Run, environment: Any) -> None:

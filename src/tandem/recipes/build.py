@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.loop import Call, on_this_thread
-from tandem.protocols import Algorithm, Engine, Environment, Trainer, WeightBridge
+from tandem.protocols import Algorithm, Engine, Environment, Producer, RolloutStore, Trainer, WeightBridge
 from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec, GrpoSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.engine import EngineSpec
@@ -24,6 +24,7 @@ from tandem.types import Batch, Group, Message, Task, Trajectory
 if TYPE_CHECKING:
     from tandem.data.load import Split
     from tandem.model.policy import CausalPolicy
+    from tandem.rollout.episode import Setting
     from tandem.text.renderer import Renderer
 
 # Imports stand inside the functions: what a spec does not ask for is not loaded, and wrong specs fail before torch.
@@ -59,10 +60,11 @@ def settle_torch(spec: RlSpec | SftSpec) -> Any:
     import torch
 
     torch.manual_seed(spec.seed)
-    torch.use_deterministic_algorithms(spec.deterministic)
+    device = pick_device(spec.device)
+    torch.use_deterministic_algorithms(spec.deterministic and device.type == "cpu")
     # Filling fresh memory with NaN finds bugs, not differences, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    return pick_device(spec.device)
+    return device
 
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
@@ -111,9 +113,8 @@ def options(spec: RlSpec | SftSpec, model: Model) -> list[tuple[str, Any, bool, 
         engaged = model.policy.checkpoints_activations
         found.append(("model.activation_checkpointing", True, engaged, f"{type(module).__name__} does not support it"))
     if spec.deterministic:
-        engaged = model.device.type == "cpu"
-        why = "equal bytes are promised on a CPU; a GPU's kernels are held to torch's deterministic ones, no more"
-        found.append(("deterministic", True, engaged and torch.are_deterministic_algorithms_enabled(), why))
+        engaged = torch.are_deterministic_algorithms_enabled()
+        found.append(("deterministic", True, engaged, "equal bytes are had on a CPU only"))
     return found
 
 
@@ -187,6 +188,35 @@ def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, versi
         temperature=stage.temperature if on_rollouts else 1.0,
         max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
     )
+
+
+def store(stage: RlStage | SftStage) -> RolloutStore:
+    from tandem.rollout.store import MemoryStore
+
+    if isinstance(stage, SftStage):
+        return MemoryStore(stage.batch_size)
+    slots = (stage.max_lag + 1) * stage.groups_per_step
+    return MemoryStore(slots, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s)
+
+
+def rollouts(spec: RlSpec, setting: Setting, store: RolloutStore, algorithm: Algorithm) -> Producer:
+    from tandem.rollout.producer import EnvironmentProducer
+
+    return EnvironmentProducer(
+        setting,
+        store,
+        algorithm.keep,
+        group_size=spec.train.group_size,
+        seed=spec.seed,
+        max_failed_share=spec.environment.max_failed_share,
+        max_replaced=spec.train.replace_equal_groups,
+    )
+
+
+def recordings(trajectories: Sequence[Trajectory], store: RolloutStore, seed: int) -> Producer:
+    from tandem.rollout.recorded import RecordedProducer
+
+    return RecordedProducer(trajectories, store, seed=seed)
 
 
 def caller(deterministic: bool) -> Call:

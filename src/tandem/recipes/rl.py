@@ -9,21 +9,14 @@ from tandem.recipes.supervised import checked_rows, recordings_of, supervised_st
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.rollout.guard import why_not
-from tandem.rollout.producer import EnvironmentProducer
-from tandem.rollout.store import MemoryStore
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
 from tandem.spec.data import Demonstrations
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
-from tandem.types import Group, Metrics, Sampling, Trajectory
+from tandem.types import Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
-
-
-def _keep(group: Group) -> bool:
-    """Every group that could be played."""
-    return True
 
 
 class RlRun:
@@ -72,7 +65,8 @@ class RlRun:
                 "after_minus_before_rl": verdict.difference,
                 "interval": list(verdict.interval),
                 "confidence": verdict.confidence,
-                "failed_episodes": after.failed,
+                "failed_episodes_before_rl": before.failed,
+                "failed_episodes_after": after.failed,
             },
         )
 
@@ -92,7 +86,8 @@ class RlRun:
 
     def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
         if not isinstance(stage.data, Demonstrations):
-            return checked_rows(self.model, stage.data, self.run, "warmup.data")[0]
+            train, held_out = checked_rows(self.model, stage.data, self.run, "warmup.data")
+            return train + held_out  # a warm-up is judged by its environment
         count = stage.steps * stage.batch_size
         shown = build.demonstrations(self.environment, self.spec.environment.name, count, self.spec.seed)
         return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
@@ -100,19 +95,8 @@ class RlRun:
     async def _rl_stage(self, trainer: Trainer) -> None:
         spec, stage = self.spec, self.spec.train
         algorithm = build.algorithm(spec.algorithm)
-        store = MemoryStore(
-            (stage.max_lag + 1) * stage.groups_per_step,
-            max_dropped=stage.max_dropped,
-            take_timeout_s=stage.group_timeout_s,
-        )
-        producer = EnvironmentProducer(
-            self.setting,
-            store,
-            algorithm.keep if stage.replace_equal_groups else _keep,
-            group_size=stage.group_size,
-            seed=spec.seed,
-            max_failed_share=spec.environment.max_failed_share,
-        )
+        store = build.store(stage)
+        producer = build.rollouts(spec, self.setting, store, algorithm)
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
@@ -156,4 +140,6 @@ class RlRun:
         return result
 
     async def _play_held_out(self) -> Evaluation:
-        return await evaluate(self.setting, self.eval_tasks, self.spec.eval.max_tokens or self.spec.train.max_tokens)
+        max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
+        share = self.spec.environment.max_failed_share
+        return await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share)

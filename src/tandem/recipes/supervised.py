@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from tandem.data.conversation import Conversation
-from tandem.errors import DataError
+from tandem.errors import DataError, TemplateError
 from tandem.loop import run_loop
 from tandem.protocols import Trainer
 from tandem.recipes import build
-from tandem.rollout.recorded import RecordedProducer, record
-from tandem.rollout.store import MemoryStore
+from tandem.rollout.recorded import record
 from tandem.runs.run import Run
 from tandem.spec.train import SftStage
 from tandem.types import Message, Metrics, Trajectory
@@ -29,7 +29,7 @@ async def supervised_stage(
 ) -> None:
     """The loop with an engine and a bridge that do nothing."""
     engine, bridge = build.no_engine()
-    store = MemoryStore(stage.batch_size)
+    store = build.store(stage)
 
     async def record_step(metrics: Metrics) -> None:
         if before_record is not None:
@@ -41,7 +41,7 @@ async def supervised_stage(
         bridge=bridge,
         engine=engine,
         store=store,
-        producers=[RecordedProducer(recordings, store, seed=seed)],
+        producers=[build.recordings(recordings, store, seed)],
         make_batch=build.batches(stage, model, build.sft_algorithm()),
         groups_per_step=stage.batch_size,
         last_version=trainer.version + stage.steps,
@@ -69,11 +69,14 @@ def checked_rows(
     split = build.rows(data, field)
     longest = min(data.max_tokens or model.context, model.context)
 
-    def too_long(conversation: Conversation) -> str:
-        ids, _ = model.renderer.conversation(conversation.messages)
+    def unusable(conversation: Conversation) -> str:
+        try:
+            ids, _ = model.renderer.conversation(conversation.messages)
+        except TemplateError as error:
+            return str(error)
         return f"longer than {longest} tokens" if len(ids) > longest else ""
 
-    split = split.without(too_long)
+    split = split.without(unusable)
     if not split.train:
         raise DataError(f"{field}: no conversation is left to train on; {split.report.text()}")
     run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
@@ -88,10 +91,6 @@ def checked_rows(
 
 def marked(model: build.Model, trajectory: Trajectory) -> str:
     """A trajectory as text with its trained tokens between [[ and ]]."""
-    text, open_ = "", False
-    for token_id, trained in zip(trajectory.ids, trajectory.trained, strict=True):
-        if trained != open_:
-            text += "[[" if trained else "]]"
-            open_ = trained
-        text += model.renderer.decode([token_id], skip_special=False)
-    return text + ("]]" if open_ else "")
+    runs = groupby(zip(trajectory.ids, trajectory.trained, strict=True), key=lambda pair: pair[1])
+    texts = ((trained, model.renderer.decode([pair[0] for pair in run], skip_special=False)) for trained, run in runs)
+    return "".join(f"[[{text}]]" if trained else text for trained, text in texts)

@@ -41,6 +41,7 @@ async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) 
     failure: EpisodeFailed | None = None
     try:
         async with setting.clock.deadline(limit_s) as deadline:
+            recorder.deadline = deadline
             run = setting.environment.run(task, recorder)
             outcome = await _outcome(task, Guarded(run, limit_s, partial(setting.clock.stood_still, its_own=deadline)))
     except EpisodeFailed as error:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tandem.errors import EpisodeFailed
+from tandem.errors import EpisodeFailed, TooManyFailures
 from tandem.rollout.episode import Setting, play
 from tandem.types import Sampling, Task, Trajectory
 
@@ -33,7 +33,9 @@ def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:
     return random.Random(f"eval:{seed}").sample(list(tasks), min(count, len(tasks)))
 
 
-async def evaluate(setting: Setting, tasks: Sequence[Task], max_tokens: int) -> Evaluation:
+async def evaluate(
+    setting: Setting, tasks: Sequence[Task], max_tokens: int, *, max_failed_share: float = 0.2
+) -> Evaluation:
     greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0))
 
     async def score(index: int, task: Task) -> Trajectory | None:
@@ -44,5 +46,11 @@ async def evaluate(setting: Setting, tasks: Sequence[Task], max_tokens: int) -> 
             return None
 
     played = await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))
+    failed = sum(trajectory is None for trajectory in played)
+    if failed > max_failed_share * len(tasks):
+        raise TooManyFailures(
+            f"evaluation: {failed} of {len(tasks)} episodes failed, more than environment.max_failed_share = "
+            f"{max_failed_share:g} allows; log.txt names each"
+        )
     scores = [0.0 if t is None else t.metrics.get("correct", t.reward) for t in played]
-    return Evaluation(scores, [t for t in played if t is not None], sum(t is None for t in played))
+    return Evaluation(scores, [t for t in played if t is not None], failed)

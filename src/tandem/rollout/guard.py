@@ -42,10 +42,41 @@ def why_not() -> str:
 
 
 class Clock:
-    """The deadlines of episodes that share an event loop."""
+    """The deadlines of episodes that share an event loop and an engine."""
 
     def __init__(self) -> None:
         self._open: set[asyncio.Timeout] = set()
+        self._tokens = 0
+
+    def token(self, *_: object) -> None:
+        """The engine made a token, for whomever."""
+        self._tokens += 1
+
+    @asynccontextmanager
+    async def engine_deadline(self, limit_s: float) -> AsyncGenerator[None]:
+        """TimeoutError once the engine has made no token for anybody for `limit_s`.
+
+        A request that waits its turn is not a silent engine, and neither is an event loop that was held by a training
+        step: so silence is counted in quarters of the limit, and a long standstill is one of them.
+        """
+        loop = asyncio.get_running_loop()
+        seen, quiet = self._tokens, 0
+
+        def look() -> None:
+            nonlocal seen, quiet, timer
+            quiet = quiet + 1 if self._tokens == seen else 0
+            seen = self._tokens
+            if quiet == 4:
+                timeout.reschedule(loop.time())
+            else:
+                timer = loop.call_later(limit_s / 4, look)
+
+        timer = loop.call_later(limit_s / 4, look)
+        try:
+            async with asyncio.timeout(None) as timeout:
+                yield
+        finally:
+            timer.cancel()
 
     @asynccontextmanager
     async def deadline(self, limit_s: float) -> AsyncGenerator[asyncio.Timeout]:

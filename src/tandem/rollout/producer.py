@@ -12,7 +12,6 @@ import random
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.protocols import RolloutStore
@@ -23,11 +22,6 @@ _log = logging.getLogger(__name__)
 
 _WINDOW = 100  # groups over which the share of failures is taken
 _LEAST = 20  # a share of fewer groups than this says nothing
-
-
-class Producer(Protocol):
-    async def run(self) -> None: ...  # ends only by an error or by being cancelled
-    def drain_metrics(self) -> Metrics: ...  # of what finished since the last call
 
 
 def task_order(num_tasks: int, seed: int) -> Callable[[int], int]:
@@ -49,13 +43,14 @@ class EnvironmentProducer:
 
     def __init__(
         self, setting: Setting, store: RolloutStore, keep: Callable[[Group], bool], *,
-        group_size: int, seed: int, max_failed_share: float,
+        group_size: int, seed: int, max_failed_share: float, max_replaced: int = 0,
     ) -> None:  # fmt: skip
         self._setting, self._store, self._keep = setting, store, keep
         self._tasks: Sequence[Task] = setting.environment.tasks("train")
         self._which = task_order(len(self._tasks), seed)
         self._group_size, self._seed, self._max_failed_share = group_size, seed, max_failed_share
         self._recent_failures: deque[bool] = deque(maxlen=_WINDOW)
+        self._max_replaced, self._replaced_in_a_row = max_replaced, 0
         self._played: list[Group] = []
         self._dropped: Counter[str] = Counter()
 
@@ -97,10 +92,12 @@ class EnvironmentProducer:
             return
         self._recent_failures.append(False)
         self._played.append(group)
-        if self._keep(group):
+        keep = self._keep(group)
+        if keep or self._replaced_in_a_row >= self._max_replaced:
             await self._store.put(ticket, group)
         else:
             await self._drop(ticket, "no_signal")
+        self._replaced_in_a_row = 0 if keep else self._replaced_in_a_row + 1
 
     async def _siblings(self, task: Task, order: int) -> Group:
         try:

@@ -6,7 +6,9 @@ template glue, sampled ids, ... Nothing is rendered or tokenised twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -53,6 +55,8 @@ class Recorder:
         self._turns = 0
         self._replying = False
         self._truncated = False
+        self.deadline: asyncio.Timeout | None = None
+        """The episode's, which stands still while the engine is asked."""
         self.engine_error: EngineError | None = None
         """Kept apart from the episode's own errors: an environment's broad `except` must not hide a dead engine."""
 
@@ -76,9 +80,10 @@ class Recorder:
                 "context_full",
                 f"task {self._task.id}: the conversation fills the context of {self._max_context} tokens",
             )
+        most = self._sampling.max_tokens
         sampling = replace(
             self._sampling,
-            max_tokens=min(max_tokens or self._sampling.max_tokens, self._sampling.max_tokens, room),
+            max_tokens=min(most if max_tokens is None else max_tokens, most, room),
             stop=tuple(stop) or self._sampling.stop,
             seed=self._seed + self._turns,
         )
@@ -120,16 +125,34 @@ class Recorder:
         self._logprobs += logprobs
         self._versions += versions
 
+    @contextmanager
+    def _paused_deadline(self) -> Generator[None]:
+        """Waiting for the engine is none of the episode's own time."""
+        deadline, started = self.deadline, asyncio.get_running_loop().time()
+        due = deadline.when() if deadline is not None else None
+        if deadline is None or due is None or deadline.expired():
+            yield
+            return
+        deadline.reschedule(None)
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # the episode is over: a stray task of the environment asked
+                deadline.reschedule(due + asyncio.get_running_loop().time() - started)
+
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
-            async with self._clock.deadline(self._deadline_s):
-                return await self._engine.generate(prompt_ids, sampling, session=self._task.id)
+            with self._paused_deadline():
+                async with self._clock.engine_deadline(self._deadline_s):
+                    return await self._engine.generate(
+                        prompt_ids, sampling, session=self._task.id, on_token=self._clock.token
+                    )
         except EngineError as error:
             self.engine_error = error
             raise
         except TimeoutError:
             self.engine_error = EngineSilent(
-                f"engine: no answer within engine.deadline_s = {self._deadline_s:g} s; it is overloaded (lower "
-                "engine.max_running or train.max_tokens) or dead (see log.txt)"
+                f"engine: no token for anybody within engine.deadline_s = {self._deadline_s:g} s; it is dead (see "
+                "log.txt), or so slow that the deadline should be raised"
             )
             raise self.engine_error from None

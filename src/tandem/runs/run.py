@@ -18,6 +18,8 @@ from tandem.io.jsonl import JsonlWriter
 from tandem.obs.live import LiveView
 from tandem.types import Message, Metrics, Proof
 
+_STATUS_EVERY_S = 2.0  # steps_done for whoever looks from outside
+
 State = Literal["running", "succeeded", "failed", "cancelled"]
 
 
@@ -41,7 +43,7 @@ class Run:
         }
         self._stage = ""
         self._event_number = 0
-        self._started = time.monotonic()
+        self._started = self._status_written = time.monotonic()
         atomic.write_text(directory / "spec.toml", spec_toml)
         self._metrics, self._events, self._ledger, self._samples = (
             JsonlWriter(directory / f"{name}.jsonl") for name in ("metrics", "events", "sync", "samples")
@@ -104,10 +106,15 @@ class Run:
         self.view.stage(name, steps, note)
 
     def record(self, step: int, metrics: Metrics) -> None:
+        if metrics.get("train/set_aside"):
+            self.event("set_aside", step=step)  # no step was taken; log.txt has the tasks
+            return
         row = {"step": step, "stage": self._stage, **metrics}
         self._metrics.write(row)
         self.view.step(row)
         self.status["steps_done"] = step
+        if time.monotonic() - self._status_written > _STATUS_EVERY_S:
+            self._write_status()
 
     def evaluated(
         self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy"
@@ -147,4 +154,5 @@ class Run:
         self._write_status()
 
     def _write_status(self) -> None:
+        self._status_written = time.monotonic()
         atomic.write_json(self.directory / "status.json", self.status)

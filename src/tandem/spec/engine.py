@@ -20,7 +20,7 @@ class HfEngineSpec(Spec):
     kv_gib: float = Field(default=4.0, gt=0)
     """Memory for keys and values; requests that do not fit yet wait."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """A request without an answer by then ends the run: the engine is silent. At most environment.episode_timeout_s."""
+    """An engine that makes no token for anybody for so long is silent, and ends the run."""
     replicas: int = Field(default=1, ge=1, le=8)
     """Several engines behind one pool. They share the module: for rehearsing a set-up, not for speed."""
 

@@ -53,11 +53,11 @@ class RlStage(_Stage):
     """Most tokens in one assistant turn."""
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Of the rollouts; the trainer's logprobs use the same."""
-    replace_equal_groups: bool = False
-    """Drop groups whose siblings all scored alike and play others instead, so that every group of a step teaches
-    (dynamic sampling). Otherwise they count, and move nothing."""
+    replace_equal_groups: int = Field(default=0, ge=0)
+    """Groups whose siblings all scored alike are dropped and others played instead (dynamic sampling), at most so many
+    in a row; beyond that, and with 0 always, they count and move nothing."""
     max_dropped: int = Field(default=256, ge=1)
-    """So many groups dropped in a row (failed, or equal where those are replaced) end the run."""
+    """So many groups in a row that failed or were replaced end the run."""
     group_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that the trainer waits for its next groups."""
     max_logprob_gap: float = Field(default=0.02, gt=0)

@@ -83,7 +83,7 @@ class Renderer:
 
     def _spoken(self, message: Message) -> str:
         """The assistant's turn as the template writes it after its generation prompt, without the end of turn."""
-        if not message.get("tool_calls"):
+        if not (message.get("tool_calls") or message.get("reasoning_content")):
             return message["content"]
         opening = self._render([{"role": "user", "content": "."}], True)
         whole = self._render([{"role": "user", "content": "."}, message], False)

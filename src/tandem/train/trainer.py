@@ -118,19 +118,20 @@ class PolicyTrainer:
 
     def _set_aside(self, batch: Batch, norm: float, loss: float) -> Metrics:
         self._optimizer.zero_grad(set_to_none=True)
-        self.set_aside.append(batch.trajectory_ids)
+        self.set_aside.append(batch.task_ids)
         self._bad_in_a_row += 1
         _log.warning(
-            "version %d: loss %s, gradient norm %s: the batch is set aside, the weights are as before",
+            "version %d: loss %s, gradient norm %s: the batch is set aside, the weights are as before; its tasks: %s",
             self.version,
             loss,
             norm,
+            ", ".join(dict.fromkeys(batch.task_ids)),
         )
         if self._bad_in_a_row >= _BAD_STEPS_IN_A_ROW:
             raise NonFinite(
                 f"train: {self._bad_in_a_row} batches in a row gave a loss or gradient that is not finite (the last: "
                 f"loss {loss}, norm {norm}); lower train.lr or look at the rewards of tasks "
-                f"{', '.join(sorted(set(batch.trajectory_ids))[:5])}"
+                f"{', '.join(sorted(set(batch.task_ids))[:5])}"
             )
         return {**batch.metrics, "train/set_aside": 1.0}
 
