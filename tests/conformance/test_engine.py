@@ -559,7 +559,7 @@ def test_load_returns_a_proof_of_identity_and_no_byte_moves(kind: str) -> None:
         return await publish(engine, bridge, module, 7)
 
     proof = finish(engine, play)
-    tensors = len(dict(module.named_parameters()))
+    tensors = len(dict(module.named_parameters())) + len(dict(module.named_buffers()))
     assert (proof.version, proof.verified, proof.bytes_moved) == (7, "identity", 0)
     assert proof.tensors == tensors * receivers(kind)
     assert len(set(proof.engines)) == receivers(kind)

@@ -96,7 +96,7 @@ class Rig:
         store = MemoryStore(2 * (self.max_lag + 1), max_dropped=self.max_dropped, take_timeout_s=self.take_timeout_s)
         setting = Setting(self.environment, self.engine, Plain(), Sampling(), 64, self.engine_deadline_s, 10.0)
         producer = self.producer or EnvironmentProducer(
-            setting, store, self.keep, group_size=2, seed=0, max_failed_share=0.0
+            setting, store, self.keep, group_size=2, seed=0, max_failed_share=0.0, max_replaced=10**6
         )
 
         async def after_step(metrics: Metrics) -> None: ...

@@ -1,6 +1,9 @@
 import io
 import json
 import re
+import shlex
+import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -209,7 +212,8 @@ def test_the_time_is_shared_out_completely_and_drops_are_counted_by_reason(tmp_p
     assert drops(history) == {"nothing to learn": 40, "raised": 20}
 
 
-def test_the_closing_text_ends_with_three_commands_that_fit_the_run(tmp_path):
+def test_the_closing_text_ends_with_three_commands_that_fit_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     run = make_run(tmp_path / "run")
     (run / "export").mkdir()
     write_report(run)
@@ -219,6 +223,17 @@ def test_the_closing_text_ends_with_three_commands_that_fit_the_run(tmp_path):
     assert "report.html" in text
     commands = [line.split("   ")[0].strip() for line in text.splitlines() if line.startswith("  tandem ")]
     assert commands == [f"tandem chat {run}", f"tandem serve {run}", "tandem env new my_env"]
+
+
+def test_where_the_shell_does_not_find_tandem_the_commands_say_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    run = make_run(tmp_path / "a run")
+    (run / "export").mkdir()
+    text = printed(run, json.loads((run / "status.json").read_text()))
+    command = next(line.split("   ")[0].strip() for line in text.splitlines() if " chat " in line)
+    program, verb, target = shlex.split(command)
+    assert Path(program).resolve() == Path(sys.executable).with_name("tandem").resolve()
+    assert (verb, target) == ("chat", str(run))
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path):

@@ -1,0 +1,92 @@
+"""What counts against whom: silence is no token for anybody; waiting for the engine is nobody's fault."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from tandem.errors import EngineSilent, EpisodeFailed
+from tandem.rollout.episode import Setting, play
+from tandem.types import Completion, Message, Outcome, Sampling, Span, Task, Trajectory
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+ANSWER = Completion([7], [-0.5], [Span(0, 1)], "stop")
+
+
+class Plain:
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return [1, 2]
+
+    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+        return [3]
+
+    def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+        return "."
+
+
+class OneByOne:
+    """Serves requests in turn, each taking `seconds`, with a token every 20 ms (or none till the end)."""
+
+    version = 0
+
+    def __init__(self, seconds: float, *, tells: bool = True) -> None:
+        self.seconds, self.tells, self.turn = seconds, tells, asyncio.Lock()
+
+    async def generate(self, prompt_ids, sampling, *, session=None, on_token=None) -> Completion:
+        async with self.turn:
+            until = time.monotonic() + self.seconds
+            while time.monotonic() < until:
+                await asyncio.sleep(0.02)
+                if self.tells:
+                    on_token(7, -0.5, 0)
+        return ANSWER
+
+
+class Replies:
+    def __init__(self, own_s: float = 0.0) -> None:
+        self.own_s = own_s
+
+    async def run(self, task: Task, chat) -> Outcome:
+        await chat.reply()
+        await asyncio.sleep(self.own_s)
+        return Outcome(1.0)
+
+
+def episodes(count: int, engine_s: float, *, own_s: float = 0.0, tells: bool = True) -> list[Trajectory]:
+    """Under an engine deadline and an episode timeout of 0.2 s each."""
+
+    async def all_of_them() -> list[Trajectory]:
+        setting = Setting(Replies(own_s), OneByOne(engine_s, tells=tells), Plain(), Sampling(), 64, 0.2, 0.2)
+        return await asyncio.gather(*(play(setting, TASK, [1, 2], seed) for seed in range(count)))
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_request_that_waits_its_turn_is_no_silent_engine_and_no_hanging_episode():
+    assert len(episodes(6, 0.15)) == 6  # the last one waits 0.75 s
+
+
+def test_an_engine_that_makes_no_token_for_anybody_is_silent():
+    started = time.monotonic()
+    with pytest.raises(EngineSilent, match=r"no token for anybody within engine.deadline_s = 0\.2 s"):
+        episodes(2, 5.0, tells=False)
+    assert time.monotonic() - started < 1.5
+
+
+def test_what_the_environment_does_itself_counts():
+    with pytest.raises(EpisodeFailed, match="no outcome within"):
+        episodes(1, 0.1, own_s=5.0)
+
+
+def test_an_event_loop_that_was_held_by_a_training_step_is_no_silent_engine():
+    async def both() -> Trajectory:
+        setting = Setting(Replies(), OneByOne(0.3), Plain(), Sampling(), 64, 0.2, 0.2)
+        episode = asyncio.ensure_future(play(setting, TASK, [1, 2], 0))
+        await asyncio.sleep(0.05)
+        time.sleep(0.5)  # longer than the deadline, and nobody's fault
+        return await episode
+
+    assert asyncio.run(both()).num_trained == 1
