@@ -128,7 +128,7 @@ class EmbeddedEngine:
         if self._pump.done():
             raise EngineError("engine: it has stopped; the first error that it raised says why")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        stop_ids = self._end_ids.union(sampling.stop_ids)
+        stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
         self._waiting.append(_Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
         self._work.set()
         return await answer  # cancelled: the row is freed before the next iteration

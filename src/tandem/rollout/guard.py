@@ -46,7 +46,9 @@ class Clock:
 
     def __init__(self) -> None:
         self._open: set[asyncio.Timeout] = set()
-        self._tokens = 0
+        self._asking: set[asyncio.Timeout] = set()
+        self._tokens = self._seen = self._quiet = 0
+        self._next_look: asyncio.TimerHandle | None = None
 
     def token(self, *_: object) -> None:
         """The engine made a token, for whomever."""
@@ -59,24 +61,29 @@ class Clock:
         A request that waits its turn is not a silent engine, and neither is an event loop that was held by a training
         step: so silence is counted in quarters of the limit, and a long standstill is one of them.
         """
-        loop = asyncio.get_running_loop()
-        seen, quiet = self._tokens, 0
-
-        def look() -> None:
-            nonlocal seen, quiet, timer
-            quiet = quiet + 1 if self._tokens == seen else 0
-            seen = self._tokens
-            if quiet == 4:
-                timeout.reschedule(loop.time())
-            else:
-                timer = loop.call_later(limit_s / 4, look)
-
-        timer = loop.call_later(limit_s / 4, look)
-        try:
-            async with asyncio.timeout(None) as timeout:
+        async with asyncio.timeout(None) as timeout:
+            if not self._asking:
+                self._quiet = 0
+                self._look_later(limit_s / 4)
+            self._asking.add(timeout)
+            try:
                 yield
-        finally:
-            timer.cancel()
+            finally:
+                self._asking.discard(timeout)
+                if not self._asking and self._next_look is not None:
+                    self._next_look.cancel()
+
+    def _look_later(self, quarter_s: float) -> None:
+        self._next_look = asyncio.get_running_loop().call_later(quarter_s, self._look, quarter_s)
+
+    def _look(self, quarter_s: float) -> None:
+        self._quiet = self._quiet + 1 if self._tokens == self._seen else 0
+        self._seen = self._tokens
+        if self._quiet < 4:
+            self._look_later(quarter_s)
+            return
+        for timeout in self._asking:
+            timeout.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
     async def deadline(self, limit_s: float) -> AsyncGenerator[asyncio.Timeout]:
