@@ -79,11 +79,11 @@ class Clock:
     def _look(self, quarter_s: float) -> None:
         self._quiet = self._quiet + 1 if self._tokens == self._seen else 0
         self._seen = self._tokens
-        if self._quiet < 4:
-            self._look_later(quarter_s)
-            return
-        for timeout in self._asking:
-            timeout.reschedule(asyncio.get_running_loop().time())
+        if self._quiet == 4:
+            self._quiet = 0
+            for timeout in self._asking:
+                timeout.reschedule(asyncio.get_running_loop().time())
+        self._look_later(quarter_s)
 
     @asynccontextmanager
     async def deadline(self, limit_s: float) -> AsyncGenerator[asyncio.Timeout]:
