@@ -43,29 +43,25 @@ class EndsAt(StoppingCriteria):
 
 
 class Ours:
+    """One engine for all rounds, as in a run."""
+
     def __init__(self, module: Any, renderer: Renderer, max_running: int) -> None:
-        self._make = lambda: EmbeddedEngine(
-            module,
-            num_ids=module.config.vocab_size,
-            end_ids=frozenset(),
-            decode=renderer.decode,
-            max_running=max_running,
+        self._runner = asyncio.Runner()
+        num_ids = module.config.vocab_size
+        self._engine = EmbeddedEngine(
+            module, num_ids=num_ids, end_ids=frozenset(), decode=renderer.decode, max_running=max_running
         )
+        self._engine.version = 0
 
     def __call__(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        async def run() -> list[Completion]:
-            engine = self._make()
-            engine.version = 0
-            try:
-                requests = (
-                    engine.generate(prompt, Sampling(max_tokens=length, temperature=0.0))
-                    for prompt, length in zip(prompts, lengths, strict=True)
-                )
-                return list(await asyncio.gather(*requests))
-            finally:
-                await engine.close()
+        async def ask() -> list[Completion]:
+            requests = (
+                self._engine.generate(prompt, Sampling(max_tokens=length, temperature=0.0))
+                for prompt, length in zip(prompts, lengths, strict=True)
+            )
+            return list(await asyncio.gather(*requests))
 
-        return [completion.ids for completion in asyncio.run(run())]
+        return [completion.ids for completion in self._runner.run(ask())]
 
 
 class Generate:
@@ -123,6 +119,7 @@ def seconds(way: Way, prompts: list[list[int]], lengths: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=["equal", "mixed"], help="one case alone")
     parser.add_argument("--continuous-batching", action="store_true", help="also measure transformers' own (slow)")
     args = parser.parse_args()
     tokenizer = byte_tokenizer()
@@ -141,6 +138,8 @@ def main() -> None:
     }
     rows: list[list[str]] = []
     for case, (given, lengths, rounds) in cases.items():
+        if args.only not in (None, case):
+            continue
         answers = {name: way(given, lengths) for name, way in ways.items()}  # also warms up
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):  # in turns: whatever else the machine does hits all of them
