@@ -127,7 +127,7 @@ def _curves(history: History) -> dict[str, str]:
 
 
 def _sync(history: History) -> list[tuple[str, str]]:
-    """The ledger in a few lines; `tandem sync audit` is for the rest."""
+    """The ledger in a few lines."""
     ledger = history.ledger
     if not ledger:
         return []
