@@ -24,7 +24,7 @@ CASES = {
 
 def digests(overrides: list[str], directory: Path) -> tuple[str, str]:
     command = [sys.executable, "-m", "tandem", "train", str(SPEC), "--run-dir", str(directory)]
-    for override in ["warmup.steps=30", "train.steps=10", "eval.tasks=64", *overrides]:
+    for override in ["environment.params.letters=3", "warmup.steps=120", "train.steps=10", "eval.tasks=64", *overrides]:
         command += ["--set", override]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
