@@ -43,7 +43,7 @@ def run(
 def _conclude(run: Run) -> None:
     try:
         write_report(run.directory)
-        run.view.console.print(closing_text(run.directory, run.status))
+        run.view.console.print(closing_text(run.directory, run.status), soft_wrap=True)  # paths stay whole
     except Exception:  # noqa: BLE001 - a picture that cannot be drawn must not hide how the run went
         _log.exception("the report could not be written; `tandem report %s` tries again", run.directory)
 
