@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.loop import publish, run_loop
-from tandem.protocols import Environment, Trainer
+from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes import build
 from tandem.recipes.supervised import checked_rows, recordings_of, supervised_stage
 from tandem.rollout.episode import Setting
@@ -54,7 +54,7 @@ class RlRun:
             self.model.policy.keep_reference()
         trainer = build.trainer(self.spec.train, self.model, algorithm, version)
         before = await self._evaluate(trainer, "before_rl", "before RL")
-        await self._rl_stage(trainer)
+        await self._rl_stage(trainer, algorithm)
         after = await self._evaluate(trainer, "after", "after RL")
         verdict = judge(before.scores, after.scores, confidence=self.spec.eval.confidence, seed=self.spec.seed)
         self.run.conclude(
@@ -92,9 +92,8 @@ class RlRun:
         shown = build.demonstrations(self.environment, self.spec.environment.name, count, self.spec.seed)
         return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
 
-    async def _rl_stage(self, trainer: Trainer) -> None:
+    async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         spec, stage = self.spec, self.spec.train
-        algorithm = build.algorithm(spec.algorithm)
         store = build.store(stage)
         producer = build.rollouts(spec, self.setting, store, algorithm)
 

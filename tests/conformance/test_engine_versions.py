@@ -1,0 +1,243 @@
+"""What any Engine must do when the weights change, when it sleeps, and when something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engines import (
+    ARCHITECTURES,
+    KINDS,
+    SETTINGS,
+    VOCAB,
+    complete,
+    finish,
+    llama,
+    make_engine,
+    prompts,
+    teacher_forced,
+    tiny,
+)
+
+from tandem.bridge.inproc import InprocBridge
+from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
+from tandem.ops.tensors import live_tensors
+from tandem.types import Completion, Sampling, Weights
+
+# --- versions
+
+
+def start(kind: str, module: Any, **options: Any) -> tuple[Any, InprocBridge]:
+    return make_engine(kind, module, **options), InprocBridge(deadline_s=0.3)
+
+
+async def publish(engine: Any, bridge: InprocBridge, module: Any, version: int) -> Any:
+    bridge.send(Weights(version, "full", lambda: live_tensors(module)))
+    return await engine.load(version)
+
+
+def receivers(kind: str) -> int:
+    return 2 if kind == "pool" else 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding"])
+def test_every_token_is_exact_for_the_version_that_its_span_names(kind: str, architecture: str) -> None:
+    module = ARCHITECTURES[architecture]()
+    before = copy.deepcopy(module)
+    engine, bridge = start(kind, module, max_running=4)
+    requests = [(prompt, Sampling(max_tokens=25, seed=i)) for i, prompt in enumerate(prompts(*range(2, 26, 2)))]
+    made = Counter[int]()
+
+    async def play() -> list[Completion]:
+        await engine.attach(bridge.source(receivers(kind)))
+        await publish(engine, bridge, module, 3)
+        tasks = [
+            asyncio.create_task(
+                engine.generate(*request, on_token=lambda token, logprob, version: made.update([version]))
+            )
+            for request in requests
+        ]
+        while made[3] < 40:
+            await asyncio.sleep(0.001)
+        await engine.sleep()
+        with torch.no_grad():
+            for tensor in module.parameters():
+                tensor.add_(torch.randn_like(tensor), alpha=0.05)
+        await publish(engine, bridge, module, 4)
+        assert engine.version == 4
+        return await asyncio.gather(*tasks)
+
+    completions = finish(engine, play)
+    both = [c for c in completions if [span.version for span in c.spans] == [3, 4]]
+    assert len(both) >= 3
+    for (prompt, sampling), completion in zip(requests, completions, strict=True):
+        assert set(completion.versions) <= {3, 4}
+        under = {
+            3: teacher_forced(before, prompt, completion, sampling),
+            4: teacher_forced(module, prompt, completion, sampling),
+        }
+        exact = [under[version][index] for index, version in enumerate(completion.versions)]
+        assert completion.logprobs == pytest.approx(exact, abs=1e-4)
+    moved = max(
+        abs(a - b)
+        for (prompt, sampling), c in zip(requests, both, strict=False)
+        for a, b in zip(
+            teacher_forced(before, prompt, c, sampling), teacher_forced(module, prompt, c, sampling), strict=True
+        )
+    )
+    assert moved > 0.1, "else the two versions could not be told apart"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_returns_a_proof_of_identity_and_no_byte_moves(kind: str) -> None:
+    module = llama()
+    engine, bridge = start(kind, module)
+
+    async def play() -> Any:
+        await engine.attach(bridge.source(receivers(kind)))
+        return await publish(engine, bridge, module, 7)
+
+    proof = finish(engine, play)
+    tensors = len(dict(module.named_parameters())) + len(dict(module.named_buffers()))
+    assert (proof.version, proof.verified, proof.bytes_moved) == (7, "identity", 0)
+    assert proof.tensors == tensors * receivers(kind)
+    assert len(set(proof.engines)) == receivers(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_decoded_in_sleep_and_waking_changes_no_token(kind: str) -> None:
+    module = llama()
+    requests = [(prompt, Sampling(max_tokens=40, seed=i)) for i, prompt in enumerate(prompts(4, 9, 6, 3))]
+    expected = complete(make_engine(kind, module), requests)
+    engine, made = make_engine(kind, module), []
+
+    async def play() -> list[Completion]:
+        tell = lambda *token: made.append(token)  # noqa: E731
+        tasks = [asyncio.create_task(engine.generate(*request, on_token=tell)) for request in requests[:3]]
+        while len(made) < 9:
+            await asyncio.sleep(0.001)
+        await engine.sleep()
+        tasks.append(asyncio.create_task(engine.generate(*requests[3], on_token=tell)))
+        asleep = len(made)
+        await asyncio.sleep(0.1)
+        assert len(made) == asleep
+        await engine.wake()
+        return await asyncio.gather(*tasks)
+
+    completions = finish(engine, play)
+    assert [c.ids for c in completions] == [c.ids for c in expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", ["a copy", "one missing", "one too many", "another shape"])
+def test_weights_that_are_not_this_memory_are_refused(kind: str, wrong: str) -> None:
+    module = llama()
+    engine, bridge = start(kind, module)
+    offered = dict(live_tensors(copy.deepcopy(module) if wrong == "a copy" else module))
+    name = "model.layers.1.mlp.up_proj.weight"
+    if wrong == "one missing":
+        del offered[name]
+    if wrong == "one too many":
+        offered["model.layers.9.mlp.up_proj.weight"] = offered[name]
+    if wrong == "another shape":
+        offered[name] = offered[name].view(64, 96)
+
+    async def play() -> None:
+        await engine.attach(bridge.source(receivers(kind)))
+        await publish(engine, bridge, module, 1)
+        bridge.send(Weights(2, "full", lambda: iter(offered.items())))
+        await engine.load(2)
+
+    with pytest.raises(SyncError, match="mlp.up_proj" if wrong != "a copy" else "not the trainer's memory"):
+        finish(engine, play)
+    assert engine.version == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_version_that_was_not_sent_is_refused_within_the_deadline(kind: str) -> None:
+    module = llama()
+    engine, bridge = start(kind, module)
+
+    async def play() -> None:
+        with pytest.raises(SyncError, match="before attach"):
+            await engine.load(1)
+        await engine.attach(bridge.source(receivers(kind)))
+        with pytest.raises(SyncTimeout, match=r"version 5 was not sent within 0\.3 s"):
+            await engine.load(5)
+        bridge.send(Weights(6, "full", lambda: live_tensors(module)))
+        with pytest.raises(SyncError, match="asked for version 5, sent was 6"):
+            await engine.load(5)
+
+    finish(engine, play)
+    assert engine.version == -1
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setting", ["plain", "greedy", "all three"])
+def test_logits_that_are_not_numbers_end_every_request_with_an_error(kind: str, setting: str) -> None:
+    module, sampling = llama(), SETTINGS[setting]
+    engine = make_engine(kind, module)
+    with torch.no_grad():
+        module.model.norm.weight[0] = torch.nan
+
+    async def play() -> None:
+        answers = [engine.generate(prompt, sampling) for prompt in prompts(3, 4, 5)]
+        for answer in await asyncio.gather(*answers, return_exceptions=True):
+            assert isinstance(answer, EngineError)
+            assert "not finite" in str(answer)
+        with pytest.raises(EngineError, match="stopped"):
+            await asyncio.wait_for(engine.generate([1], sampling), 5)
+
+    finish(engine, play)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closing_ends_whoever_waits(kind: str) -> None:
+    engine = make_engine(kind, llama())
+
+    async def play() -> None:
+        waiting = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=100, temperature=9.0)))
+        await asyncio.sleep(0.01)
+        await engine.sleep()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(waiting, 5)
+
+    finish(engine, play)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        (
+            "mamba",
+            lambda: transformers.MambaForCausalLM(
+                transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
+            ),
+        ),
+        (
+            "qwen3_next",
+            lambda: tiny(
+                transformers.Qwen3NextConfig,
+                transformers.Qwen3NextForCausalLM,
+                num_key_value_heads=2,
+                layer_types=["linear_attention", "full_attention"],
+                intermediate_size=32,
+            ),
+        ),
+        ("lfm2", lambda: tiny(transformers.Lfm2Config, transformers.Lfm2ForCausalLM, layer_types=["conv"] * 2)),
+    ],
+)
+def test_layers_that_carry_a_state_are_refused_by_name(name: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(SpecError, match=f"{name} has layers of kind (linear_attention|conv)"):
+        make_engine("inline", make())
