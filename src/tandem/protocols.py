@@ -55,6 +55,7 @@ class Environment(Protocol):
     async def run(self, task: Task, chat: Chat) -> Outcome: ...
 
 
+Credit = list[list[float]]                                # of a group: per trajectory, per trained token
 OnToken = Callable[[int, float, int], None]               # id, logprob, version; on the event loop, as each is made
 
 
@@ -124,6 +125,7 @@ class Algorithm:
 
     name: str
     keep: Callable[[Group], bool]                         # False: there is nothing to learn from it
-    credit: Callable[[Group], list[list[float]]]          # per trajectory, per trained token
+    credit: Callable[[Sequence[Group]], list[Credit]]     # of a step's groups: some algorithms compare across them
     loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, Metrics]]
     needs_reference: bool = False
+    together: bool = False                                # the loss compares siblings: they share a micro-batch

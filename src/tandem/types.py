@@ -143,8 +143,12 @@ class MicroBatch:
     versions_N: Tensor
     length_N: Tensor
     """Trained tokens of the sequence that each trained token belongs to."""
+    sequence_N: Tensor
+    """Which of the micro-batch's S sequences each trained token belongs to; a sequence is never split."""
+    group_S: Tensor
+    """Which of the step's groups each sequence belongs to."""
     reference_N: Tensor | None = None
-    """Logprobs of the reference policy, where a KL term asks for them."""
+    """Logprobs of the reference policy (or of the teacher), where the algorithm asks for them."""
 
 
 @dataclass(slots=True)

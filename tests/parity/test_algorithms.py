@@ -162,7 +162,7 @@ def group_of(*samples: tuple[float, int]) -> Group:
     ids=lambda value: value.name if isinstance(value, Algorithm) else "",
 )
 def test_credits_are_what_a_hand_computes(algorithm: Algorithm, expected: Sequence[float]) -> None:
-    credit = algorithm.credit(group_of((1.0, 2), (0.0, 1), (0.75, 4), (0.25, 3)))
+    credit = algorithm.credit([group_of((1.0, 2), (0.0, 1), (0.75, 4), (0.25, 3))])[0]
     assert [len(tokens) for tokens in credit] == [2, 1, 4, 3]
     for tokens, value in zip(credit, expected, strict=True):
         assert tokens == pytest.approx([value] * len(tokens), abs=1e-6)
@@ -170,7 +170,7 @@ def test_credits_are_what_a_hand_computes(algorithm: Algorithm, expected: Sequen
 
 def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
     rewards = [3.0, -1.0, 0.5]
-    credit = rloo.make(RlooSpec()).credit(group_of(*((reward, 1) for reward in rewards)))
+    credit = rloo.make(RlooSpec()).credit([group_of(*((reward, 1) for reward in rewards))])[0]
     assert [tokens[0] for tokens in credit] == pytest.approx([3.0 - -0.25, -1.0 - 1.75, 0.5 - 1.0])
 
 
@@ -285,7 +285,7 @@ def test_the_first_step_on_policy_is_reinforce(policy: CausalPolicy, make: Calla
     batch = make_batch([group], algorithm, micro_tokens=10**6, version=0, hidden_size=0, device=CPU)
     loss, metrics = algorithm.loss(policy.logprobs(batch.micro[0], 1.0), batch.micro[0], batch.totals)
     assert metrics["loss/ratio_mean"] / batch.totals.tokens == pytest.approx(1.0, abs=1e-5)
-    credit = [tokens[0] for tokens in algorithm.credit(group)]
+    credit = [tokens[0] for tokens in algorithm.credit([group])[0]]
     reinforce = -sum(a * naive_logprobs(policy, t).sum() for a, t in zip(credit, group, strict=True)) / 15
     parameters = [tensor for _, tensor in policy.trainable()]
     for ours, theirs in zip(

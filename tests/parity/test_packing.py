@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from tandem.algo import dr_grpo, grpo, rloo
+from tandem.algo.policy_gradient import by_group
 from tandem.model.policy import CausalPolicy
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DrGrpoSpec, GrpoSpec, RlooSpec
@@ -126,7 +127,7 @@ def weighted() -> Algorithm:
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         return -(scored.logprobs_N * micro.credit_N).sum() / totals.tokens, {}
 
-    return Algorithm("weighted", lambda group: True, credit, loss)
+    return Algorithm("weighted", lambda group: True, by_group(credit), loss)
 
 
 # --- the two ways

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algo.policy_gradient import centred, has_signal, policy_loss, spread_over_tokens
-from tandem.protocols import Algorithm
+from tandem.algo.policy_gradient import by_group, centred, has_signal, policy_loss, spread_over_tokens
+from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import AlgorithmSpec
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 
 def make(spec: AlgorithmSpec) -> Algorithm:
-    def credit(group: Group) -> list[list[float]]:
+    def credit(group: Group) -> Credit:
         return spread_over_tokens(group, centred(group))
 
-    return Algorithm("dr_grpo", has_signal, credit, token_mean_loss(spec), needs_reference=spec.kl_coef > 0)
+    return Algorithm("dr_grpo", has_signal, by_group(credit), token_mean_loss(spec), needs_reference=spec.kl_coef > 0)
 
 
 def token_mean_loss(spec: AlgorithmSpec):

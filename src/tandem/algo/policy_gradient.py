@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from tandem.protocols import Credit
 from tandem.spec.algorithm import AlgorithmSpec
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs
 
@@ -16,7 +18,12 @@ def has_signal(group: Group) -> bool:
     return len({trajectory.reward for trajectory in group}) > 1 and any(trajectory.num_trained for trajectory in group)
 
 
-def spread_over_tokens(group: Group, advantages_G: list[float]) -> list[list[float]]:
+def by_group(credit: Callable[[Group], Credit]) -> Callable[[Sequence[Group]], list[Credit]]:
+    """For algorithms that compare siblings only."""
+    return lambda groups: [credit(group) for group in groups]
+
+
+def spread_over_tokens(group: Group, advantages_G: list[float]) -> Credit:
     return [[advantage] * trajectory.num_trained for trajectory, advantage in zip(group, advantages_G, strict=True)]
 
 

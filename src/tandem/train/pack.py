@@ -17,8 +17,14 @@ import torch
 from tandem.protocols import Algorithm
 from tandem.types import Batch, Group, MicroBatch, Totals, Trajectory
 
-Sample = tuple[Trajectory, list[float]]
-"""A trajectory and the credit of each of its trained tokens."""
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    trajectory: Trajectory
+    credit: list[float]
+    """Of each of its trained tokens."""
+    group: int
+    """Which of the step's groups it belongs to."""
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class _Item:
 
     @property
     def length(self) -> int:
-        return self.shared + sum(len(trajectory.ids) - self.shared for trajectory, _ in self.samples)
+        return self.shared + sum(len(sample.trajectory.ids) - self.shared for sample in self.samples)
 
 
 @dataclass(slots=True)
@@ -56,13 +62,13 @@ def make_batch(
     items: list[_Item] = []
     totals = Totals(0, 0)
     lags: list[int] = []
-    for group in groups:
-        samples = [sample for sample in zip(group, algorithm.credit(group), strict=True) if sample[1]]
-        totals = Totals(totals.tokens + sum(len(credit) for _, credit in samples), totals.sequences + len(samples))
-        for trajectory, _ in samples:
-            lags += [version - v for v in trajectory.versions if v >= 0]
-        moving = [sample for sample in samples if algorithm.needs_reference or any(sample[1])]
-        items += _share_prompt(moving, hidden_size, micro_tokens)
+    for number, (group, credits) in enumerate(zip(groups, algorithm.credit(groups), strict=True)):
+        samples = [Sample(*pair, number) for pair in zip(group, credits, strict=True) if pair[1]]
+        totals = Totals(totals.tokens + sum(len(sample.credit) for sample in samples), totals.sequences + len(samples))
+        for sample in samples:
+            lags += [version - v for v in sample.trajectory.versions if v >= 0]
+        moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
+        items += _share_prompt(moving, hidden_size, micro_tokens, together=algorithm.together)
     rows = _pack(items)
     metrics = {
         "tokens/trained": float(totals.tokens),
@@ -74,12 +80,12 @@ def make_batch(
     return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
 
 
-def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int) -> list[_Item]:
+def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int, *, together: bool) -> list[_Item]:
     """One tree, if that computes less: a layer costs 24 h^2 a token, and 4 h L^2 a masked row of length L."""
-    alone = [_Item([sample]) for sample in samples]
+    alone = [_Item(samples)] if together and samples else [_Item([sample]) for sample in samples]
     if len(samples) < 2:
         return alone
-    trajectories = [trajectory for trajectory, _ in samples]
+    trajectories = [sample.trajectory for sample in samples]
     first_trained = min(trajectory.trained.index(True) for trajectory in trajectories)
     same = takewhile(
         lambda ids: len(set(ids)) == 1,
@@ -132,6 +138,7 @@ class _Columns:
         self.width = width
         self.ids, self.positions, self.segments, self.parents = ([] for _ in range(4))
         self.source, self.target, self.credit, self.behaviour, self.versions, self.lengths = ([] for _ in range(6))
+        self.sequences, self.groups = ([] for _ in range(2))
 
     def add_row(self, row: _Row) -> None:
         self._ids, self._positions, self._segments, self._parents = ([] for _ in range(4))
@@ -139,7 +146,7 @@ class _Columns:
         for item in row.items:
             trunk = segment
             if item.shared:
-                self._add_tokens(item.samples[0][0], 0, item.shared, trunk, trunk)
+                self._add_tokens(item.samples[0].trajectory, 0, item.shared, trunk, trunk)
                 segment += 1
             trunk_end = len(self._ids) - 1
             for sample in item.samples:
@@ -152,7 +159,7 @@ class _Columns:
         self.parents.append(self._parents + [-1] * padding)
 
     def _add_sample(self, sample: Sample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
-        trajectory, credit = sample
+        trajectory, credit = sample.trajectory, sample.credit
         row_start, begin = len(self.ids) * self.width, len(self._ids)
         for offset in range(shared, len(trajectory.ids)):
             if trajectory.trained[offset]:
@@ -164,6 +171,8 @@ class _Columns:
                 self.versions.append(trajectory.versions[offset])
         self.credit += credit
         self.lengths += [len(credit)] * len(credit)
+        self.sequences += [len(self.groups)] * len(credit)
+        self.groups.append(sample.group)
         self._add_tokens(trajectory, shared, len(trajectory.ids), segment, parent)
 
     def _add_tokens(self, trajectory: Trajectory, start: int, stop: int, segment: int, parent: int) -> None:
@@ -188,4 +197,6 @@ def _to_tensors(rows: list[_Row], device: torch.device) -> MicroBatch:
         torch.tensor(columns.behaviour, device=device),
         torch.tensor(columns.versions, device=device),
         torch.tensor(columns.lengths, dtype=torch.float32, device=device),
+        torch.tensor(columns.sequences, device=device),
+        torch.tensor(columns.groups, device=device),
     )

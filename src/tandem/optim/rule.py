@@ -1,0 +1,39 @@
+"""What an optimizer is here: a rule that changes fp32 values in place, given fp32 gradients.
+
+Where the weights really live (fp32, or bf16 with or without the bits that it lacks) is `master`'s business;
+clipping and learning rates are `optimizer`'s. So each rule is one short file and works with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Slot:
+    """One parameter, or some rows of it, on its way through an update."""
+
+    name: str
+    value: Tensor
+    """fp32; the rule changes it in place."""
+    grad: Tensor
+    """fp32, clipped, finite. The rule may overwrite it."""
+    state: dict[str, Tensor]
+    """What `init` made, changed in place."""
+    step: int
+    """Updates of this parameter so far, this one included: 1 at the first."""
+    lr: float
+    decay: float
+    """Decoupled weight decay: value -= lr * decay * value."""
+
+
+class Rule(Protocol):
+    by_rows: bool
+    """Rows of a parameter (along dim 0) may be updated apart from each other; every state tensor has the same rows."""
+
+    def init(self, name: str, like: Tensor) -> dict[str, Tensor]: ...
+    def update(self, slots: Sequence[Slot]) -> None: ...
