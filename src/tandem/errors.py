@@ -16,6 +16,8 @@ TandemError
 │   └── SyncTimeout        one end did not come                               (also TimeoutError)
 ├── LogprobGap             trainer and engine disagree about the same tokens
 ├── NonFinite              a loss or a gradient is not a number
+├── NothingLearned         steps were taken and the weights did not move
+├── CheckpointError        what was saved does not belong to what it is loaded into
 ├── TemplateError          a chat template cannot be used token by token
 └── RunError               a run directory is not what it should be
 """
@@ -91,6 +93,14 @@ class LogprobGap(TandemError):
 
 
 class NonFinite(TandemError):
+    pass
+
+
+class NothingLearned(TandemError):
+    pass
+
+
+class CheckpointError(TandemError):
     pass
 
 

@@ -5,7 +5,7 @@ The loop (`tandem.loop`) talks to these; `tandem.recipes.build` alone knows whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -104,11 +104,19 @@ class Producer(Protocol):                                 # fills the store
 class Policy(Protocol):
     """The model as the trainer sees it."""
 
-    def logprobs(self, micro: MicroBatch, temperature: float) -> TokenLogprobs: ...
-    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor: ...
+    def logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs: ...
+    def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> Tensor: ...
     def trainable(self) -> Sequence[tuple[str, Tensor]]: ...
+    def head_bytes(self, num_tokens: int) -> int: ...     # of logits, at most, while so many tokens are scored
     def weights(self, version: int) -> Weights: ...
     def export(self, path: Path) -> None: ...             # Hugging Face format
+
+
+class Optimizer(Protocol):
+    def update(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None: ...   # uses them up
+    def drain_metrics(self) -> Metrics: ...               # what became of the updates since the last call
+    def state(self) -> dict[str, Tensor]: ...             # by parameter name; with the bits that 16-bit weights lack
+    def load(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class Trainer(Protocol):

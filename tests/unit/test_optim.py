@@ -1,74 +1,117 @@
+"""The optimizer around the rules: which weights it moves, by how much, and what it says about it."""
+
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tandem.optim import adamw
-from tandem.optim.schedule import lr_share
-from tandem.spec.optim import AdamWSpec, ConstantSchedule, CosineSchedule, LinearSchedule, ScheduleSpec
-
-
-def shares(spec: ScheduleSpec, steps: int) -> list[float]:
-    return [lr_share(spec, step, steps) for step in range(steps)]
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (ConstantSchedule(), [1, 1, 1, 1, 1]),
-        (ConstantSchedule(warmup_steps=3), [0.25, 0.5, 0.75, 1, 1]),
-        (LinearSchedule(final=0.2), [1, 0.8, 0.6, 0.4, 0.2]),
-        (LinearSchedule(final=0.0, warmup_steps=1), [0.5, 1, 2 / 3, 1 / 3, 0]),
-        (CosineSchedule(final=0.0), [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0]),
-        (CosineSchedule(final=0.1, warmup_steps=2), [1 / 3, 2 / 3, 1, 0.55, 0.1]),
-    ],
-    ids=lambda value: value.kind if hasattr(value, "kind") else "",
-)
-def test_a_schedule_has_these_values(spec: ScheduleSpec, expected: list[float]) -> None:
-    assert shares(spec, len(expected)) == pytest.approx(expected)
+from tandem.errors import CheckpointError
+from tandem.optim import master as masters
+from tandem.optim import optimizer as optimizers
+from tandem.optim.adamw import AdamW
+from tandem.optim.optimizer import Optimizer
+from tandem.spec.optim import AdamWSpec
 
 
-@pytest.mark.parametrize("kind", [ConstantSchedule, LinearSchedule, CosineSchedule])
-@pytest.mark.parametrize("warmup_steps", [0, 1, 5, 6, 50])
-@pytest.mark.parametrize("steps", [1, 2, 6])
-def test_the_learning_rate_is_never_zero_by_accident_nor_above_its_peak(
-    kind: type, warmup_steps: int, steps: int
-) -> None:
-    for share in shares(kind(warmup_steps=warmup_steps), steps):
-        assert 0 < share <= 1
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(
+    named: list[tuple[str, Tensor]], spec: AdamWSpec | None = None, master: Any = None, **options: Any
+) -> Optimizer:
+    rule = AdamW(spec or AdamWSpec())
+    return Optimizer(named, {name: rule for name, _ in named}, master or masters.Float32(), **options)
+
+
+def randoms(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+SHAPES = {"table": (7, 3), "matrix": (5, 4), "vector": (6,), "scalar": ()}
 
 
 def test_weight_decay_is_for_matrices_only() -> None:
-    module = torch.nn.Sequential(torch.nn.Embedding(4, 3), torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    optimizer = adamw.make(list(module.named_parameters()), AdamWSpec(weight_decay=0.5), lr=0.1)
-    before = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
-    for tensor in module.parameters():
-        tensor.grad = torch.zeros_like(tensor)
-    optimizer.step()
-    shrunk = dict.fromkeys(("0.weight", "1.weight"), 1 - 0.1 * 0.5)
-    for name, tensor in module.named_parameters():
-        torch.testing.assert_close(tensor.detach(), before[name] * shrunk.get(name, 1.0))
+    named = randoms(SHAPES, 0)
+    before = {name: tensor.clone() for name, tensor in named.items()}
+    optimizer = make(list(named.items()), weight_decay=0.5)
+    optimizer.update({name: torch.zeros_like(tensor) for name, tensor in named.items()}, lr=0.1)
+    for name, tensor in named.items():
+        torch.testing.assert_close(tensor, before[name] * (1 - 0.1 * 0.5 if tensor.ndim >= 2 else 1.0))
 
 
-def test_every_parameter_is_in_one_group_with_the_settings_of_the_spec() -> None:
-    module = torch.nn.Linear(3, 2)
-    spec = AdamWSpec(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
-    optimizer = adamw.make(list(module.named_parameters()), spec, lr=0.2)
-    assert [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups] == [[(2, 3)], [(2,)]]
-    for group, decay in zip(optimizer.param_groups, (0.1, 0.0), strict=True):
-        assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.2, (0.8, 0.9), 1e-6, decay)
+def test_adamw_is_torchs_own_over_fifty_steps_with_gradients_missing_now_and_then() -> None:
+    ours, theirs = randoms(SHAPES, 1), randoms(SHAPES, 1)
+    spec = AdamWSpec(betas=(0.8, 0.9), eps=1e-6)
+    optimizer = make(list(ours.items()), spec, weight_decay=0.1)
+    groups = [
+        {"params": [tensor for tensor in theirs.values() if tensor.ndim >= 2], "weight_decay": 0.1},
+        {"params": [tensor for tensor in theirs.values() if tensor.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.8, 0.9), eps=1e-6)
+    for step in range(50):
+        gradients = randoms(SHAPES, 100 + step)
+        if step % 3 == 1:
+            del gradients["matrix"]
+        for group in reference.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        for name, tensor in theirs.items():
+            tensor.grad = gradients[name].clone() if name in gradients else None
+        reference.step()
+        optimizer.update(gradients, lr=0.01 / (1 + step))
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name].detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_adapters_without_a_vector_among_them_make_one_group() -> None:
-    optimizer = adamw.make([("a", torch.zeros(2, 2, requires_grad=True))], AdamWSpec(), lr=0.1)
-    assert len(optimizer.param_groups) == 1
+def test_a_large_matrix_by_rows_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (2**26, 8):
+        monkeypatch.setattr(optimizers, "_CHUNK", chunk)
+        named = randoms(SHAPES, 2)
+        optimizer = make(list(named.items()))
+        for step in range(3):
+            optimizer.update(randoms(SHAPES, step), lr=0.1, scale=0.5)
+        found.append((named, optimizer.drain_metrics()))
+    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in SHAPES)
+    assert found[0][1] == pytest.approx(found[1][1])
 
 
-def test_the_first_step_of_adamw_moves_each_weight_by_the_learning_rate() -> None:
-    weight = torch.tensor([[1.0, -2.0]], requires_grad=True)
-    optimizer = adamw.make([("w", weight)], AdamWSpec(), lr=0.01)
-    weight.grad = torch.tensor([[3.0, -0.5]])
-    optimizer.step()
-    torch.testing.assert_close(weight.detach(), torch.tensor([[0.99, -1.99]]), atol=1e-6, rtol=0)
+def test_lora_plus_moves_the_b_matrices_by_its_factor() -> None:
+    named = {"A": torch.zeros(3, 2), "B": torch.zeros(2, 3)}
+    optimizer = make(list(named.items()), lr_scale={"B": 16.0})
+    optimizer.update({name: torch.ones_like(tensor) for name, tensor in named.items()}, lr=0.001)
+    torch.testing.assert_close(named["A"], torch.full((3, 2), -0.001))
+    torch.testing.assert_close(named["B"], torch.full((2, 3), -0.016))
+
+
+def test_what_became_of_an_update_is_counted() -> None:
+    """Four numbers: one without a gradient, one that moves, two whose update is smaller than half their last bit."""
+    live = torch.tensor([[1.0, 0.001, 1.0, 1.0]], dtype=torch.bfloat16)
+    optimizer = make([("w", live)], AdamWSpec(eps=1e-30), masters.InPlace())
+    optimizer.update({"w": torch.tensor([[0.0, 1.0, 1.0, -1.0]])}, lr=1e-3)
+    metrics = optimizer.drain_metrics()
+    assert metrics["update/effective_fraction"] == pytest.approx(1 / 3)
+    assert metrics["update/lost_energy"] == pytest.approx(2 / 3, abs=0.01)
+    assert metrics["update/served_fraction"] == pytest.approx(1 / 4)
+    assert metrics["update/norm"] == pytest.approx(3**0.5 * 1e-3, rel=0.01)
+    assert optimizer.drain_metrics() == {}, "counted once"
+
+
+def test_state_of_another_model_or_precision_is_refused_by_name() -> None:
+    optimizer = make([("a", torch.zeros(2, 2))])
+    state = optimizer.state()
+    with pytest.raises(CheckpointError, match=r"1 entries .* 'b\|step'"):
+        optimizer.load({**state, "b|step": torch.tensor(0)})
+    split = masters.Split()
+    live = split.adopt("a", torch.zeros(2, 2))
+    with pytest.raises(CheckpointError, match=r"'a\|master'"):
+        make([("a", live)], master=split).load(state)

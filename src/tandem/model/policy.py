@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
+from tandem.model.activations import Activations
+from tandem.model.activations import Policy as ActivationPolicy
 from tandem.ops import masks
 from tandem.ops.head import Head
 from tandem.ops.tensors import live_tensors
@@ -38,39 +40,27 @@ class CausalPolicy:
     """`module` is the transformers model itself; LoRA layers, if any, sit inside it."""
 
     def __init__(
-        self, module: Any, tokenizer: Any, *, lora: LoraSpec | None = None, activation_checkpointing: bool = False
+        self, module: Any, tokenizer: Any, *, lora: LoraSpec | None = None, activations: ActivationPolicy = "keep"
     ) -> None:
         masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = _add_lora(module, lora) if lora else None
         self._reference: Any = None
-        if activation_checkpointing and module.supports_gradient_checkpointing:
-            # Renamed in transformers 5.23; either one lets gradients reach adapters behind frozen inputs.
-            getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)()
-        self._checkpointed = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
-        self._head = Head(module, len(tokenizer))
+        self.activations = Activations(module, activations)
+        self.head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
-        self._head.check(module)
-
-    @property
-    def checkpoints_activations(self) -> bool:
-        return bool(self._checkpointed)
+        self.head.check(module)
 
     # --- scoring
 
-    def logprobs(self, micro: MicroBatch, temperature: float) -> TokenLogprobs:
-        for part in self._checkpointed:
-            part.training = True  # what is checkpointed looks at its own flag; what is inside it stays in eval mode
-        try:
-            return self._score(self._head, micro, temperature)
-        finally:
-            for part in self._checkpointed:
-                part.training = False
+    def logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> TokenLogprobs:
+        with self.activations.watching():
+            return self._score(self.head, micro, temperature, top_p)
 
     @torch.no_grad()
-    def score(self, micro: MicroBatch, temperature: float) -> Tensor:
+    def score(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor:
         """Logprobs without a gradient."""
-        return self._score(self._head, micro, temperature).logprobs_N
+        return self._score(self.head, micro, temperature, top_p).logprobs_N
 
     def keep_reference(self) -> None:
         """From now on, `reference_logprobs` speaks for the weights as they are at this moment."""
@@ -81,14 +71,14 @@ class CausalPolicy:
             self._reference = Head(frozen, len(self.tokenizer))
 
     @torch.no_grad()
-    def reference_logprobs(self, micro: MicroBatch, temperature: float) -> Tensor:
+    def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor:
         if self._reference is not None:
-            return self._score(self._reference, micro, temperature).logprobs_N
+            return self._score(self._reference, micro, temperature, top_p).logprobs_N
         # An adapter that was zero when RL began: without it, the model is the reference.
         with self._adapter.disable_adapter() if self._adapter is not None else nullcontext():
-            return self._score(self._head, micro, temperature).logprobs_N
+            return self._score(self.head, micro, temperature, top_p).logprobs_N
 
-    def _score(self, head: Head, micro: MicroBatch, temperature: float) -> TokenLogprobs:
+    def _score(self, head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
         mask, positions_BT = self._mask(micro), micro.positions_BT
         if mask is None:
             # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
@@ -96,7 +86,7 @@ class CausalPolicy:
         hidden_BTH = head.hidden(micro.ids_BT, positions_BT, mask)
         flat_H = hidden_BTH.flatten(0, 1)
         ids_N = micro.ids_BT.flatten()[micro.target_N]
-        logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature)
+        logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature, top_p)
         return TokenLogprobs(logprobs_N, entropy_N)
 
     def _mask(self, micro: MicroBatch) -> Any:
@@ -110,10 +100,19 @@ class CausalPolicy:
         allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
         return masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
 
+    def head_bytes(self, num_tokens: int) -> int:
+        return self.head.buffer_bytes(num_tokens)
+
     # --- weights
 
     def trainable(self) -> Sequence[tuple[str, Tensor]]:
         return [(name, tensor) for name, tensor in self.module.named_parameters() if tensor.requires_grad]
+
+    def tables(self) -> set[str]:
+        """Names of what holds a row a token: embeddings and the head."""
+        named = self.module.named_modules(remove_duplicate=False)
+        owners = {name for name, part in named if isinstance(part, torch.nn.Embedding) or part is self.head.linear}
+        return {name for name, _ in self.module.named_parameters() if name.rpartition(".")[0] in owners}
 
     def weights(self, version: int) -> Weights:
         return Weights(version, "full", lambda: live_tensors(self.module))

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.loop import Call, on_this_thread
-from tandem.protocols import Algorithm, Engine, Environment, Producer, RolloutStore, Trainer, WeightBridge
-from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec, GrpoSpec
+from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer, WeightBridge
+from tandem.spec.algorithm import AlgorithmSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.engine import EngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.model import ModelSpec, PresetModel
+from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.run import RlSpec, SftSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage
@@ -24,6 +26,8 @@ from tandem.types import Batch, Group, Message, Task, Trajectory
 if TYPE_CHECKING:
     from tandem.data.load import Split
     from tandem.model.policy import CausalPolicy
+    from tandem.optim.master import Master
+    from tandem.optim.rule import Rule
     from tandem.rollout.episode import Setting
     from tandem.text.renderer import Renderer
 
@@ -45,6 +49,8 @@ class Model:
     device: Any
     context: int
     """Longest sequence, prompt and completion together."""
+    master: Master
+    """Outlives the stages of a run, as the weights do."""
 
     @property
     def hidden_size(self) -> int:
@@ -79,10 +85,11 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def model(spec: ModelSpec, seed: int, device: Any, max_context: int = 0) -> Model:
+def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> Model:
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.policy import CausalPolicy, load_model
+    from tandem.model.precision import narrow
     from tandem.model.presets import make_model
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
@@ -94,11 +101,25 @@ def model(spec: ModelSpec, seed: int, device: Any, max_context: int = 0) -> Mode
     else:
         tokenizer = load_tokenizer(spec.path, spec.revision)
         module = load_model(spec.path, spec.revision, spec.attention)
-    policy = CausalPolicy(
-        module.to(device), tokenizer, lora=spec.lora, activation_checkpointing=spec.activation_checkpointing
-    )
+    kept = master(precision, seed, adapters=spec.lora is not None)
+    if isinstance(precision, Bfloat16Precision):
+        narrow(module, device, None if spec.lora else kept.adopt)
+    policy = CausalPolicy(module.to(device), tokenizer, lora=spec.lora, activations=spec.activations)
     made_for = module.config.get_text_config().max_position_embeddings
-    return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, min(max_context or made_for, made_for))
+    context = min(max_context or made_for, made_for)
+    return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
+
+
+def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
+    from tandem.optim import master as masters
+
+    if adapters or isinstance(precision, Float32Precision):
+        return masters.Float32()  # adapters are small, and stay float32 beside a narrow base
+    if precision.master == "split":
+        return masters.Split()
+    if precision.master == "fp32":
+        return masters.Fp32Copy()
+    return masters.Stochastic(seed) if precision.master == "stochastic" else masters.InPlace()
 
 
 def options(spec: RlSpec | SftSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
@@ -109,9 +130,13 @@ def options(spec: RlSpec | SftSpec, model: Model) -> list[tuple[str, Any, bool, 
     found: list[tuple[str, Any, bool, str]] = []
     wanted, had = spec.model.attention, module.config._attn_implementation
     found.append(("model.attention", wanted, wanted == had, f"transformers chose '{had}' for {type(module).__name__}"))
-    if spec.model.activation_checkpointing:
-        engaged = model.policy.checkpoints_activations
-        found.append(("model.activation_checkpointing", True, engaged, f"{type(module).__name__} does not support it"))
+    if spec.model.activations != "keep":
+        why_not = model.policy.activations.why_not
+        found.append(("model.activations", spec.model.activations, not why_not, why_not))
+    if isinstance(spec.precision, Bfloat16Precision):
+        why_not = "adapters are float32 themselves" if spec.model.lora else ""
+        found.append(("precision.master", spec.precision.master, not why_not, why_not))
+    found.append(("fused lm-head", True, model.policy.head.fused, model.policy.head.why_not_fused))
     if spec.deterministic:
         engaged = torch.are_deterministic_algorithms_enabled()
         found.append(("deterministic", True, engaged, "equal bytes are had on a CPU only"))
@@ -156,14 +181,29 @@ def no_engine() -> tuple[Engine, WeightBridge]:
     return NullEngine(), NullBridge()
 
 
-def algorithm(spec: AlgorithmSpec) -> Algorithm:
-    from tandem.algo import dr_grpo, grpo, rloo
+def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
+    """`max_tokens`: the most that the policy may say in a turn."""
+    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
 
-    if isinstance(spec, GrpoSpec):
-        return grpo.make(spec)
-    if isinstance(spec, DrGrpoSpec):
-        return dr_grpo.make(spec)
-    return rloo.make(spec)
+    match spec.kind:
+        case "dr_grpo":
+            return dr_grpo.make(spec)
+        case "grpo":
+            return grpo.make(spec)
+        case "rloo":
+            return rloo.make(spec)
+        case "dapo":
+            return dapo.make(spec, max_tokens)
+        case "gspo":
+            return gspo.make(spec)
+        case "cispo":
+            return cispo.make(spec)
+        case "reinforce_pp":
+            return reinforce_pp.make(spec)
+        case "ppo":
+            return ppo.make(spec)
+        case "distill":
+            return distill.make(spec)
 
 
 def sft_algorithm() -> Algorithm:
@@ -172,8 +212,7 @@ def sft_algorithm() -> Algorithm:
     return sft.make()
 
 
-def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, version: int) -> Trainer:
-    from tandem.optim import adamw
+def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     from tandem.optim.schedule import lr_share
     from tandem.train.trainer import PolicyTrainer
 
@@ -181,13 +220,52 @@ def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, versi
     return PolicyTrainer(
         model.policy,
         algorithm,
-        adamw.make(model.policy.trainable(), stage.optimizer, stage.lr),
+        optimizer(stage, model, seed),
         lr=lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
         clip_norm=stage.clip_norm,
         version=version,
         temperature=stage.temperature if on_rollouts else 1.0,
+        top_p=stage.top_p if on_rollouts else 1.0,
         max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
+        max_idle_steps=stage.max_idle_steps,
+        release=stage.gradient_release,
     )
+
+
+def optimizer(stage: RlStage | SftStage, model: Model, seed: int) -> Optimizer:
+    from tandem.optim.optimizer import Optimizer
+
+    named, spec = model.policy.trainable(), stage.optimizer
+    b_matrices = [name for name, _ in named if ".lora_B." in name]
+    matrices, others = rules(spec, seed)
+    tables = model.policy.tables()
+    return Optimizer(
+        named,
+        {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named},
+        model.master,
+        weight_decay=spec.weight_decay,
+        lr_scale=dict.fromkeys(b_matrices, stage.lora_plus),
+    )
+
+
+def rules(spec: OptimizerSpec, seed: int) -> tuple[Rule, Rule]:
+    """For matrices, and for embeddings, the head and vectors: what treats a matrix as a whole is not for those."""
+    from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
+
+    if isinstance(spec, ApolloMiniSpec):
+        return apollo.Apollo(spec, seed), adamw.AdamW(spec)
+    if isinstance(spec, MuonSpec):
+        return muon.Muon(spec), adamw.AdamW(spec)
+    rule: Rule
+    if isinstance(spec, AdamW8bitSpec):
+        rule = adamw_8bit.AdamW8bit(spec)
+    elif isinstance(spec, AdamWOffloadSpec):
+        rule = adamw_offload.AdamWOffload(spec)
+    elif isinstance(spec, AdamWSpec):
+        rule = adamw.AdamW(spec)
+    else:
+        rule = adafactor.Adafactor(spec)
+    return rule, rule
 
 
 def store(stage: RlStage | SftStage) -> RolloutStore:

@@ -24,7 +24,9 @@ class RlRun:
 
     def __init__(self, spec: RlSpec, run: Run, environment: Environment) -> None:
         self.spec, self.run, self.environment = spec, run, environment
-        self.model = build.model(spec.model, spec.seed, build.settle_torch(spec), spec.engine.max_context)
+        self.model = build.model(
+            spec.model, spec.precision, spec.seed, build.settle_torch(spec), spec.engine.max_context
+        )
         self.engine = build.engine(spec.engine, self.model, deterministic=spec.deterministic)
         self.bridge = build.bridge(spec.sync)
         self.setting = Setting(
@@ -49,10 +51,10 @@ class RlRun:
         version = 0
         if warmup is not None:
             version = await self._warm_up(warmup)
-        algorithm = build.algorithm(self.spec.algorithm)
+        algorithm = build.algorithm(self.spec.algorithm, self.spec.train.max_tokens)
         if algorithm.needs_reference:
             self.model.policy.keep_reference()
-        trainer = build.trainer(self.spec.train, self.model, algorithm, version)
+        trainer = build.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
         before = await self._evaluate(trainer, "before_rl", "before RL")
         await self._rl_stage(trainer, algorithm)
         after = await self._evaluate(trainer, "after", "after RL")
@@ -75,7 +77,7 @@ class RlRun:
         self.bridge.close()
 
     async def _warm_up(self, stage: WarmupStage) -> int:
-        trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0)
+        trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0, self.spec.seed)
         await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")

@@ -13,6 +13,7 @@ from tandem.serve.chat import chat_loop
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.model import PathModel
+from tandem.spec.precision import Float32Precision
 from tandem.types import Sampling
 
 
@@ -62,7 +63,8 @@ def find_model(source: str) -> tuple[str, str, int]:
 
 
 def _load(path: str, version: int, spec: EngineSpec, *, thinking: bool, inline: bool) -> tuple[build.Model, Engine]:
-    model = build.model(PathModel(path=path, thinking=thinking), 0, build.pick_device("auto"), spec.max_context)
+    device = build.pick_device("auto")
+    model = build.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
     engine, bridge = build.engine(spec, model, deterministic=inline), build.inproc_bridge()
 
     async def publish() -> None:

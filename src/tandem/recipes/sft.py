@@ -14,12 +14,12 @@ from tandem.types import Metrics, Trajectory
 
 async def train_sft(spec: SftSpec, run: Run) -> None:
     stage = spec.train
-    model = build.model(spec.model, spec.seed, build.settle_torch(spec))
+    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
     for note in build.options(spec, model):
         run.note_option(*note)
     recordings, held_out = checked_rows(model, spec.data, run, "data")
     held_out = held_out[: spec.eval.examples]
-    trainer = build.trainer(stage, model, build.sft_algorithm(), 0)
+    trainer = build.trainer(stage, model, build.sft_algorithm(), 0, spec.seed)
     run.status["steps_total"] = stage.steps
 
     def evaluate(name: str, label: str) -> list[float]:

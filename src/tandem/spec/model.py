@@ -18,6 +18,8 @@ class LoraSpec(Spec):
     """The update is scaled by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = "all-linear"
     """Module names to adapt; all-linear takes every linear layer except the lm-head."""
+    base: Literal["exact", "int8", "nf4"] = "exact"
+    """The frozen weights: as they are, or in 8 or 4 bits (bitsandbytes). Only for a model with a path."""
 
 
 class _Model(Spec):
@@ -27,8 +29,11 @@ class _Model(Spec):
     """Train adapters only. Left out: every weight is trained."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Which attention kernel of transformers to use."""
-    activation_checkpointing: bool = False
-    """Recompute activations in backward: less memory, about a third more time."""
+    activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
+    """What backward needs of forward. keep: all of it. selective: matrix products and attention, the rest is computed
+    again. recompute: the input of each layer. offload: all of it, in the host's memory."""
+    warm_start: str | None = None
+    """A run's export, any checkpoint of the same shape, or an adapter, to begin with. Left out: the model as it is."""
 
 
 class PresetModel(_Model):
@@ -39,7 +44,7 @@ class PresetModel(_Model):
 
 
 class PathModel(_Model):
-    """Weights that exist: a directory in Hugging Face format, or a hub id. Always trained in float32."""
+    """Weights that exist: a directory in Hugging Face format, or a hub id."""
 
     path: str = Field(min_length=1)
     """Directory or hub id that AutoModelForCausalLM can load."""

@@ -10,7 +10,7 @@ from tandem.spec.base import Spec
 
 
 class AdamWSpec(Spec):
-    """AdamW with decoupled weight decay (torch's)."""
+    """AdamW with decoupled weight decay (torch's, fused): 8 bytes of state a weight."""
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
@@ -23,8 +23,64 @@ class AdamWSpec(Spec):
     """Applied to matrices only, never to norms and biases."""
 
 
-OptimizerSpec = AdamWSpec
-"""A union with one member; the next optimizer makes it a discriminated one."""
+class AdamW8bitSpec(AdamWSpec):
+    """AdamW with both moments in 8 bits a number, by blocks: 2 bytes of state a weight."""
+
+    kind: Literal["adamw_8bit"] = "adamw_8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class AdamWOffloadSpec(AdamWSpec):
+    """AdamW with its moments in the host's memory, moved while other parameters are computed."""
+
+    kind: Literal["adamw_offload"] = "adamw_offload"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class AdafactorSpec(Spec):
+    """Adafactor (torch's): row and column means instead of a second moment, no first one."""
+
+    kind: Literal["adafactor"] = "adafactor"
+    beta2_decay: float = Field(default=-0.8, lt=0)
+    """The second moment's decay at step t is 1 - t ** beta2_decay."""
+    clip: float = Field(default=1.0, ge=1)
+    """The root mean square of an update is cut to this."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Applied to matrices only, never to norms and biases."""
+
+
+class MuonSpec(AdamWSpec):
+    """Muon (torch's): hidden matrices move by orthogonalised momentum; embeddings, head and vectors by AdamW."""
+
+    kind: Literal["muon"] = "muon"  # pyright: ignore[reportIncompatibleVariableOverride]
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of the matrices."""
+    newton_schulz_steps: int = Field(default=5, ge=1, le=20)
+    """Iterations of the orthogonalisation."""
+
+
+class ApolloMiniSpec(AdamWSpec):
+    """APOLLO-Mini: a scale a matrix, from moments of rank 1. Tables and vectors move by AdamW."""
+
+    kind: Literal["apollo_mini"] = "apollo_mini"  # pyright: ignore[reportIncompatibleVariableOverride]
+    refresh_every: int = Field(default=200, ge=1)
+    """Steps between two random projections."""
+    scale: float = Field(default=1.0, gt=0)
+    """On top of sqrt(min(rows, columns) / rank), with which AdamW's learning rates transfer."""
+    growth_limit: float = Field(default=1.01, gt=1)
+    """The norm of a matrix's update grows by no more than this factor from step to step."""
+
+
+class ApolloSpec(ApolloMiniSpec):
+    """APOLLO: the gradient, each channel rescaled by moments that are kept in a random low-rank projection."""
+
+    kind: Literal["apollo"] = "apollo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    rank: int = Field(default=64, ge=1)
+    """Of the projection; no more than the smaller side of a matrix."""
+
+
+OptimizerSpec = Annotated[
+    AdamWSpec | AdamW8bitSpec | AdamWOffloadSpec | AdafactorSpec | MuonSpec | ApolloSpec | ApolloMiniSpec,
+    Field(discriminator="kind"),
+]
 
 
 class ConstantSchedule(Spec):

@@ -13,6 +13,7 @@ from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.model import ModelSpec
+from tandem.spec.precision import Float32Precision, PrecisionSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage, WarmupStage
 
@@ -30,6 +31,8 @@ class _Run(Spec):
     """An optimisation that was asked for and cannot be had ends the run, instead of being reported."""
     model: ModelSpec
     """Which weights, and how many of them are trained."""
+    precision: PrecisionSpec = Float32Precision()
+    """How many bits the weights have, and where the rest of each is kept."""
 
 
 class RlSpec(_Run):

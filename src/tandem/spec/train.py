@@ -20,6 +20,13 @@ class _Stage(Spec):
     """Which optimizer, with its settings."""
     clip_norm: float = Field(default=1.0, gt=0)
     """The gradient's global norm is cut to this."""
+    lora_plus: float = Field(default=1.0, ge=1)
+    """LoRA+: the learning rate of the B matrices is so many times that of the A matrices."""
+    gradient_release: bool = False
+    """Each gradient moves its weights as soon as backward has made it: gradients never exist together. One micro-batch
+    a step; the clip goes by the norm of earlier steps; and a step that turns out bad has moved some weights already."""
+    max_idle_steps: int = Field(default=100, ge=1)
+    """So many steps in a row that move no weight end the run: no credit, no gradient, or updates rounded away."""
     micro_tokens: int = Field(default=16384, ge=16)
     """Most tokens in one forward and backward; a step's samples are packed into as many micro-batches as that takes."""
 
@@ -53,6 +60,8 @@ class RlStage(_Stage):
     """Most tokens in one assistant turn."""
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Of the rollouts; the trainer's logprobs use the same."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Of the rollouts; the trainer's logprobs are of the same nucleus. 1 keeps every token, and is faster."""
     replace_equal_groups: int = Field(default=0, ge=0)
     """Groups whose siblings all scored alike are dropped and others played instead (dynamic sampling), at most so many
     in a row; beyond that, and with 0 always, they count and move nothing."""

@@ -11,115 +11,143 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tandem.errors import LogprobGap, NonFinite
+from tandem.errors import LogprobGap, SpecError
 from tandem.io import atomic
-from tandem.protocols import Algorithm, Policy
+from tandem.protocols import Algorithm, Optimizer, Policy
+from tandem.train.gradients import Collected, Released, clip_scale, total_norm
+from tandem.train.guard import Guard
+from tandem.train.memory import Memory, size_bytes
 from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, Weights
 
 _log = logging.getLogger(__name__)
 
-_BAD_STEPS_IN_A_ROW = 3
-
 
 class PolicyTrainer:
-    """`lr(step)` counts the steps of this stage from 0; `version` counts the steps of the whole run."""
+    """`lr(step)` counts the steps of this stage from 0; `version` counts the steps of the whole run.
+
+    `release` uses each gradient up as backward makes it (train/gradients.py says at what price).
+    """
 
     def __init__(
         self,
         policy: Policy,
         algorithm: Algorithm,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *,
         lr: Callable[[int], float],
         clip_norm: float,
         version: int = 0,
         temperature: float = 1.0,
+        top_p: float = 1.0,
         max_logprob_gap: float = math.inf,
+        max_idle_steps: int = 1000,
+        release: bool = False,
     ) -> None:
         self.version = version
         self.set_aside: list[list[str]] = []
         """Task ids of batches whose loss or gradient was not finite; the weights never saw them."""
         self._first_version = version
         self._policy, self._algorithm, self._optimizer = policy, algorithm, optimizer
-        self._lr, self._clip_norm, self._temperature, self._max_gap = lr, clip_norm, temperature, max_logprob_gap
-        self._bad_in_a_row = 0
+        self._lr, self._clip_norm, self._max_gap = lr, clip_norm, max_logprob_gap
+        self._sampling = {"temperature": temperature, "top_p": top_p}
+        self._guard = Guard(max_idle_steps)
+        self._memory = Memory(policy, optimizer)
+        self._parameters = list(policy.trainable())
+        self._collected = Collected(self._parameters)
+        self._released = Released(self._parameters, optimizer, clip_norm) if release else None
 
     def step(self, batch: Batch) -> Metrics:
         lr = self._lr(self.version - self._first_version)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.zero_grad(set_to_none=True)
-        metrics = self._forward_backward(batch)
-        parameters = [tensor for _, tensor in self._policy.trainable()]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm).item()
-        if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
-            return self._set_aside(batch, norm, metrics["loss/total"])
-        self._optimizer.step()
-        self._bad_in_a_row = 0
+        metrics = self._release_step(batch, lr) if self._released else self._whole_step(batch, lr)
+        if metrics is None:
+            return {**batch.metrics, "train/set_aside": 1.0}
         self.version += 1
-        return {**batch.metrics, **metrics, "grad/norm": norm, "lr": lr, "train/set_aside": 0.0}
+        metrics |= self._optimizer.drain_metrics()
+        self._guard.stepped(self.version, batch, metrics)
+        return {**batch.metrics, **metrics, "lr": lr, "train/set_aside": 0.0}
+
+    @property
+    def moved(self) -> bool:
+        """Some step of this trainer changed some weight."""
+        return self._guard.moved
 
     def export(self) -> Weights:
         return self._policy.weights(self.version)
 
     def save(self, path: Path) -> None:
-        """Weights, optimizer and clock, all by parameter name."""
-        names = {id(tensor): name for name, tensor in self._policy.trainable()}
-        state = {
-            f"{names[id(tensor)]}|{key}": value.detach().cpu().contiguous()
-            for tensor, slots in self._optimizer.state.items()
-            for key, value in slots.items()
-        }
+        """Weights, optimizer, missing bits and clock, all by parameter name."""
         with atomic.directory(path) as directory:
-            save_file(
-                {name: tensor.detach().cpu().contiguous() for name, tensor in self._policy.trainable()},
-                directory / "weights.safetensors",
-            )
-            save_file(state, directory / "optimizer.safetensors")
-            (directory / "trainer.json").write_text(
-                json.dumps({"version": self.version, "first_version": self._first_version})
-            )
+            for file, tensors in (("weights", dict(self._parameters)), ("optimizer", self._optimizer.state())):
+                save_file(
+                    {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+                    directory / f"{file}.safetensors",
+                )
+            clock = {"version": self.version, "first_version": self._first_version}
+            if self._released:
+                clock["running_norm"] = self._released.running_norm
+            (directory / "trainer.json").write_text(json.dumps(clock))
 
     def load(self, path: Path) -> None:
         clock = json.loads((path / "trainer.json").read_text())
-        saved, state = load_file(path / "weights.safetensors"), load_file(path / "optimizer.safetensors")
-        slots: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, value in state.items():
-            name, _, slot = key.partition("|")
-            slots[name][slot] = value
-        self._optimizer.state.clear()  # moments of another past, if there are any
+        saved = load_file(path / "weights.safetensors")
         with torch.no_grad():
-            for name, tensor in self._policy.trainable():
+            for name, tensor in self._parameters:
                 tensor.copy_(saved[name])
-                if name in slots:
-                    # Fused optimizers want the step count beside the weights too.
-                    self._optimizer.state[tensor] = {
-                        slot: value.to(tensor.device) for slot, value in slots[name].items()
-                    }
+        self._optimizer.load(load_file(path / "optimizer.safetensors"))
         self.version, self._first_version = clock["version"], clock["first_version"]
+        if self._released:
+            self._released.running_norm = clock["running_norm"]
 
-    def _forward_backward(self, batch: Batch) -> Metrics:
+    def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
+        with self._collected.collecting(len(batch.micro)):
+            metrics = self._forward_backward(batch)
+        gradients = self._collected.gradients()
+        norm = total_norm(list(gradients.values()))
+        if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
+            self._collected.clear()
+            self._set_aside(batch, norm, metrics["loss/total"])
+            return None
+        memory = self._memory.metrics(size_bytes(gradients.values()))
+        self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
+        self._collected.clear()
+        return {**metrics, **memory, "grad/norm": norm}
+
+    def _release_step(self, batch: Batch, lr: float) -> Metrics | None:
+        assert self._released is not None
+        if len(batch.micro) > 1:
+            raise SpecError(
+                f"train.gradient_release = true: a step must be one micro-batch, and this one is {len(batch.micro)}; "
+                "raise train.micro_tokens, make the step smaller, or set gradient_release = false"
+            )
+        with self._released.releasing(lr):
+            metrics = self._forward_backward(batch, refuse_bad_loss=True)
+        if not math.isfinite(metrics["loss/total"]):
+            self._set_aside(batch, math.nan, metrics["loss/total"])
+            return None
+        return {**metrics, **self._memory.metrics(self._released.largest_bytes), **self._released.metrics()}
+
+    def _forward_backward(self, batch: Batch, *, refuse_bad_loss: bool = False) -> Metrics:
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = _Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro)
         for micro in batch.micro:
             if self._algorithm.needs_reference:
-                micro.reference_N = self._policy.reference_logprobs(micro, self._temperature)
-            scored = self._policy.logprobs(micro, self._temperature)
+                micro.reference_N = self._policy.reference_logprobs(micro, **self._sampling)
+            with self._memory.forward(micro):
+                scored = self._policy.logprobs(micro, **self._sampling)
             gap.add(scored, micro, self.version)
             loss, token_sums = self._algorithm.loss(scored, micro, batch.totals)
-            loss.backward()
             sums["loss/total"] += loss.item()
+            if refuse_bad_loss and not math.isfinite(sums["loss/total"]):
+                break
+            loss.backward()
             for name, value in token_sums.items():
                 sums[name] += value / computed
         return {**sums, **gap.metrics(self._max_gap)}
 
-    def _set_aside(self, batch: Batch, norm: float, loss: float) -> Metrics:
-        self._optimizer.zero_grad(set_to_none=True)
+    def _set_aside(self, batch: Batch, norm: float, loss: float) -> None:
         self.set_aside.append(batch.task_ids)
-        self._bad_in_a_row += 1
         _log.warning(
             "version %d: loss %s, gradient norm %s: the batch is set aside, the weights are as before; its tasks: %s",
             self.version,
@@ -127,13 +155,7 @@ class PolicyTrainer:
             norm,
             ", ".join(dict.fromkeys(batch.task_ids)),
         )
-        if self._bad_in_a_row >= _BAD_STEPS_IN_A_ROW:
-            raise NonFinite(
-                f"train: {self._bad_in_a_row} batches in a row gave a loss or gradient that is not finite (the last: "
-                f"loss {loss}, norm {norm}); lower train.lr or look at the rewards of tasks "
-                f"{', '.join(sorted(set(batch.task_ids))[:5])}"
-            )
-        return {**batch.metrics, "train/set_aside": 1.0}
+        self._guard.set_aside(batch, norm, loss)
 
 
 class _Gap:

@@ -1,0 +1,157 @@
+"""Where the exact weights are, when the ones that compute and are served have 16 bits.
+
+A bf16 weight has 8 bits of precision, and an update of RL is smaller than its last one: added in place, most of it
+rounds to nothing. A master answers two questions about a parameter: what is its exact value (`read`), and how is a new
+one kept (`write`). Float32 parameters are exact themselves, whatever the master.
+
+Values are rounded to nearest, ties away from zero. On bit patterns that is adding half a unit and cutting, and the
+difference to the whole is then a signed 16-bit number: the other half of the weight, which `Split` keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import EllipsisType
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+_HALF = 0x8000
+Rows: TypeAlias = slice | EllipsisType
+"""Of a parameter, along its first dimension; `...` is all of it."""
+
+
+class Master(Protocol):
+    """`live` is the parameter. It may be a view of memory that somebody else owns, with any strides."""
+
+    def adopt(self, name: str, exact: Tensor) -> Tensor:
+        """What serves for the fp32 tensor `exact`."""
+        ...
+
+    def read(self, name: str, live: Tensor, rows: Rows = ...) -> Tensor:
+        """The exact value, fp32; to be changed in place and given to `write`."""
+        ...
+
+    def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None: ...
+    def state(self) -> dict[str, Tensor]: ...
+    def load(self, state: dict[str, Tensor]) -> None: ...
+
+
+class _NoState:
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        assert not state, f"master bits of {len(state)} parameters, and nowhere to keep them"
+
+
+class Float32(_NoState):
+    """Float32 weights."""
+
+    def adopt(self, name: str, exact: Tensor) -> Tensor:
+        return exact
+
+    def read(self, name: str, live: Tensor, rows: Rows = ...) -> Tensor:
+        return live.detach()[rows]
+
+    def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None:
+        pass  # `value` is the parameter's own memory
+
+
+class InPlace(_NoState):
+    """bf16 and nothing beside it: what does not reach the last bit is lost."""
+
+    def adopt(self, name: str, exact: Tensor) -> Tensor:
+        return exact.to(torch.bfloat16)
+
+    def read(self, name: str, live: Tensor, rows: Rows = ...) -> Tensor:
+        return live.detach()[rows].float()  # float32 parameters: their own memory
+
+    def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None:
+        live.detach()[rows].copy_(value)
+
+
+class Stochastic(InPlace):
+    """bf16, rounded up or down by chance, so that the mean is exact. The draws follow from seed, name and step."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None:
+        if live.dtype == torch.float32:
+            return
+        start = rows.start if isinstance(rows, slice) else 0
+        key = f"{self._seed}|{name}|{step}|{start}".encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
+        generator = torch.Generator(value.device).manual_seed(seed)
+        noise = torch.randint(0, 1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32)
+        # Cutting the lower half after adding less than one unit: up with the probability of the part that is cut.
+        bits = (value.view(torch.int32) + noise) >> 16
+        live.detach()[rows].view(torch.int16).copy_(bits)
+
+
+class Fp32Copy:
+    """bf16 with a whole fp32 copy beside it."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, Tensor] = {}
+
+    def adopt(self, name: str, exact: Tensor) -> Tensor:
+        self._exact[name] = exact
+        return round_half_away(exact)[0].view(torch.bfloat16)
+
+    def read(self, name: str, live: Tensor, rows: Rows = ...) -> Tensor:
+        return self._exact.get(name, live.detach())[rows]
+
+    def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None:
+        if name in self._exact:
+            live.detach()[rows].view(torch.int16).copy_(round_half_away(value)[0])
+
+    def state(self) -> dict[str, Tensor]:
+        return self._exact
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        _copy_all(self._exact, state)
+
+
+class Split:
+    """bf16 with the other 16 bits of each weight beside it: together fp32 exactly, in 4 bytes and without a copy."""
+
+    def __init__(self) -> None:
+        self._low: dict[str, Tensor] = {}
+
+    def adopt(self, name: str, exact: Tensor) -> Tensor:
+        high, self._low[name] = round_half_away(exact)
+        return high.view(torch.bfloat16)
+
+    def read(self, name: str, live: Tensor, rows: Rows = ...) -> Tensor:
+        if name not in self._low:
+            return live.detach()[rows]
+        high = live.detach()[rows].view(torch.int16).to(torch.int32)
+        return high.bitwise_left_shift_(16).add_(self._low[name][rows]).view(torch.float32)
+
+    def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None:
+        if name in self._low:
+            high, low = round_half_away(value)
+            live.detach()[rows].view(torch.int16).copy_(high)
+            self._low[name][rows] = low
+
+    def state(self) -> dict[str, Tensor]:
+        return self._low
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        _copy_all(self._low, state)
+
+
+def round_half_away(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of the nearest bf16, and what the fp32 bits are beyond them; both int16."""
+    bits = value.view(torch.int32)
+    high = (bits + _HALF) >> 16
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+def _copy_all(ours: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    assert ours.keys() == saved.keys(), f"master bits differ by {sorted(ours.keys() ^ saved.keys())[:3]}"
+    for name, tensor in saved.items():
+        ours[name].copy_(tensor)

@@ -1,0 +1,171 @@
+"""Applies rules to parameters: learning rates, clipping, rows at a time, what became of each update."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.errors import CheckpointError
+from tandem.optim.master import Master, Rows
+from tandem.optim.rule import Rule, Slot
+from tandem.types import Metrics
+
+_CHUNK = 2**26
+"""Numbers updated together. Each needs a few fp32 temporaries: 64 M of them are 256 MiB apiece."""
+
+
+class Optimizer:
+    """State is made at once, so that a model too large for its optimizer fails before the first step and not after."""
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        rules: Mapping[str, Rule],
+        master: Master,
+        *,
+        weight_decay: float = 0.0,
+        lr_scale: Mapping[str, float] | None = None,
+    ) -> None:
+        self._parameters = dict(named_parameters)
+        self._rules, self._master = rules, master
+        self._decay = {name: weight_decay if tensor.ndim >= 2 else 0.0 for name, tensor in named_parameters}
+        self._lr_scale = dict(lr_scale or {})
+        self._state = {name: rules[name].init(name, tensor.detach()) for name, tensor in named_parameters}
+        self._steps = dict.fromkeys(self._parameters, 0)
+        self._tally = _Tally()
+
+    @torch.no_grad()
+    def update(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None:
+        """One step of the parameters that have a gradient: finite, to be multiplied by `scale`, and used up by this."""
+        for name in gradients:
+            self._steps[name] += 1
+        pieces: list[_Piece] = []
+        numbers = 0
+        for name, rows in self._in_pieces(gradients):
+            pieces.append(self._piece(name, rows, gradients[name][rows], lr, scale))
+            numbers += pieces[-1].slot.value.numel()
+            if numbers >= _CHUNK:
+                self._apply(pieces)
+                pieces, numbers = [], 0
+        if pieces:
+            self._apply(pieces)
+
+    def drain_metrics(self) -> Metrics:
+        """What became of the updates since the last call."""
+        tally, self._tally = self._tally, _Tally()
+        return tally.metrics()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything beside the served weights that the next step depends on, by parameter name."""
+        found = {f"{name}|{key}": value for name, slots in self._state.items() for key, value in slots.items()}
+        found |= {f"{name}|master": value for name, value in self._master.state().items()}
+        return found | {f"{name}|step": torch.tensor(step) for name, step in self._steps.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        ours = self.state()
+        if odd := sorted(ours.keys() ^ state.keys()):
+            raise CheckpointError(
+                f"optimizer: the saved state belongs to another model, optimizer or precision: {len(odd)} entries are "
+                f"on one side only, as '{odd[0]}'; load it with the spec that it was saved with"
+            )
+        for key, value in state.items():
+            ours[key].copy_(value)
+        self._steps = {name: int(state[f"{name}|step"]) for name in self._parameters}
+
+    def _in_pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Rows]]:
+        """By rule, so that each sees as many parameters at once as fit; large ones by rows where the rule allows it."""
+        by_rule: defaultdict[int, list[str]] = defaultdict(list)
+        for name in gradients:
+            by_rule[id(self._rules[name])].append(name)
+        for names in by_rule.values():
+            for name in names:
+                live = self._parameters[name]
+                if live.numel() <= _CHUNK or not self._rules[name].by_rows:
+                    yield name, ...
+                    continue
+                rows = max(1, _CHUNK // live[0].numel())
+                for start in range(0, len(live), rows):
+                    yield name, slice(start, min(start + rows, len(live)))
+
+    def _piece(self, name: str, rows: Rows, gradient: Tensor, lr: float, scale: float) -> _Piece:
+        live, state = self._parameters[name], self._state[name]
+        if rows is not ...:
+            state = {key: value[rows] for key, value in state.items()}
+        fp32 = gradient if gradient.dtype == torch.float32 else gradient.float()
+        value = self._master.read(name, live, rows)
+        lr *= self._lr_scale.get(name, 1.0)
+        slot = Slot(name, value, fp32.mul_(scale), state, self._steps[name], lr, self._decay[name])
+        return _Piece(slot, live.detach()[rows], rows)
+
+    def _apply(self, pieces: list[_Piece]) -> None:
+        slots = [piece.slot for piece in pieces]
+        look = _Look(pieces)
+        by_rule: defaultdict[int, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            by_rule[id(self._rules[slot.name])].append(slot)
+        for alike in by_rule.values():
+            self._rules[alike[0].name].update(alike)
+        for piece in pieces:
+            name = piece.slot.name
+            self._master.write(name, self._parameters[name], piece.rows, piece.slot.value, piece.slot.step)
+        stored = [self._master.read(piece.slot.name, self._parameters[piece.slot.name], piece.rows) for piece in pieces]
+        self._tally.add(look.after(stored))
+
+
+@dataclass(slots=True)
+class _Piece:
+    slot: Slot
+    live: Tensor
+    rows: Rows
+
+
+class _Look:
+    """What became of an update: taken before it, compared after it, counted on the device."""
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        self._pieces = pieces
+        self._narrow = any(piece.live.dtype != torch.float32 for piece in pieces)
+        self._old = _flat([piece.slot.value for piece in pieces]).clone()
+        self._had_gradient = _flat([piece.slot.grad for piece in pieces]) != 0  # now: a rule may overwrite it
+        self._served = _flat([piece.live for piece in pieces]).clone() if self._narrow else self._old
+
+    def after(self, stored: Sequence[Tensor]) -> Tensor:
+        wanted, kept = _flat([piece.slot.value for piece in self._pieces]), _flat(stored)
+        changed = kept != self._old
+        update = wanted - self._old
+        energy = torch.linalg.vector_norm(update).square()
+        # How much of the way was not gone. Float32 weights are the wanted values themselves.
+        lost = torch.dot(wanted - kept, update) if self._narrow else torch.zeros_like(energy)
+        serves = _flat([piece.live for piece in self._pieces]) if self._narrow else kept
+        counts = [self._had_gradient, self._had_gradient & changed, serves != self._served]
+        total = torch.full_like(energy, changed.numel(), dtype=torch.float64)
+        return torch.stack([energy.double(), lost.double(), *(mask.sum().double() for mask in counts), total])
+
+
+class _Tally:
+    """Sums over a step; read once."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, sums: Tensor) -> None:
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def metrics(self) -> Metrics:
+        if self._sums is None:
+            return {}
+        energy, lost, with_gradient, effective, served, total = self._sums.tolist()
+        return {
+            "update/effective_fraction": effective / with_gradient if with_gradient else 0.0,
+            "update/lost_energy": lost / energy if energy else 0.0,
+            "update/served_fraction": served / total,
+            "update/norm": energy**0.5,
+        }
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
