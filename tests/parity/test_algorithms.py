@@ -1,26 +1,29 @@
-"""Losses and credits against numbers that were worked out by hand."""
+"""Credits and averages against numbers that were worked out by hand, and the first step against REINFORCE."""
 
 from __future__ import annotations
 
-import math
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from pydantic import TypeAdapter, ValidationError
+from samples import CPU, FROM_REWARDS, MAKERS, MAX_TOKENS, algorithm_of, group_of, scored
 from torch import Tensor
 
-from tandem.algo import dr_grpo, grpo, policy_gradient, rloo, sft
+from tandem.algo import dapo, dr_grpo, grpo, rloo, sft
 from tandem.model.policy import CausalPolicy
 from tandem.protocols import Algorithm
-from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec, GrpoSpec, RlooSpec
+from tandem.recipes import build
+from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DrGrpoSpec, GrpoSpec, RlooSpec
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
+from tandem.types import Group, Trajectory
 
-CPU = torch.device("cpu")
-Objective = Callable[[Tensor, Tensor, Tensor, AlgorithmSpec], tuple[Tensor, Metrics]]
+SPECS: TypeAdapter[Any] = TypeAdapter(AlgorithmSpec)
+NO_FLOOR = 1e-9
 
 
 @pytest.fixture(autouse=True)
@@ -32,137 +35,71 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# --- the objective: one token, its ratio to the engine's probability, its credit
+# --- which there are, and what each may be told
 
-# With clip_low 0.2, clip_high 0.28, ratio_cap 2. The gradient is that of the objective with respect to the logprob.
-CLOSED_FORM = [
-    # credit, ratio, value, gradient
-    (+3.0, 0.50, 1.50, 1.50),  # below the clip: the pessimist's minimum is the ratio itself
-    (+3.0, 0.90, 2.70, 2.70),
-    (+3.0, 1.00, 3.00, 3.00),
-    (+3.0, 1.27, 3.81, 3.81),
-    (+3.0, 1.29, 3.84, 0.00),  # above the clip: no further push up
-    (+3.0, 5.00, 3.84, 0.00),  # above the cap
-    (-3.0, 0.50, -2.40, 0.00),  # below the clip: no further push down
-    (-3.0, 0.79, -2.40, 0.00),
-    (-3.0, 0.81, -2.43, -2.43),
-    (-3.0, 1.00, -3.00, -3.00),
-    (-3.0, 1.50, -4.50, -4.50),  # above the clip: still pushed down, by as much as it has risen
-    (-3.0, 5.00, -6.00, -6.00),  # above the cap: with the cap as its weight
-    (0.0, 1.10, 0.00, 0.00),
+
+def test_every_algorithm_of_the_spec_is_built_under_its_own_name() -> None:
+    kinds = [spec.model_fields["kind"].default for spec in typing.get_args(typing.get_args(AlgorithmSpec)[0])]
+    assert kinds == list(MAKERS)
+    for kind in kinds:
+        teacher = {"teacher": "somewhere"} if kind == "distill" else {}
+        assert build.algorithm(SPECS.validate_python({"kind": kind, **teacher}), MAX_TOKENS).name == kind
+
+
+UNUSABLE = [
+    ("dr_grpo", {"spread_floor": 0.1}),
+    ("dr_grpo", {"ratio_cap": 2.0}),
+    ("dr_grpo", {"dual_clip": 3.0}),
+    ("rloo", {"baseline": "group"}),
+    ("grpo", {"overlong_buffer": 3}),
+    ("grpo", {"kl_estimator": "k1"}),  # with nothing to weigh it
+    ("grpo", {"correction": {"kind": "none", "ratio_cap": 2.0}}),
+    ("grpo", {"correction": {"kind": "truncate_token", "ratio_floor": 0.5}}),
+    ("grpo", {"correction": {"kind": "truncate_sequence", "ratio_cap": 0.9}}),
+    ("grpo", {"correction": {"kind": "mask_token", "ratio_floor": 1.0}}),
+    ("gspo", {"correction": {"kind": "truncate_token"}}),
+    ("cispo", {"correction": {"kind": "mask_token"}}),
+    ("ppo", {"correction": {"kind": "truncate_sequence"}}),
+    ("ppo", {"dual_clip": 1.0}),
+    ("distill", {"teacher": "t", "kl_coef": 0.1}),
+    ("distill", {"teacher": "t", "clip_low": 0.1}),
+    ("distill", {"teacher": ""}),
+    ("distill", {}),
 ]
-# With ratio_cap 1.1, below the clip: what has risen is still pushed up, with the cap as its weight.
-CLOSED_FORM_LOW_CAP = [
-    (+3.0, 1.05, 3.15, 3.15),
-    (+3.0, 1.20, 3.30, 3.30),
-    (+3.0, 5.00, 3.30, 3.30),
-    (-3.0, 5.00, -3.30, -3.30),
-]
 
 
-def check_closed_form(objective: Objective) -> None:
-    for cap, table in ((2.0, CLOSED_FORM), (1.1, CLOSED_FORM_LOW_CAP)):
-        spec = DrGrpoSpec(clip_low=0.2, clip_high=0.28, ratio_cap=cap)
-        credit_N, ratio_N, value_N, gradient_N = (torch.tensor(column) for column in zip(*table, strict=True))
-        logprobs_N = torch.linspace(-0.1, -4, len(table)).requires_grad_()
-        behaviour_N = logprobs_N.detach() - ratio_N.log()
-        ours_N, _ = objective(logprobs_N, behaviour_N, credit_N, spec)
-        torch.testing.assert_close(ours_N, value_N, atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.autograd.grad(ours_N.sum(), logprobs_N)[0], gradient_N, atol=1e-5, rtol=0)
-
-
-def test_the_objective_and_its_gradient_have_their_closed_form() -> None:
-    check_closed_form(policy_gradient.objective)
-
-
-def maximum(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: AlgorithmSpec) -> tuple[Tensor, Metrics]:
-    ratio_N = (logprobs_N - behaviour_N).exp().clamp(max=spec.ratio_cap)
-    return torch.maximum(ratio_N * credit_N, ratio_N.clamp(1 - spec.clip_low, 1 + spec.clip_high) * credit_N), {}
-
-
-def clip_alone(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: AlgorithmSpec) -> tuple[Tensor, Any]:
-    return (logprobs_N - behaviour_N).exp().clamp(1 - spec.clip_low, 1 + spec.clip_high) * credit_N, {}
-
-
-def dead_past_the_cap(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: AlgorithmSpec) -> Any:
-    ratio_N = (logprobs_N - behaviour_N).exp().clamp(max=spec.ratio_cap)
-    return torch.minimum(ratio_N * credit_N, ratio_N.clamp(1 - spec.clip_low, 1 + spec.clip_high) * credit_N), {}
-
-
-def sign_in_the_clip(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: AlgorithmSpec) -> Any:
-    """The classic: the clip of positive credits applied to the size of negative ones."""
-    value_N, metrics = policy_gradient.objective(logprobs_N, behaviour_N, credit_N.abs(), spec)
-    return value_N * credit_N.sign(), metrics
-
-
-def upside_down(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: AlgorithmSpec) -> Any:
-    return policy_gradient.objective(-logprobs_N, -behaviour_N, credit_N, spec)
-
-
-@pytest.mark.parametrize("wrong", [maximum, clip_alone, dead_past_the_cap, sign_in_the_clip, upside_down])
-def test_the_closed_form_rejects_a_planted_error(wrong: Objective) -> None:
-    with pytest.raises(AssertionError):
-        check_closed_form(wrong)
-
-
-def test_the_closed_form_rejects_our_objective_with_the_minimum_turned_into_a_maximum(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch, "minimum", torch.maximum)
-    with pytest.raises(AssertionError):
-        check_closed_form(policy_gradient.objective)
-
-
-def test_ratios_beyond_all_bounds_keep_the_loss_finite() -> None:
-    behaviour_N = torch.tensor([-300.0, -300.0, 0.0, 0.0])
-    logprobs_N = torch.tensor([0.0, 0.0, -300.0, -300.0], requires_grad=True)
-    credit_N = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    value_N, _ = policy_gradient.objective(logprobs_N, behaviour_N, credit_N, DrGrpoSpec())
-    (gradient_N,) = torch.autograd.grad(value_N.sum(), logprobs_N)
-    assert value_N.tolist() == pytest.approx([1.28, -2.0, 0.0, -0.8])
-    assert gradient_N.tolist() == pytest.approx([0.0, -2.0, 0.0, 0.0])
-
-
-def test_clipped_and_capped_tokens_are_counted() -> None:
-    ratio_N = torch.tensor([row[1] for row in CLOSED_FORM])
-    credit_N = torch.tensor([row[0] for row in CLOSED_FORM])
-    _, metrics = policy_gradient.objective(ratio_N.log(), torch.zeros(len(CLOSED_FORM)), credit_N, DrGrpoSpec())
-    assert metrics["loss/clip_fraction"] == 4
-    assert metrics["loss/cap_fraction"] == 2
-    assert metrics["loss/ratio_mean"] == pytest.approx(sum(min(row[1], 2.0) for row in CLOSED_FORM))
+@pytest.mark.parametrize(("kind", "knobs"), UNUSABLE, ids=str)
+def test_a_knob_that_the_algorithm_cannot_use_is_refused(kind: str, knobs: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        SPECS.validate_python({"kind": kind, **knobs})
 
 
 # --- credits
-
-
-def group_of(*samples: tuple[float, int]) -> Group:
-    """(reward, trained tokens) of each sibling; the prompt is two tokens."""
-    return [
-        Trajectory(
-            ids=[1, 2, *range(3, 3 + count)],
-            trained=[False] * 2 + [True] * count,
-            logprobs=[0.0] * 2 + [-1.0 - 0.25 * i for i in range(count)],
-            versions=[-1] * 2 + [0] * count,
-            reward=reward,
-        )
-        for reward, count in samples
-    ]
 
 
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
         # mean 0.5
-        (dr_grpo.make(DrGrpoSpec()), [0.5, -0.5, 0.25, -0.25]),
+        (algorithm_of("dr_grpo"), [0.5, -0.5, 0.25, -0.25]),
+        (algorithm_of("ppo"), [0.5, -0.5, 0.25, -0.25]),
         # spread sqrt((0.25 + 0.25 + 0.0625 + 0.0625) / 4) = 0.395285, and a floor of 0.1
-        (grpo.make(GrpoSpec(spread_floor=0.1)), [1.009520, -1.009520, 0.504760, -0.504760]),
+        (algorithm_of("grpo", spread_floor=0.1), [1.009520, -1.009520, 0.504760, -0.504760]),
+        (algorithm_of("dapo", spread_floor=0.1), [1.009520, -1.009520, 0.504760, -0.504760]),
+        (algorithm_of("gspo", spread_floor=0.1), [1.009520, -1.009520, 0.504760, -0.504760]),
+        (algorithm_of("cispo", spread_floor=0.1), [1.009520, -1.009520, 0.504760, -0.504760]),
         # the others' means: 1/3, 2/3, 5/12, 7/12
-        (rloo.make(RlooSpec()), [2 / 3, -2 / 3, 1 / 3, -1 / 3]),
+        (algorithm_of("rloo"), [2 / 3, -2 / 3, 1 / 3, -1 / 3]),
+        # what rewards add to the teacher's word
+        (algorithm_of("distill"), [0.0, 0.0, 0.0, 0.0]),
+        (algorithm_of("distill", reward_coef=0.5), [0.25, -0.25, 0.125, -0.125]),
     ],
     ids=lambda value: value.name if isinstance(value, Algorithm) else "",
 )
 def test_credits_are_what_a_hand_computes(algorithm: Algorithm, expected: Sequence[float]) -> None:
-    credit = algorithm.credit([group_of((1.0, 2), (0.0, 1), (0.75, 4), (0.25, 3))])[0]
+    group = group_of((1.0, 2), (0.0, 1), (0.75, 4), (0.25, 3))
+    other = group_of((7.0, 1), (1.0, 1))
+    credit = algorithm.credit([group, other])[0]
     assert [len(tokens) for tokens in credit] == [2, 1, 4, 3]
     for tokens, value in zip(credit, expected, strict=True):
         assert tokens == pytest.approx([value] * len(tokens), abs=1e-6)
@@ -174,29 +111,106 @@ def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
     assert [tokens[0] for tokens in credit] == pytest.approx([3.0 - -0.25, -1.0 - 1.75, 0.5 - 1.0])
 
 
-@pytest.mark.parametrize("make", [lambda: dr_grpo.make(DrGrpoSpec()), lambda: grpo.make(GrpoSpec())])
-def test_a_group_of_equals_is_not_kept(make: Callable[[], Algorithm]) -> None:
-    keep = make().keep
-    assert not keep(group_of((0.5, 2), (0.5, 3)))
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        # mean 0.75, spread sqrt((3 * 0.0625 + 0.5625) / 4) = 0.433013
+        ("none", [[0.577350, -1.732051], [0.577350, 0.577350]]),
+        # after the groups' means 0.5 and 1: spread sqrt((0.25 + 0.25) / 4) = 0.353553
+        ("group", [[1.414214, -1.414214], [0.0, 0.0]]),
+    ],
+)
+def test_reinforce_pp_normalises_over_the_whole_step(baseline: str, expected: list[list[float]]) -> None:
+    algorithm = algorithm_of("reinforce_pp", baseline=baseline, spread_floor=NO_FLOOR)
+    groups = [group_of((1.0, 3), (0.0, 1)), group_of((1.0, 2), (1.0, 5))]
+    found = algorithm.credit(groups)
+    assert [[len(tokens) for tokens in group] for group in found] == [[3, 1], [2, 5]]
+    for group, values in zip(found, expected, strict=True):
+        assert [tokens[-1] for tokens in group] == pytest.approx(values, abs=1e-6)
+    assert algorithm.credit([groups[1], groups[0]]) == [found[1], found[0]]
+    assert algorithm.keep(groups[1]) == (baseline == "none")  # equal siblings are good or bad against the others
+    assert algorithm.credit([groups[1]]) == [[[0.0] * 2, [0.0] * 5]]
+
+
+@pytest.mark.parametrize("name", [name for name in FROM_REWARDS if name != "reinforce_pp"])
+def test_a_group_of_equals_is_not_kept(name: str) -> None:
+    algorithm = algorithm_of(name)
+    equals = group_of((0.1, 2), (0.1, 3), (0.1, 1))
+    assert not algorithm.keep(equals)
+    assert algorithm.credit([equals]) == [[[0.0] * 2, [0.0] * 3, [0.0]]]
+    assert not algorithm.keep(group_of((0.0, 0), (1.0, 0)))
+    assert algorithm.keep(group_of((0.5, 2), (0.25, 3)))
+
+
+def test_distillation_keeps_what_has_tokens_whatever_its_reward() -> None:
+    keep = algorithm_of("distill").keep
+    assert keep(group_of((0.5, 2), (0.5, 3)))
     assert not keep(group_of((0.0, 0), (1.0, 0)))
-    assert keep(group_of((0.5, 2), (0.25, 3)))
+
+
+@pytest.mark.parametrize("name", FROM_REWARDS)
+def test_the_credit_is_cut_where_it_is_larger_than_the_clip(name: str) -> None:
+    groups = [group_of((1.0, 2), (0.0, 1), (0.52, 4), (0.5, 3))]
+    plain = [tokens[0] for tokens in algorithm_of(name).credit(groups)[0]]
+    cut = [tokens[0] for tokens in algorithm_of(name, advantage_clip=0.3).credit(groups)[0]]
+    assert max(plain) > 0.3
+    assert min(plain) < -0.3
+    assert (cut[0], cut[1]) == (0.3, -0.3)
+    assert cut[2:] == plain[2:]
+    assert [tokens[0] for tokens in algorithm_of(name, advantage_clip=0.0).credit(groups)[0]] == plain
+
+
+# --- DAPO's long answers
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (11, 0.0), (12, 0.0), (13, 0.25), (14, 0.5), (15, 0.75), (16, 1.0), (17, 1.0)]
+)
+def test_the_length_penalty_grows_over_the_last_tokens(length: int, penalty: float) -> None:
+    (answer,) = group_of((1.0, length))
+    assert dapo.overlong(answer, MAX_TOKENS, buffer=4) == penalty
+    assert dapo.overlong(answer, MAX_TOKENS, buffer=0) == 0.0
+    answer.status = "truncated"  # by the context, perhaps, long before
+    assert dapo.overlong(answer, MAX_TOKENS, buffer=4) == 1.0
+    assert dapo.overlong(answer, MAX_TOKENS, buffer=0) == 1.0
+
+
+def test_the_limit_is_a_turn_s_and_so_is_the_length() -> None:
+    (answer,) = group_of((1.0, 28))
+    answer.trained[2 + 14] = False  # 14 tokens, the other's word, 13 tokens
+    assert dapo.overlong(answer, MAX_TOKENS, buffer=4) == 0.5
+
+
+def test_a_long_answer_is_worth_less_than_a_short_one() -> None:
+    """1 - 1, 1 and 0: minus their mean 1/3, over their spread sqrt(2/9)."""
+    algorithm = dapo.make(DapoSpec(overlong_buffer=4, spread_floor=NO_FLOOR), MAX_TOKENS)
+    groups = [group_of((1.0, 16), (1.0, 2), (0.0, 2))]
+    found = [tokens[0] for tokens in algorithm.credit(groups)[0]]
+    assert found == pytest.approx([-0.707107, 1.414214, -0.707107], abs=1e-6)
+    half = dapo.make(DapoSpec(overlong_buffer=4, overlong_penalty=0.5, spread_floor=NO_FLOOR), MAX_TOKENS)
+    assert half.credit(groups)[0][0] == pytest.approx([0.0] * 16)  # 0.5 is the mean of 0.5, 1 and 0
+    none = dapo.make(DapoSpec(overlong_buffer=4, overlong_penalty=0.0, spread_floor=NO_FLOOR), MAX_TOKENS)
+    assert none.credit(groups)[0][0] == none.credit(groups)[0][1][:1] * 16
+
+
+def test_length_alone_is_nothing_to_learn_from() -> None:
+    """Otherwise the spread, which here is of lengths, would make a small penalty as large as a reward."""
+    algorithm = dapo.make(DapoSpec(overlong_buffer=4), MAX_TOKENS)
+    groups = [group_of((0.0, 13), (0.0, 2))]
+    assert not algorithm.keep(groups[0])
+    assert algorithm.credit(groups) == [[[0.0] * 13, [0.0] * 2]]
 
 
 # --- how tokens are averaged
-
-
-def score_of(micro: MicroBatch) -> TokenLogprobs:
-    """On-policy: the engine's logprobs, as a leaf."""
-    return TokenLogprobs(micro.behaviour_N.clone().requires_grad_(), torch.ones_like(micro.behaviour_N))
 
 
 def gradient_by_length(algorithm: Algorithm, groups: Sequence[Group]) -> dict[int, float]:
     """Gradient of the loss at each token, by the number of trained tokens of its sequence."""
     batch = make_batch(groups, algorithm, micro_tokens=10**6, version=0, hidden_size=0, device=CPU)
     (micro,) = batch.micro
-    scored = score_of(micro)
-    loss, _ = algorithm.loss(scored, micro, batch.totals)
-    (gradient_N,) = torch.autograd.grad(loss, scored.logprobs_N)
+    given = scored(micro.behaviour_N)
+    loss, _ = algorithm.loss(given, micro, batch.totals)
+    (gradient_N,) = torch.autograd.grad(loss, given.logprobs_N)
     return dict(zip(micro.length_N.int().tolist(), gradient_N.tolist(), strict=True))
 
 
@@ -223,36 +237,10 @@ def test_tokens_of_all_groups_share_one_average() -> None:
 def test_sft_is_the_mean_negative_logprob() -> None:
     algorithm, group = sft.make(), group_of((0.0, 1), (0.0, 4))
     batch = make_batch([group], algorithm, micro_tokens=100, version=0, hidden_size=0, device=CPU)
-    scored = score_of(batch.micro[0])
-    loss, _ = algorithm.loss(scored, batch.micro[0], batch.totals)
+    given = scored(batch.micro[0].behaviour_N)
+    loss, _ = algorithm.loss(given, batch.micro[0], batch.totals)
     assert loss.item() == pytest.approx((1.0 + 1.0 + 1.25 + 1.5 + 1.75) / 5)
-    assert torch.autograd.grad(loss, scored.logprobs_N)[0].tolist() == pytest.approx([-0.2] * 5)
-
-
-# --- the reference
-
-
-def test_the_kl_term_has_its_closed_form() -> None:
-    """exp(g) - g - 1 with g = reference - logprob: 0.306853 at ln 2, 0.193147 at -ln 2; gradient 1 - exp(g)."""
-    algorithm = dr_grpo.make(DrGrpoSpec(kl_coef=0.5))
-    assert algorithm.needs_reference
-    (micro,) = make_batch(
-        [group_of((1.0, 1), (0.0, 2))], algorithm, micro_tokens=100, version=0, hidden_size=0, device=CPU
-    ).micro
-    scored = score_of(micro)
-    micro.credit_N = torch.zeros(3)
-    micro.reference_N = scored.logprobs_N.detach() + torch.tensor([math.log(2), -math.log(2), 0.0])
-    loss, metrics = algorithm.loss(scored, micro, Totals(tokens=3, sequences=2))
-    assert loss.item() == pytest.approx(0.5 * (0.306853 + 0.193147) / 3, abs=1e-6)
-    assert metrics["loss/kl"] == pytest.approx(0.5, abs=1e-5)
-    (gradient_N,) = torch.autograd.grad(loss, scored.logprobs_N)
-    assert gradient_N.tolist() == pytest.approx([0.5 * -1.0 / 3, 0.5 * 0.5 / 3, 0.0], abs=1e-6)
-
-
-def test_without_a_coefficient_no_reference_is_asked_for() -> None:
-    assert not dr_grpo.make(DrGrpoSpec()).needs_reference
-    assert not grpo.make(GrpoSpec()).needs_reference
-    assert not rloo.make(RlooSpec()).needs_reference
+    assert torch.autograd.grad(loss, given.logprobs_N)[0].tolist() == pytest.approx([-0.2] * 5)
 
 
 # --- against plain REINFORCE, on a real model

@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor
 
 from tandem.algo import dr_grpo, grpo, rloo
-from tandem.algo.policy_gradient import by_group
 from tandem.model.policy import CausalPolicy
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DrGrpoSpec, GrpoSpec, RlooSpec
@@ -121,13 +120,15 @@ def weight_of(version: int) -> float:
 def weighted() -> Algorithm:
     """Each token has a weight of its own, so that no two can be mistaken for each other."""
 
-    def credit(group: Group) -> list[list[float]]:
-        return [[weight_of(v) for v, t in zip(t.versions, t.trained, strict=True) if t] for t in group]
+    def credit(groups: Sequence[Group]) -> list[list[list[float]]]:
+        return [
+            [[weight_of(v) for v, t in zip(t.versions, t.trained, strict=True) if t] for t in group] for group in groups
+        ]
 
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         return -(scored.logprobs_N * micro.credit_N).sum() / totals.tokens, {}
 
-    return Algorithm("weighted", lambda group: True, by_group(credit), loss)
+    return Algorithm("weighted", lambda group: True, credit, loss)
 
 
 # --- the two ways

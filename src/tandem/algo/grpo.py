@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from tandem.algo.policy_gradient import by_group, centred, has_signal, policy_loss, spread_over_tokens
-from tandem.protocols import Algorithm, Credit
+from tandem.algo import policy_gradient
+from tandem.algo.credit import by_group, standardised
+from tandem.protocols import Algorithm
 from tandem.spec.algorithm import GrpoSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 
 def make(spec: GrpoSpec) -> Algorithm:
-    def credit(group: Group) -> Credit:
-        spread = statistics.pstdev(trajectory.reward for trajectory in group) + spec.spread_floor
-        return spread_over_tokens(group, [advantage / spread for advantage in centred(group)])
+    def advantages(rewards_G: Sequence[float]) -> list[float]:
+        return standardised(rewards_G, spec.spread_floor)
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        return policy_loss(spec, scored, micro, 1 / (micro.length_N * totals.sequences))
-
-    return Algorithm("grpo", has_signal, by_group(credit), loss, needs_reference=spec.kl_coef > 0)
+    return policy_gradient.make(
+        "grpo", spec, by_group(advantages), policy_gradient.clipped(spec), policy_gradient.sequence_mean
+    )

@@ -1,75 +1,132 @@
-"""What the policy-gradient algorithms share: the clipped, truncated objective. N trained tokens."""
+"""What the policy-gradient algorithms share: an objective per token, a share per token, a KL term. N trained tokens."""
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from tandem.protocols import Credit
-from tandem.spec.algorithm import AlgorithmSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs
+from tandem.algo import ratio
+from tandem.algo.credit import Advantages, has_signal, spread_over_tokens
+from tandem.protocols import Algorithm, Credit
+from tandem.spec.algorithm import ClippedSpec, RewardSpec
+from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 
-def has_signal(group: Group) -> bool:
-    """Siblings with equal rewards have no advantage over each other."""
-    return len({trajectory.reward for trajectory in group}) > 1 and any(trajectory.num_trained for trajectory in group)
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is maximised, token by token."""
+
+    value_N: Tensor
+    """With the gradient."""
+    weight_N: Tensor
+    """A constant: what the KL term is weighed with."""
+    metrics: Metrics
+    """Sums over tokens; the trainer divides them by how many it computed."""
 
 
-def by_group(credit: Callable[[Group], Credit]) -> Callable[[Sequence[Group]], list[Credit]]:
-    """For algorithms that compare siblings only."""
-    return lambda groups: [credit(group) for group in groups]
+class Clip(Protocol):
+    @property
+    def clip_low(self) -> float: ...
+    @property
+    def clip_high(self) -> float: ...
 
 
-def spread_over_tokens(group: Group, advantages_G: list[float]) -> Credit:
-    return [[advantage] * trajectory.num_trained for trajectory, advantage in zip(group, advantages_G, strict=True)]
+MakeObjective = Callable[[Tensor, MicroBatch, Tensor], Objective]
+"""Of the logprobs, their micro-batch and the credit of each token."""
+Share = Callable[[MicroBatch, Totals], Tensor]
+"""What each token counts in the optimizer step: sums to 1 over all of it, however it is cut."""
 
 
-def centred(group: Group) -> list[float]:
-    if not has_signal(group):
-        return [0.0] * len(group)  # exactly: a mean of equal rewards may be off by a rounding
-    mean = statistics.fmean(trajectory.reward for trajectory in group)
-    return [trajectory.reward - mean for trajectory in group]
+def token_mean(micro: MicroBatch, totals: Totals) -> Tensor:
+    return micro.length_N.new_full(micro.length_N.shape, 1 / totals.tokens)
 
 
-def objective(logprobs_N: Tensor, behaviour_N: Tensor, credit_N: Tensor, spec: AlgorithmSpec) -> tuple[Tensor, Metrics]:
-    """min(w A, clip(w) A) per token, with w = min(pi / behaviour, cap).
+def sequence_mean(micro: MicroBatch, totals: Totals) -> Tensor:
+    return 1 / (micro.length_N * totals.sequences)
 
-    The truncation bounds the weight and keeps the gradient: past the cap a token still pushes, with weight `cap`.
-    The clip ends the gradient: above 1 + clip_high where A > 0, below 1 - clip_low where A < 0, and nowhere else.
-    """
-    truncated_N = (logprobs_N.detach() - behaviour_N).exp().clamp(max=spec.ratio_cap)
-    weight_N = (
-        truncated_N * (logprobs_N - logprobs_N.detach()).exp()
-    )  # value: truncated; gradient: truncated * d logprob
-    clipped_N = weight_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
-    objective_N = torch.minimum(weight_N * credit_N, clipped_N * credit_N)
-    with torch.no_grad():
-        beyond_N = torch.where(
-            credit_N > 0, truncated_N > 1 + spec.clip_high, (truncated_N < 1 - spec.clip_low) & (credit_N < 0)
-        )
-        metrics = {
-            "loss/clip_fraction": beyond_N.float().sum().item(),
-            "loss/cap_fraction": (truncated_N >= spec.ratio_cap).float().sum().item(),
-            "loss/ratio_mean": truncated_N.sum().item(),
-        }
-    return objective_N, metrics
+
+def make(
+    name: str,
+    spec: RewardSpec,
+    advantages: Advantages,
+    objective: MakeObjective,
+    share: Share,
+    keep: Callable[[Group], bool] = has_signal,
+) -> Algorithm:
+    def credit(groups: Sequence[Group]) -> list[Credit]:
+        pairs = zip(groups, advantages(groups), strict=True)
+        return [spread_over_tokens(group, advantages_G, spec.advantage_clip) for group, advantages_G in pairs]
+
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        return policy_loss(spec, objective, scored, micro, share(micro, totals))
+
+    return Algorithm(name, keep, credit, loss, needs_reference=spec.kl_coef > 0)
 
 
 def policy_loss(
-    spec: AlgorithmSpec, scored: TokenLogprobs, micro: MicroBatch, share_N: Tensor
+    spec: RewardSpec, objective: MakeObjective, scored: TokenLogprobs, micro: MicroBatch, share_N: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """The loss of one micro-batch. `share_N` weighs each token within the optimizer step (it sums to 1 over all of it).
-
-    Metrics are sums over tokens; the trainer divides them by how many it computed.
-    """
-    objective_N, sums = objective(scored.logprobs_N, micro.behaviour_N, micro.credit_N, spec)
-    loss = -(objective_N * share_N).sum()
+    """The loss of one micro-batch."""
+    if micro.reference_N is None:
+        made = objective(scored.logprobs_N, micro, micro.credit_N)
+        kl_N = torch.zeros_like(made.weight_N)
+    else:
+        kl_N = divergence(spec.kl_estimator, scored.logprobs_N, micro.reference_N)
+        # k1's own gradient says nothing (its mean is zero); as part of the credit it gives the KL's.
+        penalty_N = spec.kl_coef * kl_N.detach() if spec.kl_estimator == "k1" else 0.0
+        made = objective(scored.logprobs_N, micro, micro.credit_N - penalty_N)
+    loss = -(made.value_N * share_N).sum()
+    sums = {**made.metrics, "policy/entropy": scored.entropy_N.sum().item()}
     if micro.reference_N is not None:
-        gap_N = micro.reference_N - scored.logprobs_N
-        kl_N = gap_N.exp() - gap_N - 1  # never negative, unbiased for tokens that this policy sampled
-        loss = loss + spec.kl_coef * (kl_N * share_N).sum()
         sums["loss/kl"] = kl_N.detach().sum().item()
-    return loss, {**sums, "policy/entropy": scored.entropy_N.sum().item()}
+        if spec.kl_estimator != "k1":
+            loss = loss + spec.kl_coef * (made.weight_N * kl_N * share_N).sum()
+    return loss, sums
+
+
+def divergence(estimator: Literal["k1", "k2", "k3"], logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Estimates of KL(policy, reference) from tokens that the policy sampled; k1 and k3 without bias."""
+    gap_N = reference_N - logprobs_N
+    if estimator == "k1":
+        return -gap_N
+    return gap_N.square() / 2 if estimator == "k2" else gap_N.exp() - gap_N - 1
+
+
+def clipped(spec: ClippedSpec) -> MakeObjective:
+    """The clipped surrogate with the spec's correction."""
+
+    def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
+        found = ratio.corrected(logprobs_N, micro, spec.correction)
+        made = surrogate(logprobs_N, found.weight_N, found.drift_N, credit_N * found.inside_N, spec)
+        return Objective(made.value_N, made.weight_N, {**made.metrics, **found.metrics})
+
+    return objective
+
+
+def surrogate(
+    logprobs_N: Tensor, weight_N: Tensor, drift_N: Tensor, credit_N: Tensor, clip: Clip, dual: float = math.inf
+) -> Objective:
+    """Per token min(d A, clip(d) A), and not below dual * A where A < 0, with the drift d.
+
+    The clip ends the gradient: above 1 + clip_high where A > 0; below 1 - clip_low, or above `dual`, where A < 0; and
+    nowhere else. Where it does not, the gradient is weight * A: a weight that was cut still pushes.
+    """
+    low, high = 1 - clip.clip_low, 1 + clip.clip_high
+    bounded_N = torch.where(credit_N > 0, drift_N.clamp(max=high), drift_N.clamp(low, dual))
+    free_N = drift_N == bounded_N
+    value_N = credit_N * torch.where(free_N, pushing(weight_N, logprobs_N), bounded_N)
+    metrics = {
+        "loss/clip_fraction": (~free_N & (credit_N != 0)).float().sum().item(),
+        "loss/ratio_mean": weight_N.sum().item(),
+    }
+    return Objective(value_N, weight_N, metrics)
+
+
+def pushing(weight_N: Tensor, logprobs_N: Tensor) -> Tensor:
+    """The value of the weight, with the gradient weight * d logprob."""
+    return weight_N * (logprobs_N - logprobs_N.detach()).exp()

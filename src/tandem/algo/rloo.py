@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from tandem.algo.dr_grpo import token_mean_loss
-from tandem.algo.policy_gradient import by_group, centred, has_signal, spread_over_tokens
-from tandem.protocols import Algorithm, Credit
+from collections.abc import Sequence
+
+from tandem.algo import policy_gradient
+from tandem.algo.credit import by_group, centred
+from tandem.protocols import Algorithm
 from tandem.spec.algorithm import RlooSpec
-from tandem.types import Group
 
 
 def make(spec: RlooSpec) -> Algorithm:
-    def credit(group: Group) -> Credit:
+    def advantages(rewards_G: Sequence[float]) -> list[float]:
         # r - mean(others) = (r - mean(all)) * G / (G - 1)
-        scale = len(group) / (len(group) - 1)
-        return spread_over_tokens(group, [advantage * scale for advantage in centred(group)])
+        scale = len(rewards_G) / (len(rewards_G) - 1)
+        return [advantage * scale for advantage in centred(rewards_G)]
 
-    return Algorithm("rloo", has_signal, by_group(credit), token_mean_loss(spec), needs_reference=spec.kl_coef > 0)
+    return policy_gradient.make(
+        "rloo", spec, by_group(advantages), policy_gradient.clipped(spec), policy_gradient.token_mean
+    )

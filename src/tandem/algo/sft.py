@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from tandem.algo.policy_gradient import by_group
+from tandem.algo.credit import has_tokens
 from tandem.protocols import Algorithm, Credit
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 
 def make() -> Algorithm:
-    def keep(group: Group) -> bool:
-        return any(trajectory.num_trained for trajectory in group)
-
-    def credit(group: Group) -> Credit:
-        return [[1.0] * trajectory.num_trained for trajectory in group]
+    def credit(groups: Sequence[Group]) -> list[Credit]:
+        return [[[1.0] * trajectory.num_trained for trajectory in group] for group in groups]
 
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         value = -(scored.logprobs_N * micro.credit_N).sum() / totals.tokens
         return value, {"policy/entropy": scored.entropy_N.sum().item()}
 
-    return Algorithm("sft", keep, by_group(credit), loss)
+    return Algorithm("sft", has_tokens, credit, loss)

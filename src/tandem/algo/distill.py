@@ -1,0 +1,39 @@
+"""On-policy distillation: the policy samples, a teacher judges each token (reverse KL)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tandem.algo import ratio
+from tandem.algo.credit import centred, has_tokens, rewards, spread_over_tokens
+from tandem.algo.policy_gradient import pushing, token_mean
+from tandem.protocols import Algorithm, Credit
+from tandem.spec.algorithm import DistillSpec
+from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+
+
+def make(spec: DistillSpec) -> Algorithm:
+    def credit(groups: Sequence[Group]) -> list[Credit]:
+        """What rewards add; the teacher's part is known only where the loss is."""
+        scaled = [[spec.reward_coef * advantage for advantage in centred(rewards(group))] for group in groups]
+        return [spread_over_tokens(group, scaled_G, clip=0.0) for group, scaled_G in zip(groups, scaled, strict=True)]
+
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        assert micro.reference_N is not None, "distill: the teacher's logprobs are missing"
+        gap_N = scored.logprobs_N.detach() - micro.reference_N
+        credit_N = micro.credit_N - gap_N
+        if spec.advantage_clip:
+            credit_N = credit_N.clamp(-spec.advantage_clip, spec.advantage_clip)
+        found = ratio.corrected(scored.logprobs_N, micro, spec.correction)
+        value_N = pushing(found.weight_N, scored.logprobs_N) * credit_N
+        sums = {
+            **found.metrics,
+            "loss/ratio_mean": found.weight_N.sum().item(),
+            "loss/kl": gap_N.sum().item(),
+            "policy/entropy": scored.entropy_N.sum().item(),
+        }
+        return -(value_N * token_mean(micro, totals)).sum(), sums
+
+    return Algorithm("distill", has_tokens, credit, loss, needs_reference=True)

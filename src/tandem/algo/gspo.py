@@ -1,0 +1,27 @@
+"""GSPO: one ratio for a whole sequence, clipped as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tandem.algo import policy_gradient, ratio
+from tandem.algo.credit import by_group, standardised
+from tandem.algo.policy_gradient import Objective
+from tandem.protocols import Algorithm
+from tandem.spec.algorithm import GspoSpec
+from tandem.types import MicroBatch
+
+
+def make(spec: GspoSpec) -> Algorithm:
+    def advantages(rewards_G: Sequence[float]) -> list[float]:
+        return standardised(rewards_G, spec.spread_floor)
+
+    def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
+        """Each token of a sequence has a share of 1 / length, so together they push by ratio * A * mean d logprob."""
+        log_ratio_N = ratio.log_ratio(logprobs_N, micro)
+        ratio_N = ratio.exp(ratio.sequence_sum(log_ratio_N, micro) / micro.length_N)
+        return policy_gradient.surrogate(logprobs_N, ratio_N, ratio_N, credit_N, spec)
+
+    return policy_gradient.make("gspo", spec, by_group(advantages), objective, policy_gradient.sequence_mean)

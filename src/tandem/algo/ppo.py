@@ -1,0 +1,24 @@
+"""PPO's clipped surrogate without a critic: reward minus the group's mean, and a second clip for A < 0 (dual clip)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tandem.algo import policy_gradient, ratio
+from tandem.algo.credit import by_group, centred
+from tandem.algo.policy_gradient import Objective
+from tandem.protocols import Algorithm
+from tandem.spec.algorithm import PpoSpec
+from tandem.types import MicroBatch
+
+
+def make(spec: PpoSpec) -> Algorithm:
+    def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
+        ratio_N = ratio.exp(ratio.log_ratio(logprobs_N, micro))
+        made = policy_gradient.surrogate(logprobs_N, ratio_N, ratio_N, credit_N, spec, dual=spec.dual_clip)
+        beyond = ((ratio_N > spec.dual_clip) & (credit_N < 0)).float().sum().item()
+        # No clip ends the KL term: it needs a bound of its own.
+        kl_weight_N = ratio_N.clamp(max=spec.dual_clip)
+        return Objective(made.value_N, kl_weight_N, {**made.metrics, "loss/dual_clip_fraction": beyond})
+
+    return policy_gradient.make("ppo", spec, by_group(centred), objective, policy_gradient.token_mean)

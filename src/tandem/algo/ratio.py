@@ -1,0 +1,57 @@
+"""What a token weighs when an older version sampled it. N trained tokens, S sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.spec.algorithm import Correction, MaskSequence, MaskToken, NoCorrection, TruncateSequence
+from tandem.types import Metrics, MicroBatch
+
+_MOST = 20.0  # of a log-ratio: e^20 is beyond any cap, and finite in fp32 whatever it is multiplied with
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Constants: no gradient flows through them."""
+
+    weight_N: Tensor
+    """What a token's push is multiplied with."""
+    drift_N: Tensor
+    """How far the token has moved since it was sampled: what a clip looks at."""
+    inside_N: Tensor
+    """False: left out by a mask."""
+    metrics: Metrics
+
+
+def log_ratio(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
+    return logprobs_N.detach() - micro.behaviour_N
+
+
+def exp(log_ratio_N: Tensor) -> Tensor:
+    return log_ratio_N.clamp(max=_MOST).exp()
+
+
+def sequence_sum(values_N: Tensor, micro: MicroBatch) -> Tensor:
+    """For each token, the sum over its sequence."""
+    return values_N.new_zeros(len(micro.group_S)).index_add(0, micro.sequence_N, values_N)[micro.sequence_N]
+
+
+def corrected(logprobs_N: Tensor, micro: MicroBatch, correction: Correction) -> Ratio:
+    log_ratio_N = log_ratio(logprobs_N, micro)
+    token_N = exp(log_ratio_N)
+    whole = isinstance(correction, TruncateSequence | MaskSequence)
+    ratio_N = exp(sequence_sum(log_ratio_N, micro)) if whole else token_N
+    inside_N, metrics = torch.ones_like(ratio_N, dtype=torch.bool), Metrics()
+    if isinstance(correction, NoCorrection):
+        weight_N = ratio_N
+    elif isinstance(correction, MaskToken | MaskSequence):
+        inside_N = (correction.ratio_floor <= ratio_N) & (ratio_N <= correction.ratio_cap)
+        weight_N = ratio_N * inside_N
+        metrics["loss/mask_fraction"] = (~inside_N).float().sum().item()
+    else:
+        weight_N = ratio_N.clamp(max=correction.ratio_cap)
+        metrics["loss/cap_fraction"] = (weight_N >= correction.ratio_cap).float().sum().item()
+    return Ratio(weight_N, token_N if whole else weight_N, inside_N, metrics)

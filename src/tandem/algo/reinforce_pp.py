@@ -1,0 +1,31 @@
+"""REINFORCE++: advantages normalised over all groups of the step, every token counted alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from tandem.algo import policy_gradient
+from tandem.algo.credit import centred, has_signal, has_tokens, rewards
+from tandem.protocols import Algorithm
+from tandem.spec.algorithm import ReinforcePpSpec
+from tandem.types import Group
+
+
+def make(spec: ReinforcePpSpec) -> Algorithm:
+    by_siblings = spec.baseline == "group"
+
+    def advantages(groups: Sequence[Group]) -> list[list[float]]:
+        """Every trajectory counts once in the mean and in the spread, however long it is."""
+        if by_siblings:
+            flat = [advantage for group in groups for advantage in centred(rewards(group))]
+        else:
+            flat = centred([reward for group in groups for reward in rewards(group)])
+        spread = statistics.pstdev(flat) + spec.spread_floor
+        remaining = iter(flat)
+        return [[next(remaining) / spread for _ in group] for group in groups]
+
+    return policy_gradient.make(
+        "reinforce_pp", spec, advantages, policy_gradient.clipped(spec), policy_gradient.token_mean,
+        keep=has_signal if by_siblings else has_tokens,
+    )  # fmt: skip
