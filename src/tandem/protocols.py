@@ -114,6 +114,8 @@ class Policy(Protocol):
 
 class Optimizer(Protocol):
     def update(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None: ...   # uses them up
+    @property
+    def workspace_bytes(self) -> int: ...                 # at most held while an update is applied
     def drain_metrics(self) -> Metrics: ...               # what became of the updates since the last call
     def state(self) -> dict[str, Tensor]: ...             # by parameter name; with the bits that 16-bit weights lack
     def load(self, state: Mapping[str, Tensor]) -> None: ...

@@ -14,8 +14,10 @@ from tandem.optim.master import Master, Rows
 from tandem.optim.rule import Rule, Slot
 from tandem.types import Metrics
 
-_CHUNK = 2**26
-"""Numbers updated together. Each needs a few fp32 temporaries: 64 M of them are 256 MiB apiece."""
+_CHUNK = 2**24
+"""Numbers updated together."""
+_BYTES_A_NUMBER = 40
+"""While it is updated: value, gradient, what it was, what was kept, and the terms of two expressions, in fp32."""
 
 
 class Optimizer:
@@ -53,6 +55,12 @@ class Optimizer:
                 pieces, numbers = [], 0
         if pieces:
             self._apply(pieces)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """At most held while an update is applied."""
+        whole = [tensor.numel() for name, tensor in self._parameters.items() if not self._rules[name].by_rows]
+        return _BYTES_A_NUMBER * max(_CHUNK, *whole, 0)
 
     def drain_metrics(self) -> Metrics:
         """What became of the updates since the last call."""

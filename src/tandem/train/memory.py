@@ -21,38 +21,47 @@ class Memory:
 
     def __init__(self, policy: Policy, optimizer: Optimizer) -> None:
         self._policy, self._optimizer = policy, optimizer
-        self._largest = 0
+        self._largest_micro = 0
         self._gib: Metrics = {}
 
     @contextmanager
     def forward(self, micro: MicroBatch) -> Iterator[None]:
         size = micro.ids_BT.numel()
-        if size <= self._largest:
+        if size <= self._largest_micro:
             yield
             return
-        self._largest = size
+        self._largest_micro = size
         weights = [tensor for _, tensor in self._policy.weights(0).tensors()]
         saved = _Saved(weights)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             yield
         state = self._optimizer.state()
-        master = [tensor for name, tensor in state.items() if name.endswith("|master")]
+        on_device = [tensor for tensor in state.values() if tensor.device == micro.ids_BT.device]
+        master = [state[name] for name in state if name.endswith("|master")]
         self._gib = {
             "memory/weights": size_bytes(weights) / _GIB,
             "memory/master": size_bytes(master) / _GIB,
-            "memory/optimizer": (size_bytes(state.values()) - size_bytes(master)) / _GIB,
+            "memory/optimizer": (size_bytes(on_device) - size_bytes(master)) / _GIB,
             "memory/activations": saved.bytes / _GIB,
             "memory/logits": self._policy.head_bytes(len(micro.target_N)) / _GIB,
         }
 
-    def metrics(self, gradient_bytes: int) -> Metrics:
+    def metrics(self, gradient_bytes: int, num_micro: int) -> Metrics:
         """`gradient_bytes`: of the gradients that exist at once."""
         if not self._gib:
             return {}
-        peak = {}
+        gib = {**self._gib, "memory/gradients": gradient_bytes / _GIB}
+        largest = max(size_bytes([tensor]) for _, tensor in self._policy.trainable()) / _GIB
+        # Backward begins with every activation, and the gradient of the head is made first. The first gradients of a
+        # step are small against what they replace; those of earlier micro-batches are all there.
+        backward = gib["memory/activations"] + gib["memory/logits"]
+        backward += gib["memory/gradients"] if num_micro > 1 else largest
+        update = gib["memory/gradients"] + self._optimizer.workspace_bytes / _GIB
+        always = gib["memory/weights"] + gib["memory/master"] + gib["memory/optimizer"]
+        gib["memory/accounted"] = always + max(backward, update)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            peak = {"memory/peak": torch.cuda.max_memory_allocated() / _GIB}
-        return {**self._gib, "memory/gradients": gradient_bytes / _GIB, **peak}
+            gib["memory/peak"] = torch.cuda.max_memory_allocated() / _GIB
+        return gib
 
 
 class _Saved:

@@ -108,7 +108,7 @@ class PolicyTrainer:
             self._collected.clear()
             self._set_aside(batch, norm, metrics["loss/total"])
             return None
-        memory = self._memory.metrics(size_bytes(gradients.values()))
+        memory = self._memory.metrics(size_bytes(gradients.values()), len(batch.micro))
         self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
         self._collected.clear()
         return {**metrics, **memory, "grad/norm": norm}
@@ -125,7 +125,7 @@ class PolicyTrainer:
         if not math.isfinite(metrics["loss/total"]):
             self._set_aside(batch, math.nan, metrics["loss/total"])
             return None
-        return {**metrics, **self._memory.metrics(self._released.largest_bytes), **self._released.metrics()}
+        return {**metrics, **self._memory.metrics(self._released.largest_bytes, 1), **self._released.metrics()}
 
     def _forward_backward(self, batch: Batch, *, refuse_bad_loss: bool = False) -> Metrics:
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
