@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tandem.engine.sample import Settings, draw
 from tandem.errors import SpecError
 from tandem.ops.head import Head
+from tandem.ops.score import WORKSPACE_BYTES
 
 VOCAB, HIDDEN = 131, 32
+SMALL = 50_000
+"""Bytes of workspace: some thirty tokens at a time when fused, some fifteen when checkpointed."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,22 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+def adapted(targets: list[str], **options: Any) -> Any:
+    with warnings.catch_warnings():
+        # peft asks the model by a name that transformers 5.23 deprecates.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=targets, **options))
+
+
+def checkpointed(module: Any, num_ids: int = VOCAB) -> Head:
+    """A head with something in the way of fusing."""
+    module.get_output_embeddings().register_forward_hook(lambda *_: None)
+    return Head(module, num_ids)
+
+
+WAYS: dict[str, Callable[[Any, int], Head]] = {"fused": Head, "checkpointed": checkpointed}
+
+
 def naive(module: Any, hidden_NH: Tensor, ids_N: Tensor, temperature: float, num_ids: int) -> tuple[Tensor, Tensor]:
     """[tokens, vocab] as the model's own config describes its head."""
     config = module.config
@@ -75,21 +97,23 @@ def tokens(count: int, num_ids: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("num_ids", [VOCAB, 100])
 def test_logprobs_entropy_and_gradients_are_those_of_the_naive_way(
-    architecture: str, temperature: float, num_ids: int
+    way: str, architecture: str, temperature: float, num_ids: int
 ) -> None:
     module = MODELS[architecture]()
-    head = Head(module, num_ids)
+    head = WAYS[way](module, num_ids)
+    assert head.fused == (way == "fused")
     hidden_NH, ids_N, weight_N = tokens(77, num_ids)
     matrix = module.get_output_embeddings().weight
-    ours, entropy_N = head.logprobs(hidden_NH, ids_N, temperature, chunk=10)
+    ours, entropy_N = head.logprobs(hidden_NH, ids_N, temperature, workspace_bytes=SMALL)
     our_grads = torch.autograd.grad((ours * weight_N).sum(), [hidden_NH, matrix])
     theirs, their_entropy_N = naive(module, hidden_NH, ids_N, temperature, num_ids)
     their_grads = torch.autograd.grad((theirs * weight_N).sum(), [hidden_NH, matrix])
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-6)
     torch.testing.assert_close(entropy_N, their_entropy_N, atol=1e-5, rtol=0)
     for our_grad, their_grad in zip(our_grads, their_grads, strict=True):
         torch.testing.assert_close(our_grad, their_grad, atol=1e-5, rtol=1e-5)
@@ -98,13 +122,27 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_naive_way(
     assert our_grads[1][num_ids:].abs().max() == 0 if num_ids < VOCAB else True
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 77, 1000])
-def test_the_size_of_a_chunk_changes_nothing(chunk: int) -> None:
-    head = Head(MODELS["plain"](), VOCAB)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("workspace_bytes", [1, 5_000, 1_000_000])
+def test_the_size_of_the_workspace_changes_nothing(way: str, workspace_bytes: int) -> None:
+    head = WAYS[way](MODELS["plain"](), VOCAB)
     hidden_NH, ids_N, _ = tokens(77)
     torch.testing.assert_close(
-        head.logprobs(hidden_NH, ids_N, 1.0, chunk)[0], head.logprobs(hidden_NH, ids_N, 1.0)[0], atol=1e-6, rtol=0
+        head.logprobs(hidden_NH, ids_N, 1.0, workspace_bytes=workspace_bytes)[0],
+        head.logprobs(hidden_NH, ids_N, 1.0)[0],
+        atol=5e-6,
+        rtol=0,
     )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_no_tokens_are_no_special_case(way: str, top_p: float) -> None:
+    head = WAYS[way](MODELS["plain"](), VOCAB)
+    hidden_NH, ids_N, _ = tokens(0)
+    logprobs_N, entropy_N = head.logprobs(hidden_NH, ids_N, 0.7, top_p)
+    logprobs_N.sum().backward()
+    assert logprobs_N.shape == entropy_N.shape == (0,)
 
 
 class Largest(TorchDispatchMode):
@@ -129,18 +167,25 @@ def largest(score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], count: int
     return seen.elements
 
 
-def test_tokens_by_vocab_is_never_held_in_forward_or_backward() -> None:
-    module = MODELS["plain"]()
-    head, count, chunk = Head(module, VOCAB), 1000, 300
-    held = largest(lambda hidden_NH, ids_N: head.logprobs(hidden_NH, ids_N, 0.7, chunk), count)
-    assert held == chunk * VOCAB > count * HIDDEN
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_tokens_by_vocab_is_never_held_in_forward_or_backward(way: str, top_p: float) -> None:
+    module, count, workspace_bytes = MODELS["plain"](), 1000, 400_000
+    head = WAYS[way](module, VOCAB)
+    held = largest(
+        lambda hidden_NH, ids_N: head.logprobs(hidden_NH, ids_N, 0.7, top_p, workspace_bytes=workspace_bytes), count
+    )
+    assert held < count * VOCAB
+    assert (held <= count * HIDDEN) or (held * 4 <= workspace_bytes)
     held_naively = largest(lambda hidden_NH, ids_N: naive(module, hidden_NH, ids_N, 0.7, VOCAB), count)
     assert held_naively == count * VOCAB, "the watch sees what it should see"
 
 
-def test_one_chunk_of_logits_lives_at_a_time() -> None:
-    """Saved for backward are hidden states and ids, no logits of any chunk."""
-    head = Head(MODELS["plain"](), VOCAB)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_no_logits_are_kept_for_backward(way: str, top_p: float) -> None:
+    """Saved are hidden states, weight, ids, and a number or two for each token."""
+    head = WAYS[way](MODELS["plain"](), VOCAB)
     hidden_NH, ids_N, _ = tokens(1000)
     saved: list[int] = []
 
@@ -149,22 +194,130 @@ def test_one_chunk_of_logits_lives_at_a_time() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        head.logprobs(hidden_NH, ids_N, 1.0, chunk=50)
-    assert max(saved, default=0) <= 1000 * HIDDEN
-    assert 50 * VOCAB not in saved
+        head.logprobs(hidden_NH, ids_N, 1.0, top_p, workspace_bytes=SMALL)
+    assert sum(saved) <= 1000 * HIDDEN + VOCAB * HIDDEN + 2 * 1000
+    assert saved
 
 
-def test_scoring_without_a_gradient_is_the_same() -> None:
-    head = Head(MODELS["softcap"](), VOCAB)
+@pytest.mark.parametrize("way", WAYS)
+def test_scoring_without_a_gradient_is_the_same(way: str) -> None:
+    head = WAYS[way](MODELS["softcap"](), VOCAB)
     hidden_NH, ids_N, _ = tokens(30)
     with torch.no_grad():
-        quiet = head.logprobs(hidden_NH, ids_N, 1.0, chunk=8)[0]
-    assert torch.equal(quiet, head.logprobs(hidden_NH, ids_N, 1.0, chunk=8)[0])
+        quiet = head.logprobs(hidden_NH, ids_N, 1.0, workspace_bytes=SMALL)[0]
+    assert torch.equal(quiet, head.logprobs(hidden_NH, ids_N, 1.0, workspace_bytes=SMALL)[0])
+
+
+# --- which heads are fused
+
+
+def test_a_head_that_cannot_be_fused_says_why_and_scores_all_the_same() -> None:
+    module = llama()
+    peft_module = adapted(["lm_head"], init_lora_weights=False)
+    cases = {"": module, "a bias": llama(), "is a Linear, not a plain nn.Linear": peft_module, "float16": llama()}
+    cases["a bias"].lm_head = torch.nn.Linear(HIDDEN, VOCAB)
+    cases["float16"].half()
+    for reason, each in cases.items():
+        head = Head(each, VOCAB)
+        assert head.fused == (reason == "")
+        assert reason in head.why_not_fused
+        hidden_NH, ids_N, _ = tokens(20)
+        hidden_NH = hidden_NH.detach().to(next(each.parameters()).dtype).requires_grad_()
+        ours_N, _ = head.logprobs(hidden_NH, ids_N, 0.8)
+        theirs_N, _ = naive(each, hidden_NH, ids_N, 0.8, VOCAB)
+        torch.testing.assert_close(ours_N, theirs_N, atol=1e-5, rtol=0)
+        (ours,) = torch.autograd.grad(ours_N.sum(), hidden_NH)
+        (theirs,) = torch.autograd.grad(theirs_N.sum(), hidden_NH)
+        torch.testing.assert_close(ours, theirs, atol=1e-5 if reason != "float16" else 2e-2, rtol=1e-5)
+
+
+def test_a_frozen_head_under_an_adapter_is_fused_and_gets_no_gradient() -> None:
+    module = adapted(["q_proj"])
+    head = Head(module, VOCAB)
+    hidden_NH, ids_N, _ = tokens(20)
+    assert head.fused
+    head.logprobs(hidden_NH, ids_N, 0.8)[0].sum().backward()
+    assert hidden_NH.grad is not None
+    assert head.linear.weight.grad is None
+
+
+def test_what_is_held_is_said_beforehand() -> None:
+    module = llama()
+    for head in (Head(module, VOCAB), checkpointed(module)):
+        assert 0 == head.buffer_bytes(0) < head.buffer_bytes(10) < head.buffer_bytes(20)
+        assert head.buffer_bytes(10**9) == WORKSPACE_BYTES
+
+
+# --- top-p
+
+
+def kept_by_hand(logits_V: Tensor, top_p: float) -> list[int]:
+    """One id after the other, the likeliest first, until `top_p` is reached."""
+    probs, before, kept = logits_V.double().softmax(-1).tolist(), 0.0, list[int]()
+    for at in sorted(range(len(probs)), key=lambda at: -probs[at]):
+        if kept and before >= top_p:
+            break
+        kept.append(at)
+        before += probs[at]
+    return kept
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ["plain", "softcap"])
+@pytest.mark.parametrize("top_p", [0.999, 0.9, 0.3, 1e-6])
+def test_under_top_p_the_distribution_is_the_nucleus_with_the_token_in_it(
+    way: str, architecture: str, top_p: float
+) -> None:
+    module, num_ids, temperature = MODELS[architecture](), 120, 0.8
+    head = WAYS[way](module, num_ids)
+    hidden_NH, ids_N, weight_N = tokens(60, num_ids)
+    matrix = module.get_output_embeddings().weight
+    ours_N, entropy_N = head.logprobs(hidden_NH, ids_N, temperature, top_p, workspace_bytes=SMALL)
+    our_grads = torch.autograd.grad((ours_N * weight_N).sum(), [hidden_NH, matrix])
+    logits_NV = head.logits(hidden_NH) / temperature
+    theirs, entropies, outside = [], [], 0
+    for logits_V, at in zip(logits_NV, ids_N.tolist(), strict=True):
+        kept = kept_by_hand(logits_V.detach(), top_p)
+        outside += at not in kept
+        kept = kept if at in kept else [*kept, at]
+        logprobs_K = logits_V[kept].log_softmax(-1)
+        theirs.append(logprobs_K[kept.index(at)])
+        entropies.append(-(logprobs_K.exp() * logprobs_K).sum())
+    assert outside > 10 or top_p > 0.9, "most random ids are outside"
+    torch.testing.assert_close(ours_N, torch.stack(theirs), atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy_N, torch.stack(entropies).detach(), atol=1e-5, rtol=0)
+    their_grads = torch.autograd.grad((torch.stack(theirs) * weight_N).sum(), [hidden_NH, matrix])
+    for our_grad, their_grad in zip(our_grads, their_grads, strict=True):
+        torch.testing.assert_close(our_grad, their_grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.05])
+def test_the_engine_reports_the_same_logprob_of_what_it_drew(dtype: torch.dtype, top_p: float) -> None:
+    rows, temperature = 500, 0.7
+    head = Head(MODELS["plain"]().to(dtype), VOCAB)
+    hidden_NH = tokens(rows)[0].detach().to(dtype)
+    hidden_NH[:20] = 0  # every id as likely as the next: the border runs through equals
+    settings = Settings.empty(rows, torch.device("cpu"))
+    settings.temperature_S.fill_(temperature)
+    settings.top_p_S.fill_(top_p)
+    settings.seed_S.copy_(torch.arange(rows))
+    with torch.no_grad():
+        logits_SV = head.logits(hidden_NH)
+    ids_S, theirs_S = draw(logits_SV, settings, torch.zeros(rows, dtype=torch.long))
+    ours_S, _ = head.logprobs(hidden_NH, ids_S, temperature, top_p)
+    torch.testing.assert_close(ours_S, theirs_S, atol=1e-5, rtol=0)
+    # One id more or less inside, and every logprob of its row would be another.
+    assert (head.logprobs(hidden_NH, ids_S, temperature, top_p * 0.9)[0] - theirs_S).abs().max() > 1e-3
+
+
+# --- what is understood
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_heads_that_are_understood_pass_the_check(architecture: str) -> None:
-    module = MODELS[architecture]()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_that_are_understood_pass_the_check(architecture: str, dtype: torch.dtype) -> None:
+    module = MODELS[architecture]().to(dtype)
     Head(module, VOCAB).check(module)
     Head(module, 100).check(module)
 
@@ -178,8 +331,9 @@ class Surprising(transformers.LlamaForCausalLM):
         return out
 
 
-def test_a_head_that_is_not_understood_is_refused_by_name() -> None:
-    module = tiny(transformers.LlamaConfig, Surprising)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_is_not_understood_is_refused_by_name(dtype: torch.dtype) -> None:
+    module = tiny(transformers.LlamaConfig, Surprising).to(dtype)
     with pytest.raises(SpecError, match="lm-head of Surprising is not understood"):
         Head(module, VOCAB).check(module)
 

@@ -5,13 +5,18 @@ Shapes: N tokens, H hidden, V vocabulary, C tokens in a chunk.
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.errors import SpecError
+from tandem.ops import score
+
+# Held at once for each logit of a chunk, in forward and backward of what is checkpointed.
+_CHECKPOINTED_BYTES, _SORTED_BYTES = 24, 48
 
 
 class Head:
@@ -41,8 +46,33 @@ class Head:
         )
         return out.last_hidden_state
 
+    @property
+    def fused(self) -> bool:
+        return not self.why_not_fused
+
+    @property
+    def why_not_fused(self) -> str:
+        """Why `logprobs` goes by way of the module and a checkpoint a chunk; empty if it does not."""
+        if type(self.linear) is not nn.Linear:
+            return f"the output embedding is a {type(self.linear).__name__}, not a plain nn.Linear"
+        weight_VH: Tensor = self.linear.weight
+        if self.linear.bias is not None:
+            return "the output embedding has a bias"
+        if self.linear._forward_hooks or self.linear._forward_pre_hooks:
+            return "the output embedding has forward hooks"
+        if type(weight_VH) not in (nn.Parameter, Tensor):
+            return f"the output embedding's weight is a {type(weight_VH).__name__}"
+        if weight_VH.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            return f"the output embedding's weight is {weight_VH.dtype}, too narrow for the gradient of a logit"
+        if weight_VH.is_cuda and find_spec("triton") is None:
+            return "triton is not installed"
+        return ""
+
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        logits_NV = self.linear(hidden_NH)[..., : self.num_ids].float()
+        if self.fused:
+            logits_NV = score.logits(hidden_NH, self._weight())[..., : self.num_ids]
+        else:
+            logits_NV = self.linear(hidden_NH)[..., : self.num_ids].float()
         if self._scale != 1.0:
             logits_NV = logits_NV * self._scale
         if self._softcap:
@@ -50,24 +80,55 @@ class Head:
         return logits_NV
 
     def logprobs(
-        self, hidden_NH: Tensor, ids_N: Tensor, temperature: float, chunk: int = 2048
+        self,
+        hidden_NH: Tensor,
+        ids_N: Tensor,
+        temperature: float,
+        top_p: float = 1.0,
+        workspace_bytes: int = score.WORKSPACE_BYTES,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of each id, entropy at each position; logits live for one chunk, in forward and in backward."""
+        """Logprob of each id, entropy at each position, under the distribution that a token is drawn from."""
+        if top_p >= 1 and self.fused:
+            return score.score(
+                hidden_NH,
+                self._weight(),
+                ids_N,
+                num_ids=self.num_ids,
+                scale=self._scale,
+                softcap=self._softcap,
+                temperature=temperature,
+                workspace_bytes=workspace_bytes,
+            )
+        bytes_a_logit = _CHECKPOINTED_BYTES if top_p >= 1 else _SORTED_BYTES
+        chunk = max(1, workspace_bytes // (self.num_ids * bytes_a_logit))
         pieces = [
-            checkpoint(self._score, hidden_CH, ids_C, temperature, use_reentrant=False)
+            checkpoint(self._score, hidden_CH, ids_C, temperature, top_p, use_reentrant=False)
             for hidden_CH, ids_C in zip(hidden_NH.split(chunk), ids_N.split(chunk), strict=True)
         ]
         logprobs_N, entropy_N = (torch.cat(part) for part in zip(*pieces, strict=True))
         return logprobs_N, entropy_N.detach()
 
-    def _score(self, hidden_CH: Tensor, ids_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def buffer_bytes(self, num_tokens: int) -> int:
+        """At most held while so many tokens are scored and differentiated."""
+        if self.fused:
+            return score.buffer_bytes(num_tokens, self._weight())
+        return min(score.WORKSPACE_BYTES, num_tokens * self.num_ids * _CHECKPOINTED_BYTES)
+
+    def _weight(self) -> Tensor:
+        return cast(Tensor, self.linear.weight)
+
+    def _score(self, hidden_CH: Tensor, ids_C: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         logits_CV = self.logits(hidden_CH)
         if temperature != 1.0:
-            logits_CV = logits_CV / temperature
+            # By a tensor: a GPU multiplies by the inverse of a number, and the engine's last bit decides at the border.
+            logits_CV = logits_CV / logits_CV.new_full((), temperature)
+        if top_p < 1:
+            logits_CV = logits_CV.masked_fill(outside_nucleus(logits_CV.detach(), ids_C, top_p), -torch.inf)
         log_z_C = logits_CV.logsumexp(-1)
         logprobs_C = logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - log_z_C
         with torch.no_grad():
-            entropy_C = log_z_C - ((logits_CV - log_z_C[:, None]).exp() * logits_CV).sum(-1)
+            kept_CV = logits_CV if top_p >= 1 else logits_CV.masked_fill(logits_CV == -torch.inf, 0)
+            entropy_C = log_z_C - ((logits_CV - log_z_C[:, None]).exp() * kept_CV).sum(-1)
         return logprobs_C, entropy_C
 
     @torch.no_grad()
@@ -75,11 +136,26 @@ class Head:
         """Refuse an architecture whose head does something that this class does not know."""
         device = next(module.parameters()).device
         ids = torch.arange(8, device=device)[None] % self.num_ids
-        ours = self.logits(self.hidden(ids, torch.arange(8, device=device)[None], None))
+        hidden = self.hidden(ids, torch.arange(8, device=device)[None], None)
+        ours = self.logits(hidden)
         theirs = module(input_ids=ids).logits[..., : self.num_ids].float()
         gap = (ours - theirs).abs().max().item()
-        if not gap <= 1e-3 * max(1.0, theirs.abs().max().item()):
+        # Theirs are rounded to the model's own dtype, and again by each step after the product.
+        tolerance = max(1e-3, 2 * torch.finfo(hidden.dtype).eps)
+        if not gap <= tolerance * max(1.0, theirs.abs().max().item()):
             raise SpecError(
                 f"model: the lm-head of {type(module).__name__} is not understood: its logits are {gap:.3g} off ours; "
                 "use an architecture with a plain, scaled or soft-capped head"
             )
+
+
+def outside_nucleus(logits_CV: Tensor, ids_C: Tensor, top_p: float) -> Tensor:
+    """What top-p leaves out, by the engine's rule: an id stays if those before it, the likeliest first, weigh less than
+    `top_p`. The first stays always, and so does the id that was drawn: the engine's own logits had it inside.
+    """
+    sorted_CV, order_CV = logits_CV.sort(dim=-1, descending=True, stable=True)
+    probs_CV = sorted_CV.softmax(-1)
+    beyond_CV = probs_CV.cumsum(-1) - probs_CV >= probs_CV.new_full((), top_p)
+    beyond_CV[:, 0] = False
+    outside_CV = torch.empty_like(beyond_CV).scatter_(-1, order_CV, beyond_CV)
+    return outside_CV.scatter_(-1, ids_C[:, None], False)
