@@ -1,4 +1,4 @@
-"""Two runs of one spec: the same bytes in metrics (timings apart) and weights?
+"""Two runs of one spec: the same bytes in metrics (time and memory apart) and weights?
 
 python benchmarks/determinism.py
 """
@@ -13,12 +13,14 @@ import tempfile
 from pathlib import Path
 
 from common import note, table
+from tandem.types import MEASURED
 
 SPEC = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 CASES = {
     "on-policy, full": [],
     "on-policy, LoRA": ["model.lora.rank=8"],
     "max_lag = 1, full": ["train.max_lag=1"],
+    "on-policy, bf16 and split": ["precision.weights=bfloat16"],
 }
 
 
@@ -28,7 +30,7 @@ def digests(overrides: list[str], directory: Path) -> tuple[str, str]:
         command += ["--set", override]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    kept = [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+    kept = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
     metrics = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
     return metrics[:16], hashlib.sha256((directory / "export" / "model.safetensors").read_bytes()).hexdigest()[:16]
 

@@ -13,7 +13,10 @@ Message: TypeAlias = Mapping[str, Any]
 """One chat message: `role`, `content`, and what else a template reads (`tool_calls`, `name`)."""
 
 Metrics: TypeAlias = dict[str, float]
-"""Numbers with slash names. Keys under `time/` are timings: the only ones that may differ between two equal runs."""
+"""Numbers with slash names."""
+
+MEASURED = ("time/", "memory/")
+"""What keys begin with that are measurements of a machine: the only ones that may differ between two equal runs."""
 
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompts, template glue, recorded data."""
@@ -78,6 +81,15 @@ class Completion:
         return [span.version for span in self.spans for _ in range(span.count)]
 
 
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What a turn of the assistant says to itself before it answers."""
+
+    num_tokens: int
+    """The mark that closes it included."""
+    closed: bool
+
+
 TrajectoryStatus: TypeAlias = Literal["finished", "truncated", "recorded"]
 
 
@@ -94,6 +106,10 @@ class Trajectory:
     reward: float = 0.0
     status: TrajectoryStatus = "finished"
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    thinking_tokens: int = 0
+    """Of the sampled ones: in thoughts, all turns together."""
+    unclosed: bool = False
+    """Some turn ended within its thought, so it was no answer."""
     task_id: str = ""
     messages: list[Message] = field(default_factory=list[Message])
     """The same conversation as text, for people to read; never tokenised again."""

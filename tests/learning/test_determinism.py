@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from conftest import Train, Trained
 
+from tandem.types import MEASURED
+
 # Rewards that differ between siblings from the first step on: a model that has learned nothing says bytes of all kinds.
 SCORED = """
 from dataclasses import dataclass
@@ -54,7 +56,7 @@ def spec(tmp_path: Path, **changes: Any) -> dict[str, Any]:
 def metrics(trained: Trained) -> bytes:
     """metrics.jsonl without its timings; the order of keys counts."""
     rows = [
-        {key: value for key, value in row.items() if not key.startswith("time/")} for row in trained.rows("metrics")
+        {key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in trained.rows("metrics")
     ]
     assert [row["step"] for row in rows] == list(range(1, 10))
     return json.dumps(rows).encode()

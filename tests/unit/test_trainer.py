@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tandem.algo import dr_grpo
 from tandem.engine.hf import EmbeddedEngine
-from tandem.errors import LogprobGap, NonFinite, SpecError
+from tandem.errors import LogprobGap, NonFinite, NothingLearned, SpecError
 from tandem.model.policy import CausalPolicy
+from tandem.model.precision import narrow
 from tandem.optim import master as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
@@ -32,7 +33,7 @@ from tandem.spec.optim import AdamWSpec, CosineSchedule
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
 from tandem.train.trainer import PolicyTrainer
-from tandem.types import Batch, Group, Metrics, MicroBatch, Sampling, TokenLogprobs, Totals, Trajectory
+from tandem.types import MEASURED, Batch, Group, Metrics, MicroBatch, Sampling, TokenLogprobs, Totals, Trajectory
 
 TOKENIZER = byte_tokenizer()
 CPU = torch.device("cpu")
@@ -191,11 +192,11 @@ def spoiled(value: float) -> Batch:
     return batch
 
 
-def root_of_zero() -> Algorithm:
-    """A finite loss whose gradient is not."""
+def root_of_zero(off: float = 0.0) -> Algorithm:
+    """A finite loss whose gradient is not; or, of a number that is off zero, one that is zero."""
 
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        return (scored.logprobs_N * 0).sum().sqrt(), {}
+        return ((scored.logprobs_N * 0).sum() + off).sqrt(), {}
 
     whole = dr_grpo.make(DrGrpoSpec())
     return Algorithm("root_of_zero", whole.keep, whole.credit, loss)
@@ -303,20 +304,45 @@ def test_the_temperature_of_the_rollouts_is_the_trainers() -> None:
 # --- saving and loading
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_three_steps_and_three_after_a_load_are_six_to_the_bit(lora: LoraSpec | None, tmp_path: Path) -> None:
+def make_narrow(master: Any, lora: LoraSpec | None = None, **options: Any) -> PolicyTrainer:
+    """In bf16, as the composition root makes it."""
+    module = llama()
+    narrow(module, CPU, None if lora else master.adopt)
+    torch.manual_seed(1)
+    policy = CausalPolicy(module, TOKENIZER, lora=lora)
+    return make_trainer(policy, optimizer=make_optimizer(policy, AdamW(AdamWSpec()), master), **options)
+
+
+TRAINERS: dict[str, Callable[..., PolicyTrainer]] = {
+    "full": lambda **options: make_trainer(make_policy(), **options),
+    "lora": lambda **options: make_trainer(make_policy(LORA), **options),
+    "split": lambda **options: make_narrow(masters.Split(), **options),
+    "fp32 copy": lambda **options: make_narrow(masters.Fp32Copy(), **options),
+    "stochastic": lambda **options: make_narrow(masters.Stochastic(3), **options),
+    "in place": lambda **options: make_narrow(masters.InPlace(), **options),
+    "lora on bf16": lambda **options: make_narrow(masters.Float32(), LORA, **options),
+    "split, released": lambda **options: make_narrow(masters.Split(), release=True, **options),
+}
+
+
+@pytest.mark.parametrize("make", TRAINERS.values(), ids=TRAINERS)
+def test_three_steps_and_three_after_a_load_are_six_to_the_bit(
+    make: Callable[..., PolicyTrainer], tmp_path: Path
+) -> None:
     def lr(step: int) -> float:
         return 1e-2 * lr_share(CosineSchedule(warmup_steps=2), step, 6)
 
     def run(trainer: PolicyTrainer, seeds: Sequence[int]) -> list[Metrics]:
-        return [trainer.step(make_step(make_group(seed), micro_tokens=32)) for seed in seeds]
+        micro_tokens = 10**6 if trainer._released else 32
+        steps = [trainer.step(make_step(make_group(seed), micro_tokens=micro_tokens)) for seed in seeds]
+        return [{key: value for key, value in step.items() if not key.startswith(MEASURED)} for step in steps]
 
-    straight = make_trainer(make_policy(lora), lr=lr, version=5)
+    straight = make(lr=lr, version=5)
     expected = run(straight, range(6))
-    first = make_trainer(make_policy(lora), lr=lr, version=5)
+    first = make(lr=lr, version=5)
     found = run(first, range(3))
     first.save(tmp_path / "step-8")
-    second = make_trainer(make_policy(lora), lr=lr)
+    second = make(lr=lr)
     with torch.no_grad():
         for _, tensor in second._policy.trainable():
             tensor.zero_()  # whatever it was, it comes from the checkpoint
@@ -327,6 +353,88 @@ def test_three_steps_and_three_after_a_load_are_six_to_the_bit(lora: LoraSpec | 
     assert second.version == straight.version == 11
     assert same(snapshot(second._policy), snapshot(straight._policy))  # pyright: ignore[reportArgumentType]
     assert same(second._optimizer.state(), straight._optimizer.state())
+
+
+def test_split_and_a_float32_copy_train_a_language_model_to_the_same_bits() -> None:
+    split, copied = (
+        make_narrow(masters.Split(), lr=lambda step: 1e-4),
+        make_narrow(masters.Fp32Copy(), lr=lambda step: 1e-4),
+    )
+    for seed in range(5):
+        ours, theirs = (each.step(make_step(make_group(seed), micro_tokens=32)) for each in (split, copied))
+        assert {**ours, "memory/master": 0, "memory/accounted": 0} == {
+            **theirs,
+            "memory/master": 0,
+            "memory/accounted": 0,
+        }
+        assert ours["update/lost_energy"] == 0
+        assert ours["memory/master"] == pytest.approx(ours["memory/weights"], rel=0.01)
+        assert theirs["memory/master"] == pytest.approx(2 * theirs["memory/weights"], rel=0.01)
+    assert same(snapshot(split._policy), snapshot(copied._policy))  # pyright: ignore[reportArgumentType]
+
+
+def test_release_wants_a_whole_step_in_one_micro_batch() -> None:
+    with pytest.raises(SpecError, match=r"train.gradient_release.* this one is \d+; raise train.micro_tokens"):
+        make_trainer(make_policy(), release=True).step(make_step(make_group(1), make_group(2), micro_tokens=16))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_under_release_a_loss_that_is_not_finite_moves_nothing(bad: float) -> None:
+    policy = make_policy()
+    trainer, before = make_trainer(policy, release=True), snapshot(policy)
+    batch = make_step(make_group(1), micro_tokens=10**6)
+    batch.micro[0].credit_N[2] = bad
+    assert trainer.step(batch)["train/set_aside"] == 1.0
+    assert same(before, snapshot(policy))
+    assert trainer.version == 0
+
+
+# --- training that trains nothing
+
+
+def equal_rewards() -> Group:
+    group = make_group(1)
+    for trajectory in group:
+        trajectory.reward = 0.5
+    return group
+
+
+class Nothing(PlainDescent):
+    def update(self, slots: Sequence[Slot]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("trainer", "group", "why"),
+    [
+        (lambda **o: make_trainer(make_policy(), **o), equal_rewards, "no token of the batch had any credit"),
+        (lambda **o: make_trainer(make_policy(), root_of_zero(1.0), **o), lambda: make_group(1), "gradient was zero"),
+        (lambda **o: make_narrow(masters.InPlace(), lr=lambda step: 1e-12, **o), lambda: make_group(1), "rounded away"),
+        (
+            lambda **o: make_trainer(policy := make_policy(), optimizer=make_optimizer(policy, Nothing()), **o),
+            lambda: make_group(1),
+            "a rule that gives nothing",
+        ),
+    ],
+    ids=["no credit", "no gradient", "rounded away", "no update"],
+)
+def test_steps_in_a_row_that_move_nothing_end_the_run_and_say_why(trainer: Any, group: Any, why: str) -> None:
+    idle = trainer(max_idle_steps=3)
+    for _ in range(2):
+        idle.step(make_step(group()))
+    assert not idle.moved
+    with pytest.raises(NothingLearned, match=rf"3 steps in a row, up to version 3, moved nothing: .*{why}"):
+        idle.step(make_step(group()))
+
+
+def test_one_step_that_moves_something_forgives_idle_ones() -> None:
+    trainer = make_trainer(make_policy(), max_idle_steps=3)
+    for _ in range(2):
+        trainer.step(make_step(equal_rewards()))
+    trainer.step(make_step(make_group(2)))
+    assert trainer.moved
+    for _ in range(2):
+        trainer.step(make_step(equal_rewards()))
 
 
 def test_a_trainer_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) -> None:
