@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tandem.types import Message
 
@@ -26,17 +27,18 @@ class Conversation:
     source: str = ""
     """The file or data set that `row` counts in."""
 
+    @property
+    def key(self) -> tuple[Message, ...]:
+        return self.messages
+
 
 def parse_row(row: object) -> tuple[Message, ...]:
     """The messages of `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`; other columns are ignored."""
-    if isinstance(row, BadRow):  # it could not even be read
-        raise row
-    if not isinstance(row, Mapping):
-        raise BadRow("not an object")
+    row = as_object(row)
     if row.get("messages") is not None:
         messages = _messages(row["messages"])
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages = (*_side(row["prompt"], "user"), *_side(row["completion"], "assistant"))
+        messages = (*said_by(row["prompt"], "user"), *said_by(row["completion"], "assistant"))
     else:
         raise BadRow("neither messages, nor prompt and completion")
     if not messages:
@@ -45,12 +47,20 @@ def parse_row(row: object) -> tuple[Message, ...]:
         raise BadRow("no assistant turn")
     if messages[-1]["role"] != "assistant":
         raise BadRow("the last turn is not the assistant's")
-    _check_text(messages)
+    check_text(messages)
     return messages
 
 
-def _side(value: object, role: str) -> tuple[Message, ...]:
-    """A prompt or a completion: a text, or messages."""
+def as_object(row: object) -> Mapping[Any, Any]:
+    if isinstance(row, BadRow):  # it could not even be read
+        raise row
+    if not isinstance(row, Mapping):
+        raise BadRow("not an object")
+    return row
+
+
+def said_by(value: object, role: str) -> tuple[Message, ...]:
+    """A prompt or an answer: a text, or messages."""
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value)
 
 
@@ -82,7 +92,7 @@ def _message(value: object) -> Message:
     return {"content": "", **message}
 
 
-def _check_text(messages: Sequence[Message]) -> None:
+def check_text(messages: Sequence[Message]) -> None:
     try:
         json.dumps(messages, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair: no tokenizer takes it

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import DataError
 
-COLUMNS = ("messages", "prompt", "completion")
 
-
-def read_dataset(name: str, subset: str, split: str, field_name: str) -> Iterable[Any]:
-    """One split. A directory may be what `save_to_disk` wrote, or hold data files."""
+def read_dataset(name: str, subset: str, split: str, columns: Sequence[str], field_name: str) -> Iterable[Any]:
+    """One split, without its other columns. A directory may be what `save_to_disk` wrote, or hold data files."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError
@@ -28,7 +26,7 @@ def read_dataset(name: str, subset: str, split: str, field_name: str) -> Iterabl
         if split not in data:
             raise DataError(f"{field_name}.split = '{split}': '{name}' has {', '.join(map(str, data))}")
         data = data[split]
-    return data.select_columns([name for name in COLUMNS if name in data.column_names])
+    return data.select_columns([name for name in columns if name in data.column_names])
 
 
 def _saved_to_disk(path: Path) -> bool:

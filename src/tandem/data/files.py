@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tandem.data.conversation import BadRow
@@ -11,12 +11,15 @@ from tandem.data.pyarrow_rows import read_parquet
 from tandem.errors import DataError
 
 
-def read_file(path: Path, field_name: str) -> Iterator[tuple[int, object]]:
-    """Rows with their numbers, from 1; a line that cannot be read comes as the BadRow that says why."""
+def read_file(path: Path, columns: Sequence[str], field_name: str) -> Iterator[tuple[int, object]]:
+    """Rows with their numbers, from 1; a line that cannot be read comes as the BadRow that says why.
+
+    Of a table, `columns` alone are read.
+    """
     if not path.is_file():
         raise DataError(f"{field_name} = '{path}': no such file in {Path.cwd()}; give a .jsonl or .parquet file")
     if path.suffix == ".parquet":
-        return enumerate(read_parquet(path, field_name), start=1)
+        return enumerate(read_parquet(path, columns, field_name), start=1)
     return _read_jsonl(path)
 
 

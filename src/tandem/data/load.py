@@ -1,13 +1,14 @@
-"""A `[data]` table becomes conversations to train on and conversations held out."""
+"""A `[data]` table becomes rows to train on and rows held out: conversations, or whatever else a row can be."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from tandem.data.conversation import BadRow, Conversation, parse_row
 from tandem.data.datasets_rows import read_dataset
@@ -20,94 +21,132 @@ Source = tuple[str, Iterator[tuple[int, object]]]
 """Its name for the report, and its numbered rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """No conversation is in both lists."""
+class Row(Protocol):
+    """A row that was understood."""
 
-    train: list[Conversation]
-    held_out: list[Conversation]
+    @property
+    def row(self) -> int: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def key(self) -> object:
+        """JSON. Rows with equal keys are never on both sides of the split."""
+        ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape(Generic[R]):
+    """What rows of a kind look like."""
+
+    noun: str
+    columns: tuple[str, ...]
+    """All that is read of a table."""
+    understand: Callable[[object, int, str], R]
+    """Of a row as it was read, its number and its source; BadRow says why not."""
+
+
+CONVERSATIONS = Shape(
+    "conversation",
+    ("messages", "prompt", "completion"),
+    lambda row, number, source: Conversation(parse_row(row), number, source),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Generic[R]):
+    """No key is in both lists."""
+
+    train: list[R]
+    held_out: list[R]
     report: ValidationReport
 
-    def without(self, reason_of: Callable[[Conversation], str]) -> Split:
-        """Leave out, and report, each conversation that `reason_of` says something against."""
+    def without(self, reason_of: Callable[[R], str]) -> Split[R]:
+        """Leave out, and report, each row that `reason_of` says something against."""
 
-        def fine(conversation: Conversation) -> bool:
-            if reason := reason_of(conversation):
-                self.report.drop(conversation.source, conversation.row, reason)
+        def fine(row: R) -> bool:
+            if reason := reason_of(row):
+                self.report.drop(row.source, row.row, reason)
             return not reason
 
         return Split(list(filter(fine, self.train)), list(filter(fine, self.held_out)), self.report)
 
 
-def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> Split:
+def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> Split[Conversation]:
+    """Conversations."""
+    return load(spec, field_name, CONVERSATIONS)
+
+
+def load(spec: FileData | DatasetData, field_name: str, shape: Shape[R]) -> Split[R]:
     """Read, check and split. DataError for a bad row, unless the spec allows them."""
     report = ValidationReport()
-    name, rows = _training_source(spec, field_name)
-    train = _read(name, islice(rows, spec.max_examples or None), report)
-    eval_source = _eval_source(spec, field_name)
+    name, rows = _training_source(spec, shape.columns, field_name)
+    train = _read(name, islice(rows, spec.max_examples or None), shape, report)
+    eval_source = _eval_source(spec, shape.columns, field_name)
     if eval_source is None:
         train, held_out = _hold_out(train, spec.eval_share)
     else:
-        held_out = _read(*eval_source, report)
+        held_out = _read(*eval_source, shape, report)
         train = _drop_held_out(train, held_out, report)
     if report.dropped and not spec.allow_bad_rows:
         way_out = f"mend these rows, or go on without them: {field_name}.allow_bad_rows = true"
         raise DataError(f"{field_name}: {report.text()}\n{way_out}")
     if not train or (eval_source and not held_out):
         use = "evaluate" if train else "train"
-        raise DataError(f"{field_name}: no conversation to {use} on; give it rows that can be used\n{report.text()}")
+        raise DataError(f"{field_name}: no {shape.noun} to {use} on; give it rows that can be used\n{report.text()}")
     return Split(train, held_out, report)
 
 
-def _training_source(spec: FileData | DatasetData, field_name: str) -> Source:
+def _training_source(spec: FileData | DatasetData, columns: Sequence[str], field_name: str) -> Source:
     if isinstance(spec, FileData):
-        return spec.path, read_file(Path(spec.path), f"{field_name}.path")
-    rows = read_dataset(spec.name, spec.subset, spec.split, field_name)
+        return spec.path, read_file(Path(spec.path), columns, f"{field_name}.path")
+    rows = read_dataset(spec.name, spec.subset, spec.split, columns, field_name)
     return f"{spec.name}[{spec.split}]", enumerate(rows, start=1)
 
 
-def _eval_source(spec: FileData | DatasetData, field_name: str) -> Source | None:
+def _eval_source(spec: FileData | DatasetData, columns: Sequence[str], field_name: str) -> Source | None:
     if isinstance(spec, FileData):
-        return (spec.eval_path, read_file(Path(spec.eval_path), f"{field_name}.eval_path")) if spec.eval_path else None
+        where = f"{field_name}.eval_path"
+        return (spec.eval_path, read_file(Path(spec.eval_path), columns, where)) if spec.eval_path else None
     if not spec.eval_split:
         return None
-    rows = read_dataset(spec.name, spec.subset, spec.eval_split, field_name)
+    rows = read_dataset(spec.name, spec.subset, spec.eval_split, columns, field_name)
     return f"{spec.name}[{spec.eval_split}]", enumerate(rows, start=1)
 
 
-def _read(source: str, rows: Iterator[tuple[int, object]], report: ValidationReport) -> list[Conversation]:
-    conversations: list[Conversation] = []
+def _read(source: str, rows: Iterator[tuple[int, object]], shape: Shape[R], report: ValidationReport) -> list[R]:
+    found: list[R] = []
     for number, row in rows:
         report.read += 1
         try:
-            conversations.append(Conversation(parse_row(row), number, source))
+            found.append(shape.understand(row, number, source))
         except BadRow as bad:
             report.drop(source, number, str(bad))
-    return conversations
+    return found
 
 
-def _hold_out(conversations: list[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """The share with the smallest digests: the same rows whatever their order, and duplicates on one side."""
-    digests = [_digest(conversation) for conversation in conversations]
+def _hold_out(rows: list[R], share: float) -> tuple[list[R], list[R]]:
+    """The share with the smallest digests: the same rows whatever their order, and equal keys on one side."""
+    digests = [_digest(row) for row in rows]
     count = max(1, round(share * len(digests))) if share and len(set(digests)) > 1 else 0
     chosen = set(sorted(digests)[:count])
-    both = list(zip(conversations, digests, strict=True))
-    return [c for c, digest in both if digest not in chosen], [c for c, digest in both if digest in chosen]
+    both = list(zip(rows, digests, strict=True))
+    return [row for row, digest in both if digest not in chosen], [row for row, digest in both if digest in chosen]
 
 
-def _drop_held_out(
-    train: list[Conversation], held_out: list[Conversation], report: ValidationReport
-) -> list[Conversation]:
+def _drop_held_out(train: list[R], held_out: list[R], report: ValidationReport) -> list[R]:
     """What is in both would make the held-out loss look better than it is."""
-    digests = {_digest(conversation) for conversation in held_out}
-    kept: list[Conversation] = []
-    for conversation in train:
-        if _digest(conversation) in digests:
-            report.drop(conversation.source, conversation.row, "also among the held-out rows")
+    digests = {_digest(row) for row in held_out}
+    kept: list[R] = []
+    for row in train:
+        if _digest(row) in digests:
+            report.drop(row.source, row.row, "also among the held-out rows")
         else:
-            kept.append(conversation)
+            kept.append(row)
     return kept
 
 
-def _digest(conversation: Conversation) -> bytes:
-    return hashlib.sha256(json.dumps(conversation.messages, sort_keys=True).encode()).digest()
+def _digest(row: Row) -> bytes:
+    return hashlib.sha256(json.dumps(row.key, sort_keys=True).encode()).digest()

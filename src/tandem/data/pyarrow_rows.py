@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tandem.errors import DataError
 
 BATCH_ROWS = 1024
-COLUMNS = ("messages", "prompt", "completion")
 
 
-def read_parquet(path: Path, field_name: str) -> Iterator[dict[str, Any]]:
-    """Row by row, a batch at a time; columns that no conversation needs are not read."""
+def read_parquet(path: Path, columns: Sequence[str], field_name: str) -> Iterator[dict[str, Any]]:
+    """Row by row, a batch at a time, without the file's other columns."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -21,8 +20,8 @@ def read_parquet(path: Path, field_name: str) -> Iterator[dict[str, Any]]:
         raise DataError(f"{field_name} = '{path}': parquet needs pyarrow; pip install 'tandem-rl[data]'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            columns = [name for name in COLUMNS if name in file.schema_arrow.names]
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
+            there = [name for name in columns if name in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=there):
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{field_name} = '{path}': cannot be read as parquet: {error}") from error
