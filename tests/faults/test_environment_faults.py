@@ -52,6 +52,9 @@ class Plain:
     def visible(self, ids, stop=()) -> str:
         return "seven"
 
+    def thought(self, ids, stop=()) -> None:
+        return None
+
 
 class Mixed:
     """Every `every`-th task is played by `bad`; the others go well."""

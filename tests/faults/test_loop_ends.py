@@ -66,6 +66,9 @@ class Plain:
     def visible(self, ids, stop=()) -> str:
         return ""
 
+    def thought(self, ids, stop=()) -> None:
+        return None
+
 
 class Asks:
     def tasks(self, split: str):

@@ -26,6 +26,9 @@ class Plain:
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         return "."
 
+    def thought(self, ids, stop=()) -> None:
+        return None
+
 
 class OneByOne:
     """Serves requests in turn, each taking `seconds`, with a token every 20 ms (or none till the end)."""

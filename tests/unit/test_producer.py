@@ -38,6 +38,9 @@ class Plain:
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         return "."
 
+    def thought(self, ids, stop=()) -> None:
+        return None
+
 
 def dropped_before_four_are_taken(max_replaced: int) -> float:
     async def play() -> float:

@@ -89,6 +89,9 @@ class Plain:
     def visible(self, ids, stop=()) -> str:
         return ""
 
+    def thought(self, ids, stop=()) -> None:
+        return None
+
 
 class Always:
     def tasks(self, split: str) -> Sequence[Task]:

@@ -37,6 +37,7 @@ class RlRun:
             self.model.context,
             spec.engine.deadline_s,
             spec.environment.episode_timeout_s,
+            spec.train.thinking_length_penalty,
         )
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
 

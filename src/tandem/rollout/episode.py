@@ -27,6 +27,7 @@ class Setting:
     max_context: int
     engine_deadline_s: float
     episode_timeout_s: float
+    thinking_length_penalty: float = 0.0
     clock: Clock = field(default_factory=Clock)
 
 
@@ -56,6 +57,12 @@ async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) 
     reward, metrics = _checked(task, outcome)
     if not recorder.replied:
         raise EpisodeFailed("no_reply", f"task {task.id}: run() returned without a reply of the policy")
+    if recorder.unclosed:
+        # 0 at most: where a wrong answer costs something, a thought that never ends must not be the cheaper way out.
+        reward = min(reward, 0.0)
+        if "correct" in metrics:  # what an evaluation goes by
+            metrics["correct"] = min(metrics["correct"], 0.0)
+    reward -= setting.thinking_length_penalty * recorder.thinking_share
     return recorder.trajectory(reward, metrics)
 
 

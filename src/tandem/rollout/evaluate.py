@@ -36,7 +36,8 @@ def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:
 async def evaluate(
     setting: Setting, tasks: Sequence[Task], max_tokens: int, *, max_failed_share: float = 0.2
 ) -> Evaluation:
-    greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0))
+    # No length penalty: what is judged is the answer.
+    greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0), thinking_length_penalty=0.0)
 
     async def score(index: int, task: Task) -> Trajectory | None:
         try:
@@ -52,5 +53,7 @@ async def evaluate(
             f"evaluation: {failed} of {len(tasks)} episodes failed, more than environment.max_failed_share = "
             f"{max_failed_share:g} allows; log.txt names each"
         )
+    if unclosed := sum(trajectory is not None and trajectory.unclosed for trajectory in played):
+        _log.warning("evaluation: %d of %d answers score 0: their thinking was never closed", unclosed, len(tasks))
     scores = [0.0 if t is None else t.metrics.get("correct", t.reward) for t in played]
     return Evaluation(scores, [t for t in played if t is not None], failed)

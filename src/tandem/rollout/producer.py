@@ -74,6 +74,9 @@ class EnvironmentProducer:
             metrics["tokens/sampled"] = float(sum(t.num_trained for group in groups for t in group))
             metrics["tokens/per_sample"] = statistics.fmean(t.num_trained for group in groups for t in group)
             metrics["episode/truncated"] = statistics.fmean(t.status == "truncated" for group in groups for t in group)
+            if any(trajectory.thinking_tokens or trajectory.unclosed for group in groups for trajectory in group):
+                metrics["thinking/tokens"] = statistics.fmean(t.thinking_tokens for group in groups for t in group)
+                metrics["thinking/unclosed"] = statistics.fmean(t.unclosed for group in groups for t in group)
             by_name: defaultdict[str, list[float]] = defaultdict(list)
             for trajectory in (trajectory for group in groups for trajectory in group):
                 for name, value in trajectory.metrics.items():

@@ -15,7 +15,7 @@ from typing import Protocol
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
 from tandem.protocols import Engine
 from tandem.rollout.guard import Blocked, Clock
-from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Trajectory
+from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Thought, Trajectory
 
 
 class Renders(Protocol):
@@ -24,6 +24,7 @@ class Renders(Protocol):
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
     def glue(self, messages: Sequence[Message], last_id: int) -> list[int]: ...
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str: ...
+    def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None: ...
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]: ...
 
 
@@ -55,6 +56,8 @@ class Recorder:
         self._turns = 0
         self._replying = False
         self._truncated = False
+        self._thoughts: list[Thought | None] = []
+        """One a reply."""
         self.deadline: asyncio.Timeout | None = None
         """The episode's, which stands still while the engine is asked."""
         self.engine_error: EngineError | None = None
@@ -99,6 +102,7 @@ class Recorder:
         self._add(completion.ids, completion.logprobs, completion.versions, trained=True)
         self._truncated = completion.finish_reason == "length"
         text = self._renderer.visible(completion.ids, sampling.stop)
+        self._thoughts.append(self._renderer.thought(completion.ids, sampling.stop))
         self._messages += [*said, {"role": "assistant", "content": text}]
         return Turn(text, self._truncated)
 
@@ -106,10 +110,24 @@ class Recorder:
     def replied(self) -> bool:
         return any(self._trained)
 
+    @property
+    def unclosed(self) -> bool:
+        return any(thought is not None and not thought.closed for thought in self._thoughts)
+
+    @property
+    def thinking_tokens(self) -> int:
+        return sum(thought.num_tokens for thought in self._thoughts if thought is not None)
+
+    @property
+    def thinking_share(self) -> float:
+        """Of what the turns so far might have said, so much was thought: 0 to 1."""
+        return self.thinking_tokens / (self._sampling.max_tokens * max(1, len(self._thoughts)))
+
     def trajectory(self, reward: float, metrics: dict[str, float]) -> Trajectory:
         return Trajectory(
             list(self._ids), list(self._trained), list(self._logprobs), list(self._versions), reward,
-            "truncated" if self._truncated else "finished", metrics, self._task.id, self._messages + self._said,
+            "truncated" if self._truncated else "finished", metrics, self.thinking_tokens, self.unclosed,
+            self._task.id, self._messages + self._said,
         )  # fmt: skip
 
     def _context(self, said: Sequence[Message]) -> list[int]:

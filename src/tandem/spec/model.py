@@ -24,7 +24,8 @@ class LoraSpec(Spec):
 
 class _Model(Spec):
     thinking: bool = False
-    """Renders the chat template with thinking on; thoughts are cut before an environment sees the answer."""
+    """Renders the chat template with thinking on; thoughts are cut before an environment sees the answer, and a thought
+    that never ends is no answer: it scores 0."""
     lora: LoraSpec | None = None
     """Train adapters only. Left out: every weight is trained."""
     attention: Literal["sdpa", "eager"] = "sdpa"

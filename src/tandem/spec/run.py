@@ -67,6 +67,11 @@ class RlSpec(_Run):
                 "reaches the engine at once; leave sync.every out"
             )
         for name, stage in (("train", self.train), ("warmup", self.warmup)):
+        if self.train.thinking_length_penalty and not self.model.thinking:
+            raise ValueError(
+                f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: model.thinking is false, so "
+                "there is no thinking to make shorter; set model.thinking = true, or leave the penalty out"
+            )
             if stage is not None and stage.schedule.warmup_steps >= stage.steps:
                 raise ValueError(_warmup_too_long(name, stage.schedule.warmup_steps, stage.steps))
         return self

@@ -62,6 +62,8 @@ class RlStage(_Stage):
     """Of the rollouts; the trainer's logprobs use the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Of the rollouts; the trainer's logprobs are of the same nucleus. 1 keeps every token, and is faster."""
+    thinking_length_penalty: float = Field(default=0.0, ge=0)
+    """Taken off a reward, times the share of max_tokens that went into thinking. Evaluations take nothing off."""
     replace_equal_groups: int = Field(default=0, ge=0)
     """Groups whose siblings all scored alike are dropped and others played instead (dynamic sampling), at most so many
     in a row; beyond that, and with 0 always, they count and move nothing."""
