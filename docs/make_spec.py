@@ -15,9 +15,9 @@ HEAD = """\
 
 Written by `python docs/make_spec.py` from the classes in `src/tandem/spec/`; do not edit it here.
 
-A spec is TOML. Its first line says what to do: `recipe = "rl"` or `recipe = "sft"`. Each heading below is a table. Where
-a table comes in several kinds, its `kind` chooses (in `[model]`, the key `preset` or `path`), and keys of the other kinds
-are refused. Keys that nobody knows, values of another type or out of range, and knobs that the run could not use are
+A spec is TOML. Its first line says what to do: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below is a table.
+Where a table comes in several kinds, its `kind` chooses (in `[model]`, the key `preset` or `path`), and keys of the other
+kinds are refused. Keys that nobody knows, values of another type or out of range, and knobs that the run could not use are
 refused before anything is loaded, with the field, the value and the way out.
 
 `tandem train SPEC --set train.lr=1e-4` overrides a value, `tandem spec show SPEC` prints a spec with its defaults filled
@@ -29,7 +29,7 @@ def text() -> str:
     schema = json_schema()
     definitions: Table = schema["$defs"]
     parts, shown = [HEAD], dict[str, str]()
-    for recipe in ("rl", "sft"):
+    for recipe in ("rl", "sft", "preference"):
         root = definitions[_class(schema["discriminator"]["mapping"][recipe])]
         parts.append(f'## `recipe = "{recipe}"`\n\n{root["description"]}\n')
         parts += _table(root, "", definitions, shown)

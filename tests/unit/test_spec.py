@@ -359,8 +359,8 @@ def test_the_walk_over_spec_classes_finds_the_deep_ones():
 def test_the_schema_tells_recipes_and_kinds_apart():
     schema = json_schema()
     assert schema["discriminator"]["propertyName"] == "recipe"
-    assert sorted(schema["discriminator"]["mapping"]) == ["rl", "sft"]
-    assert len(schema["oneOf"]) == 2
+    assert sorted(schema["discriminator"]["mapping"]) == ["preference", "rl", "sft"]
+    assert len(schema["oneOf"]) == 3
     properties = schema["$defs"]["RlSpec"]["properties"]
     assert {"dr_grpo", "grpo", "rloo"} < set(properties["algorithm"]["discriminator"]["mapping"])
     assert "group_size" not in schema["$defs"]["SftStage"]["properties"]

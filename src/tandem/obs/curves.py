@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 Eval = tuple[int, float]
 """A step and the held-out accuracy (or loss) measured after it."""
 
-_STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "rl": "RL"}
+_STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "preference": "preferences", "rl": "RL"}
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,13 @@ class _Panel:
     """Counted in whole numbers, drawn as steps from 0."""
 
 
-_ANY = ("warmup", "sft", "rl")
+_ANY = ("warmup", "sft", "preference", "rl")
 _SMALL_PANELS = (
     _Panel("Loss · warm-up", "loss/total", ("warmup",)),
     _Panel("Loss · RL", "loss/total", ("rl",)),
     _Panel("Entropy (nats)", "policy/entropy", ("rl",)),
+    _Panel("Reward margin", "reward/margin", ("preference",)),
+    _Panel("Pairs ranked right", "reward/accuracy", ("preference",)),
     _Panel("Lag (versions)", "lag/max", ("rl",), whole=True),
     _Panel("Logprob gap", "sync/logprob_gap", ("rl",)),
     _Panel("Gradient norm", "grad/norm", _ANY),

@@ -78,7 +78,7 @@ def read_history(run_dir: Path) -> History:
 def by_loss(status: Mapping[str, Any]) -> bool:
     found = status.get("eval")
     metric = found.get("metric") if isinstance(found, Mapping) else None
-    return metric == "loss" or (metric is None and status.get("recipe") == "sft")
+    return metric == "loss" or (metric is None and status.get("recipe") in ("sft", "preference"))
 
 
 def number(value: Any) -> float | None:

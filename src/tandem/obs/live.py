@@ -29,7 +29,7 @@ REFRESH_PER_SECOND = 3
 PLAIN_EVERY_S = 5.0
 _KEPT = 600  # latest steps behind a sparkline
 _TRACED = {"reward": ("reward/mean", "green"), "loss": ("loss/total", "yellow")}
-_STAGES = {"warmup": "warm-up", "sft": "supervised training", "rl": "RL"}
+_STAGES = {"warmup": "warm-up", "sft": "supervised training", "preference": "preference training", "rl": "RL"}
 
 
 class LiveView:

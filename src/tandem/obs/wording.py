@@ -102,7 +102,9 @@ def size(status: Mapping[str, Any]) -> str:
         return ""
     for field, noun in (("tasks", "tasks"), ("examples", "conversations")):
         if count := number(found.get(field)):
-            return f"{count:,.0f} {'conversations' if by_loss(status) else noun}"
+            if by_loss(status):
+                noun = "pairs of answers" if status.get("recipe") == "preference" else "conversations"
+            return f"{count:,.0f} {noun}"
     return ""
 
 

@@ -15,14 +15,12 @@ from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
 from tandem.runs.run import Run
 from tandem.spec.load import to_toml
-from tandem.spec.run import RlSpec, SftSpec
+from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 _log = logging.getLogger(__name__)
 
 
-def run(
-    spec: RlSpec | SftSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None
-) -> Run:
+def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None) -> Run:
     """Do what the spec asks, in a directory of its own; the run that is returned says how it went."""
     from tandem.recipes import build
 
@@ -48,14 +46,18 @@ def _conclude(run: Run) -> None:
         _log.exception("the report could not be written; `tandem report %s` tries again", run.directory)
 
 
-async def _train(spec: RlSpec | SftSpec, run: Run, environment: Any) -> None:
+async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
     from tandem.recipes import build
+    from tandem.recipes.preference import train_preference
     from tandem.recipes.rl import RlRun
     from tandem.recipes.sft import train_sft
 
     run.event("load")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run)
+        return
+    if isinstance(spec, PreferenceSpec):
+        await train_preference(spec, run)
         return
     rl = RlRun(spec, run, environment)
     try:

@@ -18,13 +18,16 @@ from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.run import RlSpec, SftSpec
+from tandem.spec.preference import DpoSpec
+from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage
-from tandem.types import Batch, Group, Message, Task, Trajectory
+from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
 
 if TYPE_CHECKING:
+    from tandem.data.conversation import Conversation
     from tandem.data.load import Split
+    from tandem.data.preference import Pair
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master import Master
     from tandem.optim.rule import Rule
@@ -61,7 +64,7 @@ class Model:
         return len(self.renderer.tokenizer)
 
 
-def settle_torch(spec: RlSpec | SftSpec) -> Any:
+def settle_torch(spec: RunSpec) -> Any:
     """Seeds and determinism, for the whole process; the device that was asked for."""
     import torch
 
@@ -122,7 +125,7 @@ def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
     return masters.Stochastic(seed) if precision.master == "stochastic" else masters.InPlace()
 
 
-def options(spec: RlSpec | SftSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
+def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     """What was asked of torch and transformers, whether it is had, and why not."""
     import torch
 
@@ -212,6 +215,12 @@ def sft_algorithm() -> Algorithm:
     return sft.make()
 
 
+def preference_algorithm(spec: DpoSpec) -> Algorithm:
+    from tandem.algo import dpo
+
+    return dpo.make(spec)
+
+
 def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     from tandem.optim.schedule import lr_share
     from tandem.train.trainer import PolicyTrainer
@@ -291,10 +300,10 @@ def rollouts(spec: RlSpec, setting: Setting, store: RolloutStore, algorithm: Alg
     )
 
 
-def recordings(trajectories: Sequence[Trajectory], store: RolloutStore, seed: int) -> Producer:
+def recordings(groups: Sequence[Group], store: RolloutStore, seed: int) -> Producer:
     from tandem.rollout.recorded import RecordedProducer
 
-    return RecordedProducer(trajectories, store, seed=seed)
+    return RecordedProducer(groups, store, seed=seed)
 
 
 def caller(deterministic: bool) -> Call:
@@ -337,10 +346,16 @@ def demonstrations(environment: Environment, name: str, count: int, seed: int) -
 FileOrDataset = FileData | DatasetData
 
 
-def rows(spec: FileOrDataset, field: str) -> Split:
+def rows(spec: FileOrDataset, field: str) -> Split[Conversation]:
     from tandem.data.load import load_rows
 
     return load_rows(spec, field)
+
+
+def pairs(spec: FileOrDataset, field: str) -> Split[Pair]:
+    from tandem.data.preference import load_pairs
+
+    return load_pairs(spec, field)
 
 
 def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
@@ -356,6 +371,31 @@ def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float
         return model.policy.score(batch.micro[0], 1.0).tolist()
 
     return score
+
+
+def examiner(model: Model, algorithm: Algorithm, micro_tokens: int) -> Callable[[Group], Metrics]:
+    """What the algorithm would say of a group if it were the whole step: its loss and its metrics, nothing learned. For
+    algorithms that keep siblings together and compare them with a reference."""
+    import torch
+
+    from tandem.train.pack import make_batch
+
+    @torch.no_grad()
+    def examine(group: Group) -> Metrics:
+        batch = make_batch(
+            [group],
+            algorithm,
+            micro_tokens=micro_tokens,
+            version=0,
+            hidden_size=model.hidden_size,
+            device=model.device,
+        )
+        (micro,) = batch.micro
+        micro.reference_N = model.policy.reference_logprobs(micro, 1.0)
+        loss, sums = algorithm.loss(model.policy.logprobs(micro, 1.0), micro, batch.totals)
+        return {"loss/total": loss.item(), **{name: value / batch.totals.tokens for name, value in sums.items()}}
+
+    return examine
 
 
 def export(model: Model, path: Path) -> None:

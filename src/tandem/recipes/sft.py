@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.recipes import build
-from tandem.recipes.supervised import checked_rows, supervised_stage
+from tandem.recipes.supervised import checked_rows, conclude_by_loss, supervised_stage
 from tandem.runs.run import Run
-from tandem.runs.verdict import judge
 from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
 
@@ -48,22 +47,7 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
     )
     after = evaluate("after", "after training")
     build.export(model, run.directory / "export")
-    if not held_out:
-        run.conclude(
-            "unchanged", {"metric": "loss", "tasks": 0, "why": "nothing was held out, so nothing can be compared"}
-        )
-        return
-    verdict = judge(before, after, confidence=spec.eval.confidence, seed=spec.seed, higher_is_better=False)
-    run.conclude(
-        verdict.verdict,
-        {
-            "metric": "loss",
-            "tasks": verdict.tasks,
-            "after_minus_before": verdict.difference,
-            "interval": list(verdict.interval),
-            "confidence": verdict.confidence,
-        },
-    )
+    conclude_by_loss(run, before, after, spec.eval, spec.seed)
 
 
 def held_out_losses(model: build.Model, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:

@@ -1,19 +1,25 @@
-"""Supervised steps on recordings: the warm-up of an RL run, and the whole of an SFT run."""
+"""Steps on recordings: the warm-up of an RL run, the whole of an SFT or preference run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from tandem.data.conversation import Conversation
+from tandem.data.load import Row, Split
 from tandem.errors import DataError, TemplateError
 from tandem.loop import run_loop
-from tandem.protocols import Trainer
+from tandem.protocols import Algorithm, Trainer
 from tandem.recipes import build
 from tandem.rollout.recorded import record
 from tandem.runs.run import Run
+from tandem.runs.verdict import judge
+from tandem.spec.evaluation import LossEvalSpec
 from tandem.spec.train import SftStage
-from tandem.types import Message, Metrics, Trajectory
+from tandem.types import Group, Message, Metrics, Trajectory
+
+R = TypeVar("R", bound=Row)
 
 
 async def supervised_stage(
@@ -22,6 +28,32 @@ async def supervised_stage(
     trainer: Trainer,
     stage: SftStage,
     recordings: Sequence[Trajectory],
+    *,
+    seed: int,
+    deterministic: bool,
+    before_record: Callable[[Metrics], None] | None = None,
+) -> None:
+    """Every conversation by itself."""
+    await recorded_stage(
+        run,
+        model,
+        trainer,
+        stage,
+        [[recording] for recording in recordings],
+        build.sft_algorithm(),
+        seed=seed,
+        deterministic=deterministic,
+        before_record=before_record,
+    )
+
+
+async def recorded_stage(
+    run: Run,
+    model: build.Model,
+    trainer: Trainer,
+    stage: SftStage,
+    groups: Sequence[Group],
+    algorithm: Algorithm,
     *,
     seed: int,
     deterministic: bool,
@@ -41,8 +73,8 @@ async def supervised_stage(
         bridge=bridge,
         engine=engine,
         store=store,
-        producers=[build.recordings(recordings, store, seed)],
-        make_batch=build.batches(stage, model, build.sft_algorithm()),
+        producers=[build.recordings(groups, store, seed)],
+        make_batch=build.batches(stage, model, algorithm),
         groups_per_step=stage.batch_size,
         last_version=trainer.version + stage.steps,
         after_step=record_step,
@@ -66,8 +98,7 @@ def checked_rows(
     model: build.Model, data: build.FileOrDataset, run: Run, field: str
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Rows of a file or data set as trajectories, with the report that says what was left out and why."""
-    split = build.rows(data, field)
-    longest = min(data.max_tokens or model.context, model.context)
+    longest = longest_of(model, data)
 
     def unusable(conversation: Conversation) -> str:
         try:
@@ -76,17 +107,46 @@ def checked_rows(
             return str(error)
         return f"longer than {longest} tokens" if len(ids) > longest else ""
 
-    split = split.without(unusable)
-    if not split.train:
-        raise DataError(f"{field}: no conversation is left to train on; {split.report.text()}")
-    run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
-    run.view.say("   data: " + split.report.text())
+    split = reported(build.rows(data, field).without(unusable), "conversation", run, field)
     train, held_out = (
         [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
         for rows in (split.train, split.held_out)
     )
     run.view.say("   one example; the tokens in [[ ]] are trained: " + marked(model, train[0]))
     return train, held_out
+
+
+def longest_of(model: build.Model, data: build.FileOrDataset) -> int:
+    return min(data.max_tokens or model.context, model.context)
+
+
+def reported(split: Split[R], noun: str, run: Run, field: str) -> Split[R]:
+    """Says what was left out and why; DataError if nothing is left."""
+    if not split.train:
+        raise DataError(f"{field}: no {noun} is left to train on; {split.report.text()}")
+    run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
+    run.view.say("   data: " + split.report.text())
+    return split
+
+
+def conclude_by_loss(run: Run, before: Sequence[float], after: Sequence[float], eval: LossEvalSpec, seed: int) -> None:
+    """The verdict from the held-out losses, in the same order both times."""
+    if not before:
+        run.conclude(
+            "unchanged", {"metric": "loss", "tasks": 0, "why": "nothing was held out, so nothing can be compared"}
+        )
+        return
+    verdict = judge(before, after, confidence=eval.confidence, seed=seed, higher_is_better=False)
+    run.conclude(
+        verdict.verdict,
+        {
+            "metric": "loss",
+            "tasks": verdict.tasks,
+            "after_minus_before": verdict.difference,
+            "interval": list(verdict.interval),
+            "confidence": verdict.confidence,
+        },
+    )
 
 
 def marked(model: build.Model, trajectory: Trajectory) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tandem.protocols import RolloutStore
 from tandem.rollout.producer import task_order
 from tandem.rollout.recorder import Renders
-from tandem.types import NO_VERSION, Message, Metrics, Trajectory
+from tandem.types import NO_VERSION, Group, Message, Metrics, Trajectory
 
 
 def record(renderer: Renders, messages: Sequence[Message], name: str) -> Trajectory:
@@ -19,17 +19,31 @@ def record(renderer: Renders, messages: Sequence[Message], name: str) -> Traject
     )
 
 
-class RecordedProducer:
-    """Each recording once an epoch, every epoch in a new order; every recording is a group of its own."""
+def record_pair(
+    renderer: Renders, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message], name: str
+) -> Group:
+    """Two answers to one prompt, the better one first. Nothing of the prompt is trained, whoever said it."""
+    answers_begin = len(renderer.conversation(prompt)[0])  # up to the assistant's last turn in it; 0 if it has none
+    pair: Group = []
+    for answer, reward in ((chosen, 1.0), (rejected, 0.0)):
+        trajectory = record(renderer, [*prompt, *answer], name)
+        trajectory.trained[:answers_begin] = [False] * answers_begin
+        trajectory.reward = reward
+        pair.append(trajectory)
+    return pair
 
-    def __init__(self, trajectories: Sequence[Trajectory], store: RolloutStore, *, seed: int) -> None:
-        self._trajectories, self._store = trajectories, store
-        self._which = task_order(len(trajectories), seed)
+
+class RecordedProducer:
+    """Each group once an epoch, every epoch in a new order."""
+
+    def __init__(self, groups: Sequence[Group], store: RolloutStore, *, seed: int) -> None:
+        self._groups, self._store = groups, store
+        self._which = task_order(len(groups), seed)
 
     async def run(self) -> None:
         while True:
             ticket = await self._store.admit()
-            await self._store.put(ticket, [self._trajectories[self._which(ticket.order)]])
+            await self._store.put(ticket, self._groups[self._which(ticket.order)])
 
     def drain_metrics(self) -> Metrics:
         return {}

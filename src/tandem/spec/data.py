@@ -25,7 +25,7 @@ class _Rows(Spec):
 
 
 class FileData(_Rows):
-    """A JSONL or parquet file with `messages`, or `prompt` and `completion`."""
+    """A JSONL or parquet file with `messages`, or `prompt` and `completion`; pairs have `chosen` and `rejected`."""
 
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)

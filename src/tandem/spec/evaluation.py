@@ -21,10 +21,10 @@ class EvalSpec(Spec):
 
 
 class LossEvalSpec(Spec):
-    """Held-out loss of an SFT run, before and after."""
+    """Held-out loss of a run on recorded data, before and after."""
 
     examples: int = Field(default=256, ge=2)
-    """Held-out conversations; fewer if there are fewer."""
+    """Held-out conversations, or pairs of answers; fewer if there are fewer."""
     every: int = Field(default=0, ge=0)
     """Also after every so many steps; 0: only before and after."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)

@@ -13,15 +13,15 @@ import tomli_w
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from tandem.errors import SpecError
-from tandem.spec.run import RlSpec, RunSpec, SftSpec
+from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 Table: TypeAlias = dict[str, Any]
 
-_ADAPTER: TypeAdapter[RlSpec | SftSpec] = TypeAdapter(RunSpec)
+_ADAPTER: TypeAdapter[RlSpec | SftSpec | PreferenceSpec] = TypeAdapter(RunSpec)
 _NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RlSpec | SftSpec:
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a TOML file, apply `key.path=value` overrides, check everything."""
     path = Path(path)
     try:
@@ -37,11 +37,11 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RlSpec | SftSp
     return parse_spec(raw)
 
 
-def parse_spec(raw: Mapping[str, Any]) -> RlSpec | SftSpec:
-    if raw.get("recipe") not in ("rl", "sft"):
+def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
+    if raw.get("recipe") not in ("rl", "sft", "preference"):
         raise SpecError(
             f"recipe = {_show(raw.get('recipe'))}: the first line of a spec says what to do; "
-            'write recipe = "rl" or recipe = "sft"'
+            'write recipe = "rl" or recipe = "sft", or recipe = "preference" for pairs of answers'
         )
     try:
         return _ADAPTER.validate_python(dict(raw))
@@ -134,8 +134,10 @@ def _inside(value: object, part: Any) -> object:
 
 def _node(where: Sequence[str], raw: Mapping[str, Any]) -> tuple[Table, Table]:
     """The schema of a written field: as it stands, and with references and unions resolved by what was written."""
-    definitions: Table = json_schema()["$defs"]
-    plain = node = cast("Table", definitions["RlSpec" if raw.get("recipe") == "rl" else "SftSpec"])
+    schema = json_schema()
+    definitions: Table = schema["$defs"]
+    recipe: str = schema["discriminator"]["mapping"][raw["recipe"]]
+    plain = node = cast("Table", definitions[recipe.rsplit("/", 1)[-1]])
     here: object = raw
     for part in where:
         here = _inside(here, part)

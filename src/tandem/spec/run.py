@@ -1,4 +1,4 @@
-"""A whole run: `recipe = "rl"` or `recipe = "sft"` at the top of the file."""
+"""A whole run: `recipe = "rl"`, `"sft"` or `"preference"` at the top of the file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.model import ModelSpec
 from tandem.spec.precision import Float32Precision, PrecisionSpec
+from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage, WarmupStage
 
@@ -66,12 +67,12 @@ class RlSpec(_Run):
                 f"sync.every = {self.sync.every}: bridge = 'inproc' has one copy of the weights, so every step "
                 "reaches the engine at once; leave sync.every out"
             )
-        for name, stage in (("train", self.train), ("warmup", self.warmup)):
         if self.train.thinking_length_penalty and not self.model.thinking:
             raise ValueError(
                 f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: model.thinking is false, so "
                 "there is no thinking to make shorter; set model.thinking = true, or leave the penalty out"
             )
+        for name, stage in (("train", self.train), ("warmup", self.warmup)):
             if stage is not None and stage.schedule.warmup_steps >= stage.steps:
                 raise ValueError(_warmup_too_long(name, stage.schedule.warmup_steps, stage.steps))
         return self
@@ -95,6 +96,26 @@ class SftSpec(_Run):
         return self
 
 
+class PreferenceSpec(_Run):
+    """Training on pairs of recorded answers, one of them better."""
+
+    recipe: Literal["preference"] = "preference"
+    data: RecordedData
+    """Rows with `prompt`, `chosen` and `rejected`."""
+    train: PreferenceStage
+    """The steps."""
+    algorithm: DpoSpec = DpoSpec()
+    """How a pair becomes a gradient."""
+    eval: LossEvalSpec = LossEvalSpec()
+    """How the run is judged."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PreferenceSpec:
+        if self.train.schedule.warmup_steps >= self.train.steps:
+            raise ValueError(_warmup_too_long("train", self.train.schedule.warmup_steps, self.train.steps))
+        return self
+
+
 def _warmup_too_long(stage: str, warmup_steps: int, steps: int) -> str:
     return (
         f"{stage}.schedule.warmup_steps = {warmup_steps}: the stage has {steps} steps in all; "
@@ -102,4 +123,4 @@ def _warmup_too_long(stage: str, warmup_steps: int, steps: int) -> str:
     )
 
 
-RunSpec = Annotated[RlSpec | SftSpec, Field(discriminator="recipe")]
+RunSpec = Annotated[RlSpec | SftSpec | PreferenceSpec, Field(discriminator="recipe")]

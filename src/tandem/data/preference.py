@@ -1,0 +1,86 @@
+"""One row becomes a prompt with two answers, or a reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from tandem.data.conversation import BadRow, as_object, check_text, said_by
+from tandem.data.load import Shape, Split, load
+from tandem.spec.data import DatasetData, FileData
+from tandem.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The prompt is all that the two conversations begin with; both answers begin and end with the assistant."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    row: int
+    """The line of a file, or the position in a data set; the first is 1."""
+    source: str = ""
+    """The file or data set that `row` counts in."""
+
+    @property
+    def key(self) -> tuple[Message, ...]:
+        """Several pairs may share a prompt: what was learned from one would tell about the other."""
+        return self.prompt
+
+
+def load_pairs(spec: FileData | DatasetData, field_name: str = "data") -> Split[Pair]:
+    return load(spec, field_name, PAIRS)
+
+
+def parse_pair(row: object) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
+    """Prompt, chosen and rejected of `{"prompt": ..., "chosen": ..., "rejected": ...}`; other columns are ignored.
+
+    Without a prompt, or with one that they repeat, `chosen` and `rejected` are whole conversations.
+    """
+    row = as_object(row)
+    prompt = () if row.get("prompt") is None else _of_field("prompt", row["prompt"], "user")
+    chosen, rejected = (_conversation(row, name, prompt) for name in ("chosen", "rejected"))
+    shared = len(list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))))
+    if chosen == rejected:
+        raise BadRow("chosen and rejected are equal")
+    if not shared:
+        raise BadRow("no prompt, and nothing that chosen and rejected both begin with")
+    if shared == min(len(chosen), len(rejected)):
+        raise BadRow("one of chosen and rejected is the beginning of the other")
+    if not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
+        raise BadRow("chosen and rejected part at a turn that is not the assistant's")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _conversation(row: Mapping[Any, Any], name: str, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+    if row.get(name) is None:
+        raise BadRow(f"no {name}")
+    messages = _of_field(name, row[name], "assistant")
+    if messages[-1]["role"] != "assistant":
+        raise BadRow(f"{name}: the last turn is not the assistant's")
+    if messages[0]["role"] == "assistant":
+        return (*prompt, *messages)
+    if messages[: len(prompt)] != prompt:
+        raise BadRow(f"{name}: does not begin with the prompt")
+    return messages
+
+
+def _of_field(name: str, value: object, role: str) -> tuple[Message, ...]:
+    try:
+        messages = said_by(value, role)
+        check_text(messages)
+    except BadRow as bad:
+        raise BadRow(f"{name}: {bad}") from bad
+    if not messages:
+        raise BadRow(f"{name}: no messages")
+    return messages
+
+
+PAIRS = Shape(
+    "pair",
+    ("prompt", "chosen", "rejected"),
+    lambda row, number, source: Pair(*parse_pair(row), number, source),
+)

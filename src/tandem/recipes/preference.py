@@ -1,0 +1,87 @@
+"""Training on pairs of recorded answers, judged by the loss on held-out pairs."""
+
+from __future__ import annotations
+
+import statistics
+
+from tandem.data.preference import Pair
+from tandem.errors import TemplateError
+from tandem.recipes import build
+from tandem.recipes.supervised import conclude_by_loss, longest_of, marked, recorded_stage, reported
+from tandem.rollout.recorded import record_pair
+from tandem.runs.run import Run
+from tandem.spec.run import PreferenceSpec
+from tandem.types import Group, Metrics
+
+
+async def train_preference(spec: PreferenceSpec, run: Run) -> None:
+    stage = spec.train
+    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
+    for note in build.options(spec, model):
+        run.note_option(*note)
+    pairs, held_out = checked_pairs(model, spec.data, run)
+    held_out = held_out[: spec.eval.examples]
+    algorithm = build.preference_algorithm(spec.algorithm)
+    model.policy.keep_reference()
+    trainer = build.trainer(stage, model, algorithm, 0, spec.seed)
+    examine = build.examiner(model, algorithm, stage.micro_tokens)
+    run.status["steps_total"] = stage.steps
+
+    def evaluate(name: str, label: str) -> tuple[list[float], Metrics]:
+        """The loss of each pair, and the means of loss and accuracy."""
+        if not held_out:
+            return [], {}
+        found = [examine(pair) for pair in held_out]
+        losses = [each["loss/total"] for each in found]
+        loss, accuracy = statistics.fmean(losses), statistics.fmean(each["reward/accuracy"] for each in found)
+        run.evaluated(name, label, loss, metric="loss")
+        run.evaluated(f"accuracy_{name}", label, accuracy)
+        return losses, {"eval/loss": loss, "eval/accuracy": accuracy}
+
+    def evaluate_when_due(metrics: Metrics) -> None:
+        if spec.eval.every and trainer.version % spec.eval.every == 0 and trainer.version < stage.steps:
+            name = f"step {trainer.version}"
+            metrics |= evaluate(name, name)[1]
+
+    before, _ = evaluate("before", "before training")
+    run.stage("preference", stage.steps, f"{len(pairs)} pairs, {len(held_out)} held out")
+    await recorded_stage(
+        run,
+        model,
+        trainer,
+        stage,
+        pairs,
+        algorithm,
+        seed=spec.seed,
+        deterministic=spec.deterministic,
+        before_record=evaluate_when_due,
+    )
+    after, _ = evaluate("after", "after training")
+    build.export(model, run.directory / "export")
+    conclude_by_loss(run, before, after, spec.eval, spec.seed)
+
+
+def checked_pairs(model: build.Model, data: build.FileOrDataset, run: Run) -> tuple[list[Group], list[Group]]:
+    """Rows of a file or data set as groups of two, with the report that says what was left out and why."""
+    longest = longest_of(model, data)
+
+    def recorded(pair: Pair) -> Group:
+        name = f"{pair.source}:{pair.row}"
+        return record_pair(model.renderer, pair.prompt, pair.chosen, pair.rejected, name)
+
+    def unusable(pair: Pair) -> str:
+        try:
+            chosen, rejected = recorded(pair)
+        except TemplateError as error:
+            return str(error)
+        if chosen.ids == rejected.ids:
+            return "chosen and rejected are the same tokens"
+        too_long = [name for name, each in (("chosen", chosen), ("rejected", rejected)) if len(each.ids) > longest]
+        return f"{' and '.join(too_long)}: longer than {longest} tokens" if too_long else ""
+
+    split = reported(build.pairs(data, "data").without(unusable), "pair", run, "data")
+    train, held_out = ([recorded(pair) for pair in rows] for rows in (split.train, split.held_out))
+    run.view.say("   one pair; the tokens in [[ ]] are trained, in the first up and in the second down:")
+    for trajectory in train[0]:
+        run.view.say("   " + marked(model, trajectory))
+    return train, held_out
