@@ -30,11 +30,12 @@ def look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C:
             logprobs_C,
             entropy_C,
             raw_CV.stride(0),
+            _readable(curve.num_ids, raw_CV),
             curve.num_ids,
             curve.inner,
             curve.outer,
             CAPPED=bool(curve.outer),
-            BLOCK=4096,
+            BLOCK=2048,
             num_warps=8,
         )
 
@@ -58,7 +59,7 @@ def slope(
             raw_NB.stride(0),
             slope_NB.stride(0),
             first_id,
-            columns,
+            min(_readable(columns, raw_NB), _readable(columns, slope_NB)),
             curve.num_ids,
             curve.inner,
             curve.outer,
@@ -67,6 +68,12 @@ def slope(
             num_warps=8,
         )
     return slope_NB
+
+
+def _readable(columns: int, matrix: Tensor) -> int:
+    """Up to a multiple of 16, where the row goes on so far: accesses under a mask that ends elsewhere are 4 bytes wide,
+    not 16. What is read beyond the end is not used."""
+    return min(-(-columns // 16) * 16, matrix.stride(0))
 
 
 @triton.jit
@@ -82,6 +89,7 @@ def _look(
     logprobs,
     entropy,
     pitch,
+    readable,
     num_ids,
     inner,
     outer,
@@ -90,23 +98,28 @@ def _look(
 ):
     row = tl.program_id(0).to(tl.int64)  # row * pitch is past 2**31 from 14,000 tokens on
     raw += row * pitch
-    top = float("-inf")
+    # Each lane has a distribution of its own until the end: no lane waits for another inside the loop.
+    top = tl.full([BLOCK], -1e38, dtype=tl.float32)
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     moment = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, num_ids, BLOCK):
         at = start + tl.arange(0, BLOCK)
         named = at < num_ids
-        logit = tl.load(raw + at, mask=named, other=0.0).to(tl.float32) * inner
+        logit = tl.load(raw + at, mask=at < readable, other=0.0).to(tl.float32) * inner
         if CAPPED:
             logit = outer * _tanh(logit)
-        new_top = tl.maximum(top, tl.max(tl.where(named, logit, float("-inf")), axis=0))
-        shrink = tl.exp(top - new_top)
-        term = tl.where(named, tl.exp(logit - new_top), 0.0)
-        mass = mass * shrink + term
-        moment = moment * shrink + term * logit
-        top = new_top
-    total = tl.sum(mass, axis=0)
-    log_z = top + tl.log(total)
+        offered = tl.where(named, logit, -1e38)
+        logit = tl.where(named, logit, 0.0)
+        # One of exp(top - new_top) and exp(logit - new_top) is 1; this is the other.
+        other = tl.exp(-tl.abs(offered - top))
+        rises = offered > top
+        mass = tl.where(rises, mass * other + 1.0, mass + other)
+        moment = tl.where(rises, moment * other + logit, moment + other * logit)
+        top = tl.maximum(top, offered)
+    highest = tl.max(top, axis=0)
+    share = tl.exp(top - highest)
+    total = tl.sum(mass * share, axis=0)
+    log_z = highest + tl.log(total)
     target = tl.load(ids + row)
     known = (target >= 0) & (target < num_ids)
     chosen = tl.load(raw + target, mask=known, other=float("nan")).to(tl.float32) * inner
@@ -114,7 +127,7 @@ def _look(
         chosen = outer * _tanh(chosen)
     tl.store(lse + row, log_z)
     tl.store(logprobs + row, chosen - log_z)
-    tl.store(entropy + row, log_z - tl.sum(moment, axis=0) / total)
+    tl.store(entropy + row, log_z - tl.sum(moment * share, axis=0) / total)
 
 
 @triton.jit
@@ -127,7 +140,7 @@ def _slope(
     raw_pitch,
     out_pitch,
     first_id,
-    columns,
+    readable,
     num_ids,
     inner,
     outer,
@@ -136,9 +149,9 @@ def _slope(
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
+    inside = at < readable
     named = inside & (first_id + at < num_ids)
-    logit = tl.load(raw + row * raw_pitch + at, mask=named, other=0.0).to(tl.float32) * inner
+    logit = tl.load(raw + row * raw_pitch + at, mask=inside, other=0.0).to(tl.float32) * inner
     bend = inner
     if CAPPED:
         bent = _tanh(logit)
