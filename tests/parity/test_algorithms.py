@@ -214,15 +214,19 @@ def gradient_by_length(algorithm: Algorithm, groups: Sequence[Group]) -> dict[in
     return dict(zip(micro.length_N.int().tolist(), gradient_N.tolist(), strict=True))
 
 
-def test_dr_grpo_counts_every_token_alike() -> None:
-    """Credits +0.5 and -0.5 over 1 + 4 tokens."""
-    found = gradient_by_length(dr_grpo.make(DrGrpoSpec()), [group_of((1.0, 1), (0.0, 4))])
-    assert found == pytest.approx({1: -0.5 / 5, 4: 0.5 / 5})
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "dapo", "cispo", "reinforce_pp", "ppo"])
+def test_every_token_counts_alike(name: str) -> None:
+    """Credits +A and -A over 1 + 4 tokens. A is 0.5; 1 where it is divided by the spread, or scaled by 2 / (2 - 1)."""
+    floor = {} if name in ("dr_grpo", "rloo", "ppo") else {"spread_floor": NO_FLOOR}
+    found = gradient_by_length(algorithm_of(name, **floor), [group_of((1.0, 1), (0.0, 4))])
+    credit = 0.5 if name in ("dr_grpo", "ppo") else 1.0
+    assert found == pytest.approx({1: -credit / 5, 4: credit / 5}, rel=1e-6)
 
 
-def test_grpo_averages_within_each_sequence_first() -> None:
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_every_sequence_counts_alike(name: str) -> None:
     """Credits +1 and -1 (spread 0.5, floor negligible), a half for each sequence, split over its own tokens."""
-    found = gradient_by_length(grpo.make(GrpoSpec(spread_floor=1e-9)), [group_of((1.0, 1), (0.0, 4))])
+    found = gradient_by_length(algorithm_of(name, spread_floor=NO_FLOOR), [group_of((1.0, 1), (0.0, 4))])
     assert found == pytest.approx({1: -1 / 2, 4: 1 / (2 * 4)}, rel=1e-6)
 
 
@@ -274,7 +278,8 @@ def test_the_first_step_on_policy_is_reinforce(policy: CausalPolicy, make: Calla
     loss, metrics = algorithm.loss(policy.logprobs(batch.micro[0], 1.0), batch.micro[0], batch.totals)
     assert metrics["loss/ratio_mean"] / batch.totals.tokens == pytest.approx(1.0, abs=1e-5)
     credit = [tokens[0] for tokens in algorithm.credit([group])[0]]
-    reinforce = -sum(a * naive_logprobs(policy, t).sum() for a, t in zip(credit, group, strict=True)) / 15
+    sums = [a * naive_logprobs(policy, t).sum() for a, t in zip(credit, group, strict=True)]
+    reinforce = -torch.stack(sums).sum() / 15
     parameters = [tensor for _, tensor in policy.trainable()]
     for ours, theirs in zip(
         torch.autograd.grad(loss, parameters), torch.autograd.grad(reinforce, parameters), strict=True

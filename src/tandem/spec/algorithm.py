@@ -26,13 +26,13 @@ class TruncateToken(Spec):
 
 
 class TruncateSequence(TruncateToken):
-    """A token weighs the ratio of its whole sequence, the product of its tokens', cut to `ratio_cap`."""
+    """A token weighs the ratio of its whole sequence (its tokens' product), cut to `ratio_cap`."""
 
     kind: Literal["truncate_sequence"] = "truncate_sequence"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class MaskToken(TruncateToken):
-    """A token weighs its ratio; one outside `ratio_floor` to `ratio_cap` is left out."""
+    """A token weighs its ratio; beyond `ratio_floor` or `ratio_cap` it is left out."""
 
     kind: Literal["mask_token"] = "mask_token"  # pyright: ignore[reportIncompatibleVariableOverride]
     ratio_floor: float = Field(default=0.5, gt=0, lt=1)
@@ -40,7 +40,7 @@ class MaskToken(TruncateToken):
 
 
 class MaskSequence(MaskToken):
-    """A token weighs the ratio of its whole sequence; one outside `ratio_floor` to `ratio_cap` is left out."""
+    """A token weighs its whole sequence's ratio; beyond `ratio_floor` or `ratio_cap` it is left out."""
 
     kind: Literal["mask_sequence"] = "mask_sequence"  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -112,8 +112,7 @@ class RlooSpec(ClippedSpec):
 
 
 class DapoSpec(ClippedSpec, SpreadSpec):
-    """Divided by the group's spread, every token counted alike, answers near the length limit punished. Its dynamic
-    sampling is `train.replace_equal_groups`."""
+    """GRPO that counts every token alike and punishes long answers; see `train.replace_equal_groups` too."""
 
     kind: Literal["dapo"] = "dapo"
     overlong_penalty: float = Field(default=1.0, ge=0)
@@ -151,7 +150,7 @@ class ReinforcePpSpec(ClippedSpec, SpreadSpec):
 
 
 class PpoSpec(RewardSpec):
-    """Reward minus the group's mean under PPO's clip, with a second clip for bad tokens that grew much likelier."""
+    """PPO without a critic: a second clip, for tokens with negative credit that grew much likelier."""
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
