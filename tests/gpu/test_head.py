@@ -148,7 +148,7 @@ def test_a_whole_row_of_logits_is_the_one_that_is_scored() -> None:
 
 def test_what_is_held_stays_within_the_workspace() -> None:
     hidden_NH, weight_VH, ids_N, grad_N = inputs(4096, 512, 50_000, torch.bfloat16)
-    for workspace_bytes in (50_000_000, 200_000_000):
+    for workspace_bytes in (60_000_000, 200_000_000):
         for _ in range(2):  # the first call also allocates the workspace of the matrix products
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
