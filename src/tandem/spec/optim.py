@@ -36,7 +36,7 @@ class AdamWOffloadSpec(AdamWSpec):
 
 
 class AdafactorSpec(Spec):
-    """Adafactor (torch's): row and column means instead of a second moment, no first one."""
+    """Adafactor: row and column means, no first moment. `lr` is relative: 1e-2 is usual."""
 
     kind: Literal["adafactor"] = "adafactor"
     beta2_decay: float = Field(default=-0.8, lt=0)
