@@ -115,3 +115,16 @@ def test_state_of_another_model_or_precision_is_refused_by_name() -> None:
     live = split.adopt("a", torch.zeros(2, 2))
     with pytest.raises(CheckpointError, match=r"'a\|master'"):
         make([("a", live)], master=split).load(state)
+
+
+@pytest.mark.parametrize("cut", [lambda whole: whole.T, lambda whole: whole[:, :3]], ids=["transposed", "columns"])
+def test_a_value_with_strides_is_moved_as_a_contiguous_one(cut: Any) -> None:
+    whole = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+    before, strided = whole.clone(), cut(whole)
+    contiguous = strided.clone(memory_format=torch.contiguous_format)
+    for value in (strided, contiguous):
+        optimizer = make([("w", value)])
+        for step in range(3):
+            optimizer.update(randoms({"w": tuple(value.shape)}, step), lr=0.1)
+    torch.testing.assert_close(strided, contiguous)
+    assert torch.equal(whole[:, 3:], before[:, 3:]) or strided.shape == (5, 5), "and nothing beside it"

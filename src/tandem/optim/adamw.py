@@ -23,17 +23,18 @@ class AdamW:
         return {moment: torch.zeros_like(like, dtype=torch.float32) for moment in ("exp_avg", "exp_avg_sq")}
 
     def update(self, slots: Sequence[Slot]) -> None:
-        for (lr, decay), alike in groupby(slots, key=lambda slot: (slot.lr, slot.decay)):
+        for (lr, decay, fused), alike in groupby(slots, key=lambda slot: (slot.lr, slot.decay, _contiguous(slot))):
             group = list(alike)
-            before = torch.tensor([slot.step - 1.0 for slot in group], device=group[0].value.device)
             adamw(
                 [slot.value for slot in group],
                 [slot.grad for slot in group],
                 [slot.state["exp_avg"] for slot in group],
                 [slot.state["exp_avg_sq"] for slot in group],
                 [],
-                list(before.unbind()),  # counted on by the call
-                fused=True,
+                # Counted on by the call. Filled in on the device: a copy from the host would wait for it.
+                [torch.full((), slot.step - 1.0, device=slot.value.device) for slot in group],
+                fused=fused,
+                foreach=not fused,
                 amsgrad=False,
                 beta1=self._spec.betas[0],
                 beta2=self._spec.betas[1],
@@ -42,3 +43,8 @@ class AdamW:
                 eps=self._spec.eps,
                 maximize=False,
             )
+
+
+def _contiguous(slot: Slot) -> bool:
+    """torch's fused kernel takes four tensors for four equal runs of memory, and says nothing where they are not."""
+    return all(tensor.is_contiguous() for tensor in (slot.value, slot.grad, *slot.state.values()))

@@ -69,6 +69,8 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the served weights that the next step depends on, by parameter name."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # moments that live on the host may be on their way there
         found = {f"{name}|{key}": value for name, slots in self._state.items() for key, value in slots.items()}
         found |= {f"{name}|master": value for name, value in self._master.state().items()}
         return found | {f"{name}|step": torch.tensor(step) for name, step in self._steps.items()}
