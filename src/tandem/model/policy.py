@@ -6,7 +6,6 @@ Shapes: B rows, T positions, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.errors import SpecError
 from tandem.model.activations import Activations
 from tandem.model.activations import Policy as ActivationPolicy
+from tandem.model.lora import add_lora
+from tandem.model.warm_start import begin_adapter
 from tandem.ops import masks
 from tandem.ops.head import Head
 from tandem.ops.tensors import live_tensors
@@ -25,26 +25,24 @@ from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, Weights
 
 
-def load_model(path: str, revision: str, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise SpecError(f"model.path = '{path}': no causal language model can be loaded from it: {error}") from error
-
-
 class CausalPolicy:
     """`module` is the transformers model itself; LoRA layers, if any, sit inside it."""
 
     def __init__(
-        self, module: Any, tokenizer: Any, *, lora: LoraSpec | None = None, activations: ActivationPolicy = "keep"
+        self,
+        module: Any,
+        tokenizer: Any,
+        *,
+        lora: LoraSpec | None = None,
+        adapter: str | None = None,
+        activations: ActivationPolicy = "keep",
     ) -> None:
+        """`adapter`: a saved one that `lora` begins with."""
         masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
-        self._adapter = _add_lora(module, lora) if lora else None
+        self._adapter = add_lora(module, lora) if lora else None
+        if lora and adapter:
+            begin_adapter(self._adapter, lora, adapter)
         self._reference: Any = None
         self.activations = Activations(module, activations)
         self.head = Head(module, len(tokenizer))
@@ -125,20 +123,3 @@ class CausalPolicy:
             self._adapter.save_pretrained(path / "adapter")
             copy.deepcopy(self._adapter).merge_and_unload().save_pretrained(path)
         self.tokenizer.save_pretrained(path)
-
-
-def _add_lora(module: Any, spec: LoraSpec) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
-    alpha: Any = spec.alpha  # peft's annotation says int, its arithmetic takes any number
-    config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
-    try:
-        with warnings.catch_warnings():
-            # peft asks the model by a name that transformers 5.23 deprecates.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return get_peft_model(module, config)
-    except ValueError as error:
-        raise SpecError(
-            f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"
-        ) from error

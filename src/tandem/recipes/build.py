@@ -91,9 +91,11 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
 def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> Model:
     from transformers.utils import logging as transformers_logging
 
-    from tandem.model.policy import CausalPolicy, load_model
+    from tandem.model.checkpoint import load_model
+    from tandem.model.policy import CausalPolicy
     from tandem.model.precision import narrow
     from tandem.model.presets import make_model
+    from tandem.model.warm_start import begin_with, is_adapter_start
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
 
@@ -104,10 +106,16 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
     else:
         tokenizer = load_tokenizer(spec.path, spec.revision)
         module = load_model(spec.path, spec.revision, spec.attention)
+    adapter = None
+    if spec.warm_start is not None:
+        if spec.lora and is_adapter_start(spec.warm_start):
+            adapter = spec.warm_start
+        else:
+            module = begin_with(module, spec.warm_start)  # before narrow: in 32 bits
     kept = master(precision, seed, adapters=spec.lora is not None)
     if isinstance(precision, Bfloat16Precision):
         narrow(module, device, None if spec.lora else kept.adopt)
-    policy = CausalPolicy(module.to(device), tokenizer, lora=spec.lora, activations=spec.activations)
+    policy = CausalPolicy(module.to(device), tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations)
     made_for = module.config.get_text_config().max_position_embeddings
     context = min(max_context or made_for, made_for)
     return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)

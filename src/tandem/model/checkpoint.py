@@ -1,0 +1,70 @@
+"""Checkpoints, loaded whole or not at all: transformers alone fills what a file lacks with random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tandem.errors import SpecError
+
+
+def load_model(path: str, revision: str, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    refuse_adapter(path)
+    return load_whole(AutoModelForCausalLM, path, "model.path", revision=revision, attn_implementation=attention)
+
+
+def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = False, **options: Any) -> Any:
+    """A module of which every weight came from `source`; with `nothing_left`, every weight of `source` is in it too.
+
+    Which names are the same weight (tied ones) and which may be absent is what transformers knows of its models.
+    """
+    from safetensors import SafetensorError
+
+    options = {"dtype": torch.float32, "trust_remote_code": False, "ignore_mismatched_sizes": True} | options
+    try:
+        module, report = loader.from_pretrained(source, output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise SpecError(f"{field} = '{source}': no causal language model can be loaded from it: {error}") from error
+    faults = {
+        "missing from it": report["missing_keys"],
+        "of another shape in it": [key for key, *_ in report["mismatched_keys"]],
+        "in it and unknown to the model": report["unexpected_keys"] if nothing_left else (),
+        "in it and unreadable": report["error_msgs"],
+    }
+    refuse_faults(faults, f"{field} = '{source}': is no whole checkpoint of {type(module).__name__}")
+    return module
+
+
+def refuse_faults(faults: dict[str, Iterable[str]], what: str) -> None:
+    """SpecError with the count and the first names of each kind, if there are any."""
+    found = {kind: sorted(names) for kind, names in faults.items()}
+    told = [
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in found.items()
+        if names
+    ]
+    if told:
+        raise SpecError(f"{what}: weights are {'; '.join(told)}")
+
+
+def is_adapter(source: str, field: str) -> bool:
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    try:
+        return find_adapter_config_file(source) is not None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{field} = '{source}': no such directory, and the hub does not answer: {error}") from error
+
+
+def refuse_adapter(path: str) -> None:
+    if is_adapter(path, "model.path"):  # transformers would look for its base model, and load that
+        raise SpecError(
+            f"model.path = '{path}': is an adapter; set model.path to the model that it was trained on, and "
+            "model.warm_start to the adapter"
+        )

@@ -1,0 +1,33 @@
+"""Low-rank adapters, by peft."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tandem.errors import SpecError
+from tandem.spec.model import LoraSpec
+
+
+def add_lora(module: Any, spec: LoraSpec) -> Any:
+    """LoRA layers inside `module`, and peft's view of it."""
+    from peft import LoraConfig
+
+    targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
+    alpha: Any = spec.alpha  # peft's annotation says int, its arithmetic takes any number
+    config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    try:
+        return attach(module, config)
+    except ValueError as error:
+        raise SpecError(
+            f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"
+        ) from error
+
+
+def attach(module: Any, config: Any) -> Any:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        # peft asks the model by a name that transformers 5.23 deprecates.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(module, config)
