@@ -102,7 +102,7 @@ def completed(raw: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.parametrize(("page", "block"), SPECS, ids=ids(SPECS))
 def test_every_spec_in_the_docs_loads(page: Path, block: str):
-    assert parse_spec(completed(tomllib.loads(block))).recipe in ("rl", "sft")
+    assert parse_spec(completed(tomllib.loads(block))).recipe in ("rl", "sft", "preference")
 
 
 def test_there_are_specs_in_the_docs_whole_and_in_part_and_a_wrong_one_would_be_seen():
