@@ -113,7 +113,7 @@ def test_no_arguments_show_the_commands():
 
 def test_the_schema_is_json_with_a_member_for_each_recipe():
     schema = json.loads(tandem("spec", "schema").stdout)
-    assert len(schema["oneOf"]) == 2
+    assert len(schema["oneOf"]) == 3
     assert schema["discriminator"]["propertyName"] == "recipe"
     for reference in (member["$ref"] for member in schema["oneOf"]):
         assert reference.removeprefix("#/$defs/") in schema["$defs"]
