@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ HEAD = """\
 Written by `python docs/make_spec.py` from the classes in `src/tandem/spec/`; do not edit it here.
 
 A spec is TOML. Its first line says what to do: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below is a table.
-Where a table comes in several kinds, its `kind` chooses (in `[model]`, the key `preset` or `path`), and keys of the other
-kinds are refused. Keys that nobody knows, values of another type or out of range, and knobs that the run could not use are
+Where a table comes in several kinds, its `kind` chooses (in `[model]` the key `preset` or `path`, in `[precision]`
+`weights`), and keys of the other kinds are refused. Keys that nobody knows, values of another type or out of range, and knobs that the run could not use are
 refused before anything is loaded, with the field, the value and the way out.
 
 `tandem train SPEC --set train.lr=1e-4` overrides a value, `tandem spec show SPEC` prints a spec with its defaults filled
@@ -56,7 +57,7 @@ def _table(node: Table, path: str, definitions: Table, shown: dict[str, str]) ->
                 continue
             shown[shown_class] = where
             if title or not _text(member).startswith("`["):
-                inner.append(f"{title}{_text(member)}\n")
+                inner.append(textwrap.fill(f"{title}{_text(member)}", 120) + "\n")
             inner += _table(member, where, definitions, shown)
     head = ["| key | type | default | |\n|---|---|---|---|"] if rows else []
     return ["\n".join([*head, *rows]) + "\n", *inner] if rows else inner
@@ -71,8 +72,8 @@ def _choices(field: Table) -> list[Table]:
 
 
 def _choice(member: Table) -> str:
-    kind = member["properties"].get("kind")
-    return f'`kind = "{kind["const"]}"`.' if kind else f"With `{member['required'][0]}`."
+    chosen_by = next(((key, field["const"]) for key, field in member["properties"].items() if "const" in field), None)
+    return f'`{chosen_by[0]} = "{chosen_by[1]}"`.' if chosen_by else f"With `{member['required'][0]}`."
 
 
 def _type(field: Table) -> str:
@@ -81,7 +82,7 @@ def _type(field: Table) -> str:
     if "enum" in field:
         return ", ".join(f'`"{value}"`' for value in field["enum"])
     if "anyOf" in field:
-        return " or ".join(_type(choice) for choice in field["anyOf"])
+        return " or ".join(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null")
     words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
     word = {**words, "array": "list", "object": "table"}[field["type"]]
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}

@@ -172,7 +172,7 @@ def test_the_specs_that_the_refusals_start_from_are_good(text: str):
 
 
 def test_a_refused_key_is_told_the_keys_of_its_own_table_and_of_the_member_that_was_chosen():
-    assert "Known: alpha, rank, targets" in refusal(RL, "model.lora.rnk = 3")
+    assert "Known: alpha, base, rank, targets" in refusal(RL, "model.lora.rnk = 3")
     assert "Known: kind, warmup_steps" in refusal(RL, "train.schedule = {kind = 'constant', final = 0.1}")
     assert "final, kind, warmup_steps" in refusal(RL, "train.schedule = {kind = 'cosine', finale = 0.1}")
     assert "path, revision, thinking" in refusal(RL, "model = {path = 'x', presett = 'tiny'}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.model.activations import Activations
 from tandem.model.activations import Policy as ActivationPolicy
 from tandem.model.lora import add_lora
+from tandem.model.quantized import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
 from tandem.ops import masks
 from tandem.ops.head import Head
@@ -68,6 +69,19 @@ class CausalPolicy:
             frozen = copy.deepcopy(self.module).requires_grad_(False)
             self._reference = Head(frozen, len(self.tokenizer))
 
+    def follow(self, teacher: Any) -> None:
+        """From now on, `reference_logprobs` speaks for another model with the same vocabulary."""
+        masks.check_attention(teacher.config)
+        self._reference = Head(teacher.requires_grad_(False).eval(), len(self.tokenizer))
+        self._reference.check(teacher)
+
+    def reference_bytes(self) -> int:
+        """Of weights that are there for the reference alone."""
+        if self._reference is None:
+            return 0
+        parts = torch.nn.ModuleList([self._reference.body, self._reference.linear])  # a tied weight counts once
+        return sum(tensor.numel() * tensor.element_size() for tensor in parts.parameters())
+
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor:
         if self._reference is not None:
@@ -77,7 +91,7 @@ class CausalPolicy:
             return self._score(self.head, micro, temperature, top_p).logprobs_N
 
     def _score(self, head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
-        mask, positions_BT = self._mask(micro), micro.positions_BT
+        mask, positions_BT = _mask(head.config, micro), micro.positions_BT
         if mask is None:
             # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
             positions_BT = torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
@@ -86,17 +100,6 @@ class CausalPolicy:
         ids_N = micro.ids_BT.flatten()[micro.target_N]
         logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature, top_p)
         return TokenLogprobs(logprobs_N, entropy_N)
-
-    def _mask(self, micro: MicroBatch) -> Any:
-        config = self.module.config
-        if masks.plainly_causal(config) and bool((micro.segments_BT <= 0).all()):
-            return None  # one sequence a row, padding on the right
-        segments_BT, positions_BT = micro.segments_BT, micro.positions_BT
-        order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
-        keys_B1T = segments_BT[:, None, :]
-        seen_BTT = (segments_BT[:, :, None] == keys_B1T) | (micro.parents_BT[:, :, None] == keys_B1T)
-        allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
-        return masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
 
     def head_bytes(self, num_tokens: int) -> int:
         return self.head.buffer_bytes(num_tokens)
@@ -121,5 +124,18 @@ class CausalPolicy:
             self.module.save_pretrained(path)
         else:
             self._adapter.save_pretrained(path / "adapter")
-            copy.deepcopy(self._adapter).merge_and_unload().save_pretrained(path)
+            few_bits = bool(quantized_parts(self.module))
+            whole = merged(self.module) if few_bits else copy.deepcopy(self._adapter).merge_and_unload()
+            whole.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+
+
+def _mask(config: Any, micro: MicroBatch) -> Any:
+    if masks.plainly_causal(config) and bool((micro.segments_BT <= 0).all()):
+        return None  # one sequence a row, padding on the right
+    segments_BT, positions_BT = micro.segments_BT, micro.positions_BT
+    order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    keys_B1T = segments_BT[:, None, :]
+    seen_BTT = (segments_BT[:, :, None] == keys_B1T) | (micro.parents_BT[:, :, None] == keys_B1T)
+    allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
+    return masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])

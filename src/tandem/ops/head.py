@@ -28,6 +28,7 @@ class Head:
 
     def __init__(self, module: Any, num_ids: int) -> None:
         config = module.config.get_text_config()
+        self.config = module.config
         self.body: nn.Module = module.base_model
         self.linear: nn.Module = module.get_output_embeddings()
         self.num_ids = min(num_ids, config.vocab_size)

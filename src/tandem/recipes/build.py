@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.loop import Call, on_this_thread
 from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer, WeightBridge
-from tandem.spec.algorithm import AlgorithmSpec
+from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.engine import EngineSpec
 from tandem.spec.environment import EnvironmentSpec
-from tandem.spec.model import ModelSpec, PresetModel
+from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
@@ -91,10 +91,10 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
 def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> Model:
     from transformers.utils import logging as transformers_logging
 
-    from tandem.model.checkpoint import load_model
     from tandem.model.policy import CausalPolicy
     from tandem.model.precision import narrow
     from tandem.model.presets import make_model
+    from tandem.model.quantized import quantized_parts
     from tandem.model.warm_start import begin_with, is_adapter_start
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
@@ -105,7 +105,7 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
         module = make_model(spec.preset, tokenizer, seed, spec.attention)
     else:
         tokenizer = load_tokenizer(spec.path, spec.revision)
-        module = load_model(spec.path, spec.revision, spec.attention)
+        module = existing_model(spec, precision, device)
     adapter = None
     if spec.warm_start is not None:
         if spec.lora and is_adapter_start(spec.warm_start):
@@ -113,12 +113,25 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
         else:
             module = begin_with(module, spec.warm_start)  # before narrow: in 32 bits
     kept = master(precision, seed, adapters=spec.lora is not None)
-    if isinstance(precision, Bfloat16Precision):
+    if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
         narrow(module, device, None if spec.lora else kept.adopt)
-    policy = CausalPolicy(module.to(device), tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations)
+    module = module if quantized_parts(module) else module.to(device)  # few bits came onto it, and stay as they are
+    policy = CausalPolicy(module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations)
     made_for = module.config.get_text_config().max_position_embeddings
     context = min(max_context or made_for, made_for)
     return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
+
+
+def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> Any:
+    import torch
+
+    from tandem.model.checkpoint import load_model
+    from tandem.model.quantized import load_quantized
+
+    if spec.lora is None or spec.lora.base == "exact":
+        return load_model(spec.path, spec.revision, spec.attention)
+    dtype = torch.bfloat16 if isinstance(precision, Bfloat16Precision) else torch.float32
+    return load_quantized(spec.path, spec.revision, spec.attention, base=spec.lora.base, dtype=dtype, device=device)
 
 
 def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
@@ -137,6 +150,8 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     """What was asked of torch and transformers, whether it is had, and why not."""
     import torch
 
+    from tandem.model.quantized import quantized_parts, share
+
     module = model.policy.module
     found: list[tuple[str, Any, bool, str]] = []
     wanted, had = spec.model.attention, module.config._attn_implementation
@@ -144,9 +159,20 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     if spec.model.activations != "keep":
         why_not = model.policy.activations.why_not
         found.append(("model.activations", spec.model.activations, not why_not, why_not))
+    if spec.model.warm_start is not None:
+        found.append(("model.warm_start", spec.model.warm_start, True, ""))  # all of it, or the run has been refused
+    if spec.model.lora and spec.model.lora.base != "exact":
+        few = f"{spec.model.lora.base}: {len(quantized_parts(module))} layers, {share(module):.0%} of the weights"
+        found.append(("model.lora.base", few, True, ""))
     if isinstance(spec.precision, Bfloat16Precision):
         why_not = "adapters are float32 themselves" if spec.model.lora else ""
         found.append(("precision.master", spec.precision.master, not why_not, why_not))
+    for name, stage in (("warmup", getattr(spec, "warmup", None)), ("train", spec.train)):
+        if stage is not None and isinstance(stage.optimizer, AdamWOffloadSpec):
+            on_gpu, why_not = model.device.type == "cuda", "the weights are in the host's memory themselves"
+            found.append((f"{name}.optimizer.kind", "adamw_offload", on_gpu, why_not))
+        if stage is not None and stage.gradient_release:
+            found.append((f"{name}.gradient_release", True, True, ""))
     found.append(("fused lm-head", True, model.policy.head.fused, model.policy.head.why_not_fused))
     if spec.deterministic:
         engaged = torch.are_deterministic_algorithms_enabled()
@@ -227,6 +253,28 @@ def preference_algorithm(spec: DpoSpec) -> Algorithm:
     from tandem.algo import dpo
 
     return dpo.make(spec)
+
+
+def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> None:
+    """Whose logprobs the algorithm compares with: the policy's own from now on, or a teacher's."""
+    from tandem.errors import SpecError
+    from tandem.model.checkpoint import load_model
+    from tandem.model.precision import narrow
+    from tandem.text.tokenizer import load_tokenizer
+
+    if not isinstance(spec, DistillSpec):
+        model.policy.keep_reference()
+        return
+    theirs = load_tokenizer(spec.teacher, spec.teacher_revision).get_vocab()
+    if odd := len(theirs.items() ^ model.renderer.tokenizer.get_vocab().items()):
+        raise SpecError(
+            f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {odd} entries, so its "
+            "logprobs would be of other tokens; take a teacher of the same family"
+        )
+    teacher = load_model(spec.teacher, spec.teacher_revision, model.policy.module.config._attn_implementation)
+    if isinstance(precision, Bfloat16Precision):
+        narrow(teacher, model.device, None)
+    model.policy.follow(teacher.to(model.device))
 
 
 def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:

@@ -33,7 +33,7 @@ class RlRun:
             environment,
             self.engine,
             self.model.renderer,
-            Sampling(max_tokens=spec.train.max_tokens, temperature=spec.train.temperature),
+            Sampling(max_tokens=spec.train.max_tokens, temperature=spec.train.temperature, top_p=spec.train.top_p),
             self.model.context,
             spec.engine.deadline_s,
             spec.environment.episode_timeout_s,
@@ -54,7 +54,7 @@ class RlRun:
             version = await self._warm_up(warmup)
         algorithm = build.algorithm(self.spec.algorithm, self.spec.train.max_tokens)
         if algorithm.needs_reference:
-            self.model.policy.keep_reference()
+            build.reference(self.spec.algorithm, self.model, self.spec.precision)
         trainer = build.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
         before = await self._evaluate(trainer, "before_rl", "before RL")
         await self._rl_stage(trainer, algorithm)
@@ -127,6 +127,7 @@ class RlRun:
             sync_deadline_s=spec.sync.deadline_s,
             call=build.caller(spec.deterministic),
         )
+        trainer.finish()
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Publishes first: what is judged is what the engine serves."""

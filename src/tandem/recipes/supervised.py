@@ -81,6 +81,7 @@ async def recorded_stage(
         after_sync=run.synced,
         call=build.caller(deterministic),
     )
+    trainer.finish()
 
 
 def recordings_of(model: build.Model, conversations: Sequence[tuple[str, Sequence[Message]]]) -> list[Trajectory]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
+from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec
 from tandem.spec.base import Spec
 from tandem.spec.data import RecordedData
 from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
-from tandem.spec.model import ModelSpec
+from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.precision import Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.sync import SyncSpec
-from tandem.spec.train import RlStage, SftStage, WarmupStage
+from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
 
 class _Run(Spec):
@@ -34,6 +34,16 @@ class _Run(Spec):
     """Which weights, and how many of them are trained."""
     precision: PrecisionSpec = Float32Precision()
     """How many bits the weights have, and where the rest of each is kept."""
+
+    @model_validator(mode="after")
+    def _few_bits_of_what_exists(self) -> Self:
+        lora = self.model.lora
+        if lora is not None and lora.base != "exact" and isinstance(self.model, PresetModel):
+            raise ValueError(
+                f"model.lora.base = '{lora.base}': model.preset = '{self.model.preset}' is made from scratch, and "
+                "random weights are not worth rounding; set model.path to a model that exists, or leave base out"
+            )
+        return self
 
 
 class RlSpec(_Run):
@@ -72,9 +82,10 @@ class RlSpec(_Run):
                 f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: model.thinking is false, so "
                 "there is no thinking to make shorter; set model.thinking = true, or leave the penalty out"
             )
-        for name, stage in (("train", self.train), ("warmup", self.warmup)):
-            if stage is not None and stage.schedule.warmup_steps >= stage.steps:
-                raise ValueError(_warmup_too_long(name, stage.schedule.warmup_steps, stage.steps))
+        _check_stage("train", self.train, self.model)
+        if self.warmup is not None:
+            _check_stage("warmup", self.warmup, self.model)
+        _check_algorithm(self.algorithm, self.train)
         return self
 
 
@@ -91,8 +102,7 @@ class SftSpec(_Run):
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:
-        if self.train.schedule.warmup_steps >= self.train.steps:
-            raise ValueError(_warmup_too_long("train", self.train.schedule.warmup_steps, self.train.steps))
+        _check_stage("train", self.train, self.model)
         return self
 
 
@@ -111,16 +121,40 @@ class PreferenceSpec(_Run):
 
     @model_validator(mode="after")
     def _fits_together(self) -> PreferenceSpec:
-        if self.train.schedule.warmup_steps >= self.train.steps:
-            raise ValueError(_warmup_too_long("train", self.train.schedule.warmup_steps, self.train.steps))
+        _check_stage("train", self.train, self.model)
         return self
 
 
-def _warmup_too_long(stage: str, warmup_steps: int, steps: int) -> str:
-    return (
-        f"{stage}.schedule.warmup_steps = {warmup_steps}: the stage has {steps} steps in all; "
-        f"set it below {steps}, or raise {stage}.steps"
-    )
+def _check_stage(name: str, stage: Stage, model: ModelSpec) -> None:
+    if stage.schedule.warmup_steps >= stage.steps:
+        raise ValueError(
+            f"{name}.schedule.warmup_steps = {stage.schedule.warmup_steps}: the stage has {stage.steps} steps in all; "
+            f"set it below {stage.steps}, or raise {name}.steps"
+        )
+    if stage.lora_plus != 1 and model.lora is None:
+        raise ValueError(
+            f"{name}.lora_plus = {stage.lora_plus:g}: there are no adapters whose B matrices it could speed up; add "
+            "[model.lora], or leave it out"
+        )
+
+
+def _check_algorithm(algorithm: AlgorithmSpec, stage: RlStage) -> None:
+    if isinstance(algorithm, DapoSpec) and algorithm.overlong_buffer > stage.max_tokens:
+        raise ValueError(
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: an answer has train.max_tokens = "
+            f"{stage.max_tokens} at most; set the buffer below that"
+        )
+    by_reward_alone = not isinstance(algorithm, DistillSpec) and getattr(algorithm, "baseline", "") != "none"
+    if stage.replace_equal_groups and not by_reward_alone:
+        raise ValueError(
+            f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' learns from siblings that "
+            "scored alike, too, so no group would ever be replaced; leave it out"
+        )
+    if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or getattr(algorithm, "kl_coef", 0)):
+        raise ValueError(
+            f"train.top_p = {stage.top_p:g}: the reference has a nucleus of its own, and to a token outside it no "
+            "finite distance; set top_p = 1, or leave out the KL term or the teacher"
+        )
 
 
 RunSpec = Annotated[RlSpec | SftSpec | PreferenceSpec, Field(discriminator="recipe")]

@@ -9,7 +9,9 @@ from tandem.spec.data import DataSpec, Demonstrations
 from tandem.spec.optim import AdamWSpec, ConstantSchedule, LinearSchedule, OptimizerSpec, ScheduleSpec
 
 
-class _Stage(Spec):
+class Stage(Spec):
+    """What all stages have."""
+
     steps: int = Field(ge=1)
     """Optimizer steps of this stage."""
     lr: float = Field(gt=0, lt=1)
@@ -31,7 +33,7 @@ class _Stage(Spec):
     """Most tokens in one forward and backward; a step's samples are packed into as many micro-batches as that takes."""
 
 
-class SftStage(_Stage):
+class SftStage(Stage):
     """Supervised steps on recorded conversations."""
 
     batch_size: int = Field(default=32, ge=1)
@@ -47,7 +49,7 @@ class WarmupStage(SftStage):
     """How the learning rate moves over the stage."""
 
 
-class RlStage(_Stage):
+class RlStage(Stage):
     """`[train]` of an RL spec."""
 
     groups_per_step: int = Field(ge=1)

@@ -14,7 +14,7 @@ class Guard:
     def __init__(self, max_idle_steps: int) -> None:
         self.moved = False
         self._max_idle_steps = max_idle_steps
-        self._bad, self._idle = 0, 0
+        self._bad, self._idle, self._why = 0, 0, ""
 
     def stepped(self, version: int, batch: Batch, metrics: Metrics) -> None:
         self._bad = 0
@@ -22,12 +22,16 @@ class Guard:
         if not idle:
             self.moved, self._idle = True, 0
             return
-        self._idle += 1
+        self._idle, self._why = self._idle + 1, idle
         if self._idle >= self._max_idle_steps:
             raise NothingLearned(
                 f"train: {self._idle} steps in a row, up to version {version}, moved nothing: {idle}; "
                 "change what is said there, or raise train.max_idle_steps"
             )
+
+    def finish(self, steps: int) -> None:
+        if steps and not self.moved:
+            raise NothingLearned(f"train: {steps} steps, and none of them moved a weight: {self._why}")
 
     def set_aside(self, batch: Batch, norm: float, loss: float) -> None:
         self._bad += 1

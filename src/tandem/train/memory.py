@@ -16,8 +16,8 @@ _GIB = 2**30
 
 
 class Memory:
-    """GiB by component. What is always there is counted from its tensors; activations are counted as autograd keeps
-    them, whenever a micro-batch is larger than any before."""
+    """GiB by component. What is always there is counted from its tensors; activations are what a forward pass
+    leaves behind, looked at whenever a micro-batch is larger than any before."""
 
     def __init__(self, policy: Policy, optimizer: Optimizer) -> None:
         self._policy, self._optimizer = policy, optimizer
@@ -33,8 +33,12 @@ class Memory:
         self._largest_micro = size
         weights = [tensor for _, tensor in self._policy.weights(0).tensors()]
         saved = _Saved(weights)
+        on_gpu = micro.ids_BT.is_cuda
+        before = torch.cuda.memory_allocated() if on_gpu else 0
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             yield
+        # An allocator sees everything; autograd's hooks do not see what selective recomputation keeps.
+        kept = torch.cuda.memory_allocated() - before if on_gpu else saved.bytes
         state = self._optimizer.state()
         on_device = [tensor for tensor in state.values() if tensor.device == micro.ids_BT.device]
         master = [state[name] for name in state if name.endswith("|master")]
@@ -42,7 +46,8 @@ class Memory:
             "memory/weights": size_bytes(weights) / _GIB,
             "memory/master": size_bytes(master) / _GIB,
             "memory/optimizer": (size_bytes(on_device) - size_bytes(master)) / _GIB,
-            "memory/activations": saved.bytes / _GIB,
+            "memory/activations": kept / _GIB,
+            "memory/reference": self._policy.reference_bytes() / _GIB,
             "memory/logits": self._policy.head_bytes(len(micro.target_N)) / _GIB,
         }
 
@@ -57,7 +62,7 @@ class Memory:
         backward = gib["memory/activations"] + gib["memory/logits"]
         backward += gib["memory/gradients"] if num_micro > 1 else largest
         update = gib["memory/gradients"] + self._optimizer.workspace_bytes / _GIB
-        always = gib["memory/weights"] + gib["memory/master"] + gib["memory/optimizer"]
+        always = sum(gib[f"memory/{part}"] for part in ("weights", "master", "optimizer", "reference"))
         gib["memory/accounted"] = always + max(backward, update)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             gib["memory/peak"] = torch.cuda.max_memory_allocated() / _GIB

@@ -67,10 +67,8 @@ class PolicyTrainer:
         self._guard.stepped(self.version, batch, metrics)
         return {**batch.metrics, **metrics, "lr": lr, "train/set_aside": 0.0}
 
-    @property
-    def moved(self) -> bool:
-        """Some step of this trainer changed some weight."""
-        return self._guard.moved
+    def finish(self) -> None:
+        self._guard.finish(self.version - self._first_version)
 
     def export(self) -> Weights:
         return self._policy.weights(self.version)
