@@ -16,14 +16,15 @@ HEAD = """\
 
 Written by `python docs/make_spec.py` from the classes in `src/tandem/spec/`; do not edit it here.
 
-A spec is TOML. Its first line says what to do: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below is a table.
-Where a table comes in several kinds, its `kind` chooses (in `[model]` the key `preset` or `path`, in `[precision]`
-`weights`), and keys of the other kinds are refused. Keys that nobody knows, values of another type or out of range, and knobs that the run could not use are
-refused before anything is loaded, with the field, the value and the way out.
+A spec is TOML. Its first line says what to do: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below is a
+table. Where a table comes in several kinds, its `kind` chooses (in `[model]` the key `preset` or `path`, in
+`[precision]` `weights`), and keys of the other kinds are refused. Keys that nobody knows, values of another type or
+out of range, and knobs that the run could not use are refused before anything is loaded, with the field, the value
+and the way out.
 
-`tandem train SPEC --set train.lr=1e-4` overrides a value, `tandem spec show SPEC` prints a spec with its defaults filled
-in, and `tandem spec schema` prints the JSON Schema for your editor.
-"""  # noqa: E501
+`tandem train SPEC --set train.lr=1e-4` overrides a value, `tandem spec show SPEC` prints a spec with its defaults
+filled in, and `tandem spec schema` prints the JSON Schema for your editor.
+"""
 
 
 def text() -> str:
