@@ -11,16 +11,18 @@ SPEC: dict[str, Any] = {
     "recipe": "rl",
     "model": {"preset": "tiny", "thinking": True},
     "environment": {"name": "sort"},
-    "train": {"steps": 1, "lr": 1e-3, "groups_per_step": 2, "group_size": 2, "max_tokens": 16},
+    "train": {
+        "steps": 1, "lr": 1e-3, "groups_per_step": 4, "group_size": 4, "max_tokens": 64, "thinking_length_penalty": 0.5,
+    },
     "eval": {"tasks": 4},
-}
+}  # fmt: skip
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_spec_s_penalty_reaches_the_rewards(train: Train):
-    penal = SPEC | {"train": SPEC["train"] | {"thinking_length_penalty": 0.5}}
-    free, paid = (train(spec, name=name).rows("metrics")[0] for name, spec in (("free", SPEC), ("paid", penal)))
-    assert free["thinking/unclosed"] == paid["thinking/unclosed"] == 1.0
-    assert free["thinking/tokens"] == paid["thinking/tokens"] > 8
-    assert free["reward/mean"] == 0.0
-    assert paid["reward/mean"] == pytest.approx(-0.5 * paid["thinking/tokens"] / 16)
+    trained = train(SPEC)
+    (metrics,) = trained.rows("metrics")
+    assert metrics["thinking/unclosed"] > 0.5
+    assert 16 < metrics["thinking/tokens"] < 64
+    assert metrics["reward/mean"] == pytest.approx(-0.5 * metrics["thinking/tokens"] / 64)
+    assert trained.status["eval"]["after"] == 0

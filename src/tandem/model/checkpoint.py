@@ -13,7 +13,7 @@ from tandem.errors import SpecError
 def load_model(path: str, revision: str, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    refuse_adapter(path)
+    refuse_unfit(path, revision)
     return load_whole(AutoModelForCausalLM, path, "model.path", revision=revision, attn_implementation=attention)
 
 
@@ -62,9 +62,21 @@ def is_adapter(source: str, field: str) -> bool:
         raise SpecError(f"{field} = '{source}': no such directory, and the hub does not answer: {error}") from error
 
 
-def refuse_adapter(path: str) -> None:
-    if is_adapter(path, "model.path"):  # transformers would look for its base model, and load that
+def refuse_unfit(path: str, revision: str) -> None:
+    """What transformers would load as something else than the exact weights of one model."""
+    from transformers import AutoConfig
+
+    if is_adapter(path, "model.path"):  # it would look for the base model, and load that
         raise SpecError(
             f"model.path = '{path}': is an adapter; set model.path to the model that it was trained on, and "
             "model.warm_start to the adapter"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"model.path = '{path}': no causal language model can be loaded from it: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise SpecError(
+            f"model.path = '{path}': its weights are quantised; set model.path to the exact model, and for few bits "
+            "model.lora.base to 'int8' or 'nf4'"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -9,8 +10,14 @@ from tandem.errors import SpecError
 from tandem.spec.model import LoraSpec
 
 
+def quiet_bitsandbytes() -> None:
+    """peft imports it wherever it is installed, and it then misses kernels that nobody here calls."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
 def add_lora(module: Any, spec: LoraSpec) -> Any:
     """LoRA layers inside `module`, and peft's view of it."""
+    quiet_bitsandbytes()
     from peft import LoraConfig
 
     targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tandem.errors import SpecError
 from tandem.model.checkpoint import is_adapter, load_whole, refuse_faults
-from tandem.model.lora import attach
+from tandem.model.lora import attach, quiet_bitsandbytes
+from tandem.model.quantized import quantized_parts
 from tandem.spec.model import LoraSpec
 
 _FIELD = "model.warm_start"
@@ -44,6 +45,12 @@ def begin_with(module: Any, source: str) -> Any:
 
 def _full(module: Any, source: str) -> Any:
     from transformers import AutoConfig
+
+    if quantized_parts(module):
+        raise SpecError(
+            f"{_FIELD} = '{source}': is a full checkpoint, and model.lora.base holds the base in few bits, which no "
+            "weights can be loaded over; set model.path to it, and leave warm_start out"
+        )
 
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -105,6 +112,7 @@ def begin_adapter(adapter: Any, spec: LoraSpec, source: str) -> None:
 
 
 def _read_adapter(source: str) -> tuple[Any, dict[str, Tensor]]:
+    quiet_bitsandbytes()
     from peft import PeftConfig
     from peft.utils import load_peft_weights
     from safetensors import SafetensorError

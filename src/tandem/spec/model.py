@@ -19,7 +19,8 @@ class LoraSpec(Spec):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = "all-linear"
     """Module names to adapt; all-linear takes every linear layer except the lm-head."""
     base: Literal["exact", "int8", "nf4"] = "exact"
-    """The frozen weights: as they are, or in 8 or 4 bits (bitsandbytes). Only for a model with a path."""
+    """The frozen weights: as they are, or in 8 or 4 bits (bitsandbytes). Only for a model with a path. What is exported
+    has all its bits again, the adapter merged into what the few bits stand for."""
 
 
 class _Model(Spec):
