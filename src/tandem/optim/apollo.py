@@ -153,8 +153,8 @@ class _Matrix:
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor import zeros as distributed_zeros
 
-        by_channel = self.channels_cut and shape
-        placement = Shard(0) if self.stack else Shard(1) if by_channel else Replicate()
+        moments = len(shape) == 2
+        placement = Shard(0) if self.stack else Shard(1) if moments and self.channels_cut else Replicate()
         return distributed_zeros(whole, device_mesh=self.mesh, placements=[placement])
 
     def project(self, projection_RM: Tensor, grad_MN: Tensor) -> tuple[Tensor, Tensor]:
