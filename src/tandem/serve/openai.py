@@ -30,11 +30,17 @@ from tandem.types import Completion, FinishReason, Message, Sampling, Span
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 
 
+class Thoughts(Protocol):
+    def push(self, text: str) -> tuple[str, str]: ...  # new thought, new answer
+    def close(self) -> tuple[str, str]: ...
+
+
 class Renderer(TokenNames, Protocol):
     @property
     def end_ids(self) -> frozenset[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def thoughts(self) -> Thoughts: ...
 
 
 def openai_service(
@@ -94,6 +100,7 @@ class _Piece:
     index: int
     opens: bool
     text: str = ""
+    thought: str = ""
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     offsets: list[int] = field(default_factory=list[int])
@@ -102,10 +109,11 @@ class _Piece:
 
 
 class _Choice:
-    def __init__(self, index: int, renderer: Renderer, job: _Job) -> None:
+    def __init__(self, index: int, renderer: Renderer, job: _Job, *, parts_thoughts: bool) -> None:
         self.version, self.num_tokens = -1, 0
         self._end_ids, self._offsets_wanted = renderer.end_ids, job.logprobs
         self._text = TextStream(renderer.decode, job.sampling.stop)
+        self._thoughts = renderer.thoughts() if parts_thoughts else None
         self.piece = _Piece(index, opens=True)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
@@ -116,15 +124,23 @@ class _Choice:
         # Where a token begins (or the character that it goes on with) is known only if tokens are decoded one by one.
         for part in [[token_id] for token_id in ids] if self._offsets_wanted else [ids]:
             piece.offsets.append(self._text.num_chars)
-            piece.text += self._text.push([token_id for token_id in part if token_id not in self._end_ids])
+            self._tell(self._text.push([token_id for token_id in part if token_id not in self._end_ids]))
 
     def finish(self, completion: Completion) -> None:
         rest = slice(self.num_tokens, None)
         if completion.ids[rest]:
             self.add(completion.ids[rest], completion.logprobs[rest], completion.spans[-1].version)
-        self.piece.text += self._text.close()
+        self._tell(self._text.close(), last=True)
         self.piece.finish_reason = "stop" if self._text.stopped else completion.finish_reason
         self.piece.spans = completion.spans
+
+    def _tell(self, text: str, *, last: bool = False) -> None:
+        if self._thoughts is None:
+            self.piece.text += text
+            return
+        for thought, answer in (self._thoughts.push(text), *([self._thoughts.close()] if last else [])):
+            self.piece.thought += thought
+            self.piece.text += answer
 
     def take(self) -> _Piece:
         piece, self.piece = self.piece, _Piece(self.piece.index, opens=False)
@@ -141,6 +157,8 @@ class _Layout:
     id_prefix: str
     greets: bool
     """A stream opens with an empty chunk for each choice, in order: clients make room for choices as they come."""
+    parts_thoughts: bool
+    """Thoughts are told apart from the answer, as `reasoning_content`."""
     choice: Callable[[_Piece, _Job, TokenNames], dict[str, Any]]
 
 
@@ -150,7 +168,8 @@ def _chat_choice(piece: _Piece, job: _Job, names: TokenNames) -> dict[str, Any]:
     if job.logprobs:
         entries = [_chat_logprob(names, *entry) for entry in zip(piece.ids, piece.logprobs, strict=True)]
         logprobs = {"content": entries, "refusal": None}
-    return {"delta" if job.stream else "message": {**role, "content": piece.text}, "logprobs": logprobs}
+    thought = {"reasoning_content": piece.thought} if piece.thought else {}
+    return {"delta" if job.stream else "message": {**role, "content": piece.text, **thought}, "logprobs": logprobs}
 
 
 def _chat_logprob(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
@@ -178,8 +197,8 @@ def _text_choice(piece: _Piece, job: _Job, names: TokenNames) -> dict[str, Any]:
     return {"text": piece.text, "logprobs": logprobs if job.logprobs else None}
 
 
-_CHAT = _Layout("chat.completion", "chat.completion.chunk", "chatcmpl-", True, _chat_choice)
-_TEXT = _Layout("text_completion", "text_completion", "cmpl-", False, _text_choice)
+_CHAT = _Layout("chat.completion", "chat.completion.chunk", "chatcmpl-", True, True, _chat_choice)
+_TEXT = _Layout("text_completion", "text_completion", "cmpl-", False, False, _text_choice)
 
 
 # --- the routes
@@ -274,7 +293,7 @@ class _Api:
         if job.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(self._chunks(job, layout), media_type="text/event-stream", headers=headers)
-        choices = self._choices(job)
+        choices = self._choices(job, layout)
 
         async def play() -> None:
             async for _ in self._play(job, choices):
@@ -290,7 +309,7 @@ class _Api:
         return JSONResponse(body)
 
     async def _chunks(self, job: _Job, layout: _Layout) -> AsyncIterator[str]:
-        choices = self._choices(job)
+        choices = self._choices(job, layout)
         head = self._head(layout, layout.chunk_object, self.engine.version)
         extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
         first: dict[str, Any] = {"prompt_token_ids": job.prompt_token_ids} if job.token_ids else {}
@@ -334,15 +353,16 @@ class _Api:
                 else:
                     choice.finish(event.result())
                     left -= 1
-                if choice.piece.text or choice.piece.finish_reason:
+                if choice.piece.text or choice.piece.thought or choice.piece.finish_reason:
                     yield choice
         finally:
             self._count(-len(tasks))
             self.books.sampled_tokens.inc(sum(choice.num_tokens for choice in choices))
             self.books.cancelled.inc(sum(task.cancel() for task in tasks))
 
-    def _choices(self, job: _Job) -> list[_Choice]:
-        return [_Choice(index, self.renderer, job) for index in range(len(job.prompts) * job.n)]
+    def _choices(self, job: _Job, layout: _Layout) -> list[_Choice]:
+        count, parts = len(job.prompts) * job.n, layout.parts_thoughts
+        return [_Choice(index, self.renderer, job, parts_thoughts=parts) for index in range(count)]
 
     def _count(self, change: int) -> None:
         self.running += change

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any
 
 from tandem.errors import TemplateError
+from tandem.text.thoughts import END_THINK, THINK, ThoughtStream
 from tandem.types import Message, Thought
 
 _SENTINEL = "Q7sentinelQ7"
-_THINK, _END_THINK = "<think>", "</think>"
 
 
 class Renderer:
@@ -33,12 +33,12 @@ class Renderer:
         self.end_id: int = closing[0]
         """What the template writes after the assistant's last word."""
         self.end_ids: frozenset[int] = frozenset({self.end_id, tokenizer.eos_token_id} - {None})
-        self._opens_thought = self._render([{"role": "user", "content": "."}], True).rstrip().endswith(_THINK)
-        mark = self.encode(_END_THINK)
+        self._opens_thought = self._render([{"role": "user", "content": "."}], True).rstrip().endswith(THINK)
+        mark = self.encode(END_THINK)
         self._end_think_id = mark[0] if len(mark) == 1 else None
-        if thinking and _END_THINK not in self.decode(mark):
+        if thinking and END_THINK not in self.decode(mark):
             raise TemplateError(
-                f"model.thinking = true: {_END_THINK} is a special token of this tokenizer, so no thought would be "
+                f"model.thinking = true: {END_THINK} is a special token of this tokenizer, so no thought would be "
                 "seen to end; set model.thinking = false, or make it an ordinary added token"
             )
 
@@ -82,7 +82,7 @@ class Renderer:
         """A sampled turn as others see it: no end of turn, no stop string, no thoughts."""
         text = cut_at_stop(self.decode(self._body(ids)), stop)
         if self._has_thought(text):
-            _, closed, text = text.partition(_END_THINK)
+            _, closed, text = text.partition(END_THINK)
             return text.lstrip() if closed else ""
         return text
 
@@ -92,20 +92,24 @@ class Renderer:
         text = cut_at_stop(self.decode(body), stop)
         if not self._has_thought(text):
             return None
-        if _END_THINK not in text:
+        if END_THINK not in text:
             return Thought(len(body), closed=False)
         most = body.index(self._end_think_id) + 1 if self._end_think_id in body else len(body)
-        if _END_THINK not in self.decode(body[: most - 1]):
+        if END_THINK not in self.decode(body[: most - 1]):
             return Thought(most, closed=True)
         # Spelled in several tokens: it is there from some length on, and halving finds that length.
-        length = bisect_left(range(most), True, key=lambda count: _END_THINK in self.decode(body[:count]))
+        length = bisect_left(range(most), True, key=lambda count: END_THINK in self.decode(body[:count]))
         return Thought(length, closed=True)
+
+    def thoughts(self) -> ThoughtStream:
+        """For one turn whose text comes bit by bit."""
+        return ThoughtStream(opened=self._opens_thought)
 
     def _body(self, ids: Sequence[int]) -> list[int]:
         return list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
 
     def _has_thought(self, text: str) -> bool:
-        return self._opens_thought or text.lstrip().startswith(_THINK)
+        return self._opens_thought or text.lstrip().startswith(THINK)
 
     # --- the template
 
