@@ -21,6 +21,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 PYTHON_FUNCTION = {
     "train": "run",
+    "sweep": "sweep",
     "serve": "serve_model",
     "chat": "chat_with",
     "report": "write_report",

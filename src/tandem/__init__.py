@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # The Python API: name -> where it lives. Filled in lazily so that `tandem --help` stays quick.
 _API = {
     "run": "tandem.recipes",
+    "sweep": "tandem.recipes.sweep",
     "serve_model": "tandem.recipes.serve",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",

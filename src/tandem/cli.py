@@ -47,6 +47,26 @@ def train(
 
 
 @app.command()
+def sweep(
+    spec: SpecFile,
+    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="The seeds, with commas: --seeds 0,1,2")],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where the runs live; name it again to go on after a failure.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train SPEC once for each seed; say what all of them show."""
+    from tandem.spec.load import load_spec, parse_seeds
+
+    numbers = parse_seeds(seeds)
+    checked = load_spec(spec, overrides or ())
+    from tandem.recipes.sweep import sweep
+
+    if sweep(checked, numbers, directory).failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def serve(
     source: Source,
     host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",

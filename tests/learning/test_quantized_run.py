@@ -22,12 +22,12 @@ ENVIRONMENT = """
 from tandem import Outcome, Task
 
 
-class Lengths:
+class Sums:
     def tasks(self, split):
         return [Task(f"{split}-{n}", ({"role": "user", "content": str(n)},)) for n in range(8)]
 
     async def run(self, task, chat):
-        return Outcome(float(len((await chat.reply()).text) % 3))
+        return Outcome(float(sum(map(ord, (await chat.reply()).text)) % 7))
 """
 
 
@@ -35,11 +35,11 @@ class Lengths:
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_run_samples_and_trains_on_few_bits_and_its_export_is_served(train: Train, tmp_path: Path, base: str):
     CausalPolicy(make_model("tiny", byte_tokenizer(), seed=5), byte_tokenizer()).export(tmp_path / "model")
-    (tmp_path / "lengths.py").write_text(ENVIRONMENT)
+    (tmp_path / "sums.py").write_text(ENVIRONMENT)
     spec: dict[str, Any] = {
         "recipe": "rl",
         "model": {"path": str(tmp_path / "model"), "lora": {"rank": 4, "base": base}},
-        "environment": {"name": f"{tmp_path / 'lengths.py'}:Lengths"},
+        "environment": {"name": f"{tmp_path / 'sums.py'}:Sums"},
         "train": {"steps": 2, "lr": 1e-2, "groups_per_step": 2, "group_size": 4, "max_tokens": 8},
         "algorithm": {"kind": "grpo", "kl_coef": 0.1},
         "eval": {"tasks": 4},

@@ -57,6 +57,14 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return raw
 
 
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of a sweep, from a command line."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise SpecError(f"--seeds {text}: write whole numbers with commas, as in --seeds 0,1,2") from None
+
+
 def json_schema() -> dict[str, Any]:
     """What a spec may hold, as JSON Schema."""
     return _ADAPTER.json_schema()

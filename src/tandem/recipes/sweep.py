@@ -1,0 +1,100 @@
+"""One spec with several seeds, one after the other, in a directory that can be taken up again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tandem.errors import DataError, RunError, SpecError
+from tandem.io import atomic
+from tandem.obs.live import LiveView
+from tandem.recipes import run
+from tandem.runs.run import Run
+from tandem.runs.sweep import SeedResult, Sweep, conclusion, read_seed, summarise, table
+from tandem.spec.load import parse_spec, to_toml
+from tandem.spec.run import RunSpec
+
+_log = logging.getLogger(__name__)
+
+
+def sweep(
+    spec: RunSpec,
+    seeds: Sequence[int],
+    directory: Path | None = None,
+    *,
+    root: Path = Path("runs"),
+    console: Console | None = None,
+) -> Sweep:
+    """Run `spec` with each seed in `directory`/seed-N, and say what they show together (sweep.json, sweep.md).
+
+    A seed that succeeded there is not run again; one that failed, or was cut off, is set aside and run anew.
+    """
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise SpecError(f"seeds = {list(seeds)}: name one or more, each once, as in 0, 1, 2")
+    directory = directory or Run.new_directory(root, f"{spec.name}-sweep")
+    console = console or Console(highlight=False)
+    specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}) for seed in seeds}
+    held = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}  # refused before hours of work
+    results: list[SeedResult] = []
+    statuses: list[Mapping[str, Any]] = []
+    for number, seed in enumerate(seeds, start=1):
+        place = directory / f"seed-{seed}"
+        console.print(f"seed {seed} ({number} of {len(seeds)}): {'done already, ' if held[seed] else ''}{place}")
+        error = "" if held[seed] else _play(specs[seed], place, console)
+        if (place / "status.json").exists():
+            result, status = read_seed(place, seed)
+        else:  # it failed before it had a directory
+            result, status = SeedResult(seed, place.name, "failed", error=error), {}
+        results.append(result)
+        if result.state == "succeeded":
+            statuses.append(status)
+        _write(summarise(directory, results, statuses, spec.eval.confidence))  # after each: a sweep may be cut off
+    found = summarise(directory, results, statuses, spec.eval.confidence)
+    console.print(f"\nsweep {directory}\n\n{table(found)}", soft_wrap=True, markup=False)
+    return found
+
+
+def _succeeded(place: Path, spec: RunSpec) -> bool:
+    if not (place / "status.json").exists():
+        return False
+    if read_seed(place, spec.seed)[0].state != "succeeded":
+        return False
+    if (place / "spec.toml").read_text(encoding="utf-8") != to_toml(spec):
+        raise RunError(f"{place}: succeeded with another spec than this one; give this sweep a directory of its own")
+    return True
+
+
+def _play(spec: RunSpec, place: Path, console: Console) -> str:
+    """Empty if it succeeded, else how it failed. A spec that is wrong is wrong for every seed, and ends the sweep."""
+    if place.exists() and any(place.iterdir()):
+        place.rename(_aside(place))
+    try:
+        run(spec, place, view=LiveView(f"{spec.name} seed {spec.seed}", console))
+        return ""
+    except (SpecError, DataError):
+        raise
+    except Exception as error:  # noqa: BLE001 - one seed's failure is a result; the others are still to come
+        _log.warning("seed %d failed: %s: %s", spec.seed, type(error).__name__, error)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        gc.collect()  # the model of a failed run hangs on frames that point at each other
+
+
+def _aside(place: Path) -> Path:
+    names = (place.with_name(f"{place.name}-failed-{number}") for number in range(1, 1000))
+    return next(path for path in names if not path.exists())
+
+
+def _write(found: Sweep) -> None:
+    seeds = [asdict(each) | {"difference": each.difference} for each in found.seeds]
+    content = asdict(found) | {"seeds": seeds, "directory": str(found.directory), "conclusion": conclusion(found)}
+    found.directory.mkdir(parents=True, exist_ok=True)
+    atomic.write_json(found.directory / "sweep.json", content)
+    atomic.write_text(found.directory / "sweep.md", table(found))

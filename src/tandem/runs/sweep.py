@@ -1,0 +1,185 @@
+"""What several seeds of one spec say together: the luck of training, which one run cannot show."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.errors import RunError
+from tandem.obs.history import by_loss
+from tandem.obs.wording import ends, interval
+
+Outcome = Literal["improved", "unchanged", "worse", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """One run of a sweep, as its status.json has it."""
+
+    seed: int
+    directory: str
+    state: str
+    before: float | None = None
+    after: float | None = None
+    interval: tuple[float, float] | None = None
+    """Of after minus before, over this run's held-out tasks."""
+    verdict: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.before is None or self.after is None else self.after - self.before
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    mean: float
+    std: float | None
+    """Of one seed, with n - 1; None of a single one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`interval` is a t-interval: where the mean difference of ever more seeds would lie."""
+
+    directory: Path
+    metric: Literal["accuracy", "loss"]
+    confidence: float
+    seeds: Sequence[SeedResult]
+    failed: int
+    before: Spread | None
+    after: Spread | None
+    difference: Spread | None
+    interval: tuple[float, float] | None
+    verdict: Outcome
+
+
+def read_seed(directory: Path, seed: int) -> tuple[SeedResult, Mapping[str, Any]]:
+    try:
+        status = json.loads((directory / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory}: its status.json cannot be read: {error}") from error
+    before, after = ends(status)
+    result = SeedResult(
+        seed, directory.name, str(status.get("state")), before, after, interval(status),
+        str(status.get("verdict", "")), float(status.get("seconds", 0.0)), str(status.get("error", "")),
+    )  # fmt: skip
+    return result, status
+
+
+def summarise(
+    directory: Path, seeds: Sequence[SeedResult], statuses: Sequence[Mapping[str, Any]], confidence: float
+) -> Sweep:
+    """`statuses`: of the seeds that succeeded. Those that failed are counted, and have no part in the numbers."""
+    metric: Literal["accuracy", "loss"] = "loss" if any(by_loss(status) for status in statuses) else "accuracy"
+    judged = [each for each in seeds if each.state == "succeeded" and each.difference is not None]
+    differences = [each.after - each.before for each in judged if each.after is not None and each.before is not None]
+    bounds = _interval(differences, confidence, _resolution(metric, statuses)) if len(differences) > 1 else None
+    return Sweep(
+        directory=directory,
+        metric=metric,
+        confidence=confidence,
+        seeds=list(seeds),
+        failed=sum(each.state != "succeeded" for each in seeds),
+        before=_spread([each.before for each in judged if each.before is not None]),
+        after=_spread([each.after for each in judged if each.after is not None]),
+        difference=_spread(differences),
+        interval=bounds,
+        verdict=_verdict(bounds, metric),
+    )
+
+
+def table(sweep: Sweep) -> str:
+    """Markdown: a row a seed, then what they say together."""
+    lines = [
+        f"| seed | {sweep.metric} before | after | after - before | of its tasks | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in sweep.seeds:
+        bounds = "" if each.interval is None else f"[{each.interval[0]:+.3f}, {each.interval[1]:+.3f}]"
+        said = each.verdict if each.state == "succeeded" else f"{each.state}: {_one_line(each.error)}"
+        cells = (str(each.seed), *map(_figure, (each.before, each.after)), _signed(each.difference), bounds, said)
+        lines.append(f"| {' | '.join(cells)} |")
+    spreads = (sweep.before, sweep.after, sweep.difference)
+    if sweep.before and sweep.after and sweep.difference:
+        means = (_figure(sweep.before.mean), _figure(sweep.after.mean), _signed(sweep.difference.mean))
+        lines.append(f"| mean | {' | '.join(means)} | | |")
+        deviations = (_figure(each.std if each else None) for each in spreads)
+        lines.append(f"| std | {' | '.join(deviations)} | | |")
+    return "\n".join([*lines, "", conclusion(sweep)]) + "\n"
+
+
+def conclusion(sweep: Sweep) -> str:
+    judged = sum(each.state == "succeeded" and each.difference is not None for each in sweep.seeds)
+    failures = f" {sweep.failed} of {len(sweep.seeds)} seeds failed." if sweep.failed else ""
+    if sweep.interval is None or sweep.difference is None:
+        return f"Undecided: {judged} judged seed{'s' * (judged != 1)}; a spread takes two.{failures}"
+    low, high = sweep.interval
+    return (
+        f"{sweep.verdict.capitalize()}: held-out {sweep.metric} {sweep.difference.mean:+.3f} on average, "
+        f"{sweep.confidence:.0%} t-interval [{low:+.3f}, {high:+.3f}] over {judged} seeds.{failures}"
+    )
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Of Student's t. With x = sqrt(degrees) tan(angle) its distribution is the integral of a power of the cosine."""
+    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
+
+    def below(angle: float, pieces: int = 400) -> float:
+        step = angle / pieces  # Simpson's rule
+        inner = sum((4 if i % 2 else 2) * math.cos(i * step) ** (degrees - 1) for i in range(1, pieces))
+        return 0.5 + factor * step / 3 * (1 + inner + math.cos(angle) ** (degrees - 1))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < probability else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
+def _interval(differences: Sequence[float], confidence: float, resolution: float) -> tuple[float, float]:
+    # Equal differences of two seeds are no proof of no spread where they come in steps: a step's own is the least.
+    std = max(statistics.stdev(differences), resolution / math.sqrt(12))
+    half = t_quantile((1 + confidence) / 2, len(differences) - 1) * std / math.sqrt(len(differences))
+    mean = statistics.fmean(differences)
+    return mean - half, mean + half
+
+
+def _resolution(metric: str, statuses: Sequence[Mapping[str, Any]]) -> float:
+    """Accuracy over n tasks comes in steps of 1/n; a loss in none."""
+    tasks = [status["eval"]["tasks"] for status in statuses if status.get("eval", {}).get("tasks")]
+    return 1 / min(tasks) if metric == "accuracy" and tasks else 0.0
+
+
+def _verdict(bounds: tuple[float, float] | None, metric: str) -> Outcome:
+    if bounds is None:
+        return "undecided"
+    low, high = bounds
+    if low <= 0 <= high:
+        return "unchanged"
+    return "improved" if (low > 0) == (metric == "accuracy") else "worse"
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.3f}"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split()).replace("|", "/")
+    return line if len(line) <= 100 else line[:97] + "..."
