@@ -1,4 +1,4 @@
-"""Runs in every precision, with every optimizer and algorithm: they train on what they sample, and say what they did."""
+"""Runs in every precision, with every optimizer and algorithm: they train on what they sample and say what they did."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_run_trains_on_what_its_engine_samples(train: Train, tmp_path: Path, c
 
 
 def test_what_was_asked_for_and_cannot_be_had_is_said(train: Train, tmp_path: Path) -> None:
-    changes = {"train": {"optimizer": {"kind": "adamw_offload"}}, "model": {"activations": "offload"}}
+    changes = {"train": {"optimizer": {"kind": "adamw_offload"}}, "model": {"activations": "offload"}, "device": "cpu"}
     trained = train(merged(spec(tmp_path), changes))
     for option in ("train.optimizer.kind", "model.activations"):
         assert options(trained)[option]["engaged"] is False

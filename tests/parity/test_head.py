@@ -244,8 +244,8 @@ def test_a_frozen_head_under_an_adapter_is_fused_and_gets_no_gradient() -> None:
 def test_what_is_held_is_said_beforehand() -> None:
     module = llama()
     for head in (Head(module, VOCAB), checkpointed(module)):
-        assert 0 == head.buffer_bytes(0) < head.buffer_bytes(10) < head.buffer_bytes(20)
-        assert head.buffer_bytes(10**9) == WORKSPACE_BYTES
+        assert (0, 0) == head.buffer_bytes(0) < head.buffer_bytes(10) < head.buffer_bytes(20)
+        assert 0.4 * WORKSPACE_BYTES < max(head.buffer_bytes(10**7)) <= WORKSPACE_BYTES
 
 
 # --- top-p

@@ -101,7 +101,7 @@ class CausalPolicy:
         logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature, top_p)
         return TokenLogprobs(logprobs_N, entropy_N)
 
-    def head_bytes(self, num_tokens: int) -> int:
+    def head_bytes(self, num_tokens: int) -> tuple[int, int]:
         return self.head.buffer_bytes(num_tokens)
 
     # --- weights

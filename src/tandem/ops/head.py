@@ -109,11 +109,12 @@ class Head:
         logprobs_N, entropy_N = (torch.cat(part) for part in zip(*pieces, strict=True))
         return logprobs_N, entropy_N.detach()
 
-    def buffer_bytes(self, num_tokens: int) -> int:
-        """At most held while so many tokens are scored and differentiated."""
+    def buffer_bytes(self, num_tokens: int) -> tuple[int, int]:
+        """Held at most while so many tokens are scored, and while they are differentiated."""
         if self.fused:
             return score.buffer_bytes(num_tokens, self._weight())
-        return min(score.WORKSPACE_BYTES, num_tokens * self.num_ids * _CHECKPOINTED_BYTES)
+        held = min(score.WORKSPACE_BYTES, num_tokens * self.num_ids * _CHECKPOINTED_BYTES)
+        return held, held
 
     def _weight(self) -> Tensor:
         return cast(Tensor, self.linear.weight)

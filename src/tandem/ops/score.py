@@ -72,11 +72,13 @@ def logits(hidden: Tensor, weight_VH: Tensor) -> Tensor:
     return _Logits.apply(hidden.flatten(0, -2), weight_VH).view(*hidden.shape[:-1], len(weight_VH))
 
 
-def buffer_bytes(num_tokens: int, weight_VH: Tensor) -> int:
-    """At most held while so many tokens are scored and differentiated."""
-    (vocab, width), sum_bytes = weight_VH.shape, _sum_dtype(weight_VH).itemsize
-    wanted_bytes = num_tokens * (vocab * _bytes_a_logit(weight_VH, backward=True) + width * sum_bytes)
-    return min(WORKSPACE_BYTES, wanted_bytes)
+def buffer_bytes(num_tokens: int, weight_VH: Tensor) -> tuple[int, int]:
+    """Held at most while so many tokens are scored, and while they are differentiated."""
+    vocab, width = weight_VH.shape
+    wanted = (True, weight_VH.requires_grad)
+    _, forward_bytes = _chunks(num_tokens, vocab, weight_VH, WORKSPACE_BYTES)
+    _, backward_bytes = _blocks(num_tokens, vocab, width, weight_VH, wanted, WORKSPACE_BYTES)
+    return forward_bytes, backward_bytes
 
 
 class _Score(torch.autograd.Function):
@@ -129,8 +131,7 @@ def _forward(
     lse_N, logprobs_N, entropy_N = (
         torch.empty(count, dtype=_sum_dtype(hidden_NH), device=hidden_NH.device) for _ in range(3)
     )
-    bytes_a_token = vocab * _bytes_a_logit(hidden_NH, backward=False)
-    chunks = list(_pieces(count, workspace_bytes // bytes_a_token, _multiple(hidden_NH)))
+    chunks, _ = _chunks(count, vocab, hidden_NH, workspace_bytes)
     buffer = _matrix(chunks[0].stop if chunks else 0, vocab, dtype, hidden_NH)
     look = _kernels().look if _has_kernels(hidden_NH) else _look
     for chunk in chunks:
@@ -158,9 +159,7 @@ def _backward(
     if weight_grad_VH is not None:
         weight_grad_VH[reached:] = 0
     dtype, slope_dtype = _logits_dtype(hidden_NH), _slope_dtype(hidden_NH)
-    bytes_an_id = count * _bytes_a_logit(hidden_NH, backward=True) + width * sum_dtype.itemsize * wanted[1]
-    left_bytes = workspace_bytes - count * width * sum_dtype.itemsize * wanted[0]
-    blocks = list(_pieces(reached, left_bytes // max(1, bytes_an_id), _multiple(hidden_NH)))
+    blocks, _ = _blocks(count, reached, width, hidden_NH, wanted, workspace_bytes)
     longest = blocks[0].stop if blocks else 0
     buffer = _matrix(count, longest, dtype, hidden_NH)
     slopes = buffer if slope_dtype == dtype else _matrix(count, longest, slope_dtype, hidden_NH)
@@ -174,6 +173,24 @@ def _backward(
         if weight_grad_VH is not None:
             weight_grad_VH[block] = _product(slope_NB.t(), hidden_NH)
     return None if hidden_grad_NH is None else hidden_grad_NH.to(hidden_NH.dtype), weight_grad_VH
+
+
+def _chunks(count: int, vocab: int, like: Tensor, workspace_bytes: int) -> tuple[list[slice], int]:
+    """Of the tokens, for the forward pass, and what it holds at once."""
+    bytes_a_token = vocab * _bytes_a_logit(like, backward=False)
+    chunks = list(_pieces(count, workspace_bytes // bytes_a_token, _multiple(like)))
+    return chunks, min(count, chunks[0].stop) * bytes_a_token if chunks else 0
+
+
+def _blocks(
+    count: int, ids: int, width: int, like: Tensor, wanted: tuple[bool, bool], workspace_bytes: int
+) -> tuple[list[slice], int]:
+    """Of the vocabulary, for the backward pass, and what it holds at once."""
+    sum_bytes = _sum_dtype(like).itemsize
+    hidden_bytes = count * width * sum_bytes * wanted[0]
+    bytes_an_id = count * _bytes_a_logit(like, backward=True) + width * sum_bytes * wanted[1]
+    blocks = list(_pieces(ids, (workspace_bytes - hidden_bytes) // max(1, bytes_an_id), _multiple(like)))
+    return blocks, hidden_bytes + (blocks[0].stop if blocks else 0) * bytes_an_id
 
 
 def _pieces(total: int, most: int, multiple: int) -> Iterator[slice]:

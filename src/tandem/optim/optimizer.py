@@ -59,8 +59,9 @@ class Optimizer:
     @property
     def workspace_bytes(self) -> int:
         """At most held while an update is applied."""
+        together = min(_CHUNK, sum(tensor.numel() for tensor in self._parameters.values()))
         whole = [tensor.numel() for name, tensor in self._parameters.items() if not self._rules[name].by_rows]
-        return _BYTES_A_NUMBER * max(_CHUNK, *whole, 0)
+        return _BYTES_A_NUMBER * max(together, *whole, 0)
 
     def drain_metrics(self) -> Metrics:
         """What became of the updates since the last call."""

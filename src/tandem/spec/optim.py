@@ -64,7 +64,7 @@ class ApolloMiniSpec(AdamWSpec):
     refresh_every: int = Field(default=200, ge=1)
     """Steps between two random projections."""
     scale: float = Field(default=1.0, gt=0)
-    """On top of sqrt(min(rows, columns) / rank), with which AdamW's learning rates transfer."""
+    """On top of sqrt(min(rows, columns) / rank), with which one to four times AdamW's learning rate fits."""
     growth_limit: float = Field(default=1.01, gt=1)
     """The norm of a matrix's update grows by no more than this factor from step to step."""
 

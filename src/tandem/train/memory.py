@@ -23,6 +23,7 @@ class Memory:
         self._policy, self._optimizer = policy, optimizer
         self._largest_micro = 0
         self._gib: Metrics = {}
+        self._logits_gib: tuple[float, ...] = (0.0, 0.0)
 
     @contextmanager
     def forward(self, micro: MicroBatch) -> Iterator[None]:
@@ -48,22 +49,23 @@ class Memory:
             "memory/optimizer": (size_bytes(on_device) - size_bytes(master)) / _GIB,
             "memory/activations": kept / _GIB,
             "memory/reference": self._policy.reference_bytes() / _GIB,
-            "memory/logits": self._policy.head_bytes(len(micro.target_N)) / _GIB,
         }
+        self._logits_gib = tuple(held / _GIB for held in self._policy.head_bytes(len(micro.target_N)))
 
     def metrics(self, gradient_bytes: int, num_micro: int) -> Metrics:
         """`gradient_bytes`: of the gradients that exist at once."""
         if not self._gib:
             return {}
-        gib = {**self._gib, "memory/gradients": gradient_bytes / _GIB}
+        forward, backward = self._logits_gib
+        gib = {**self._gib, "memory/logits": max(forward, backward), "memory/gradients": gradient_bytes / _GIB}
         largest = max(size_bytes([tensor]) for _, tensor in self._policy.trainable()) / _GIB
         # Backward begins with every activation, and the gradient of the head is made first. The first gradients of a
         # step are small against what they replace; those of earlier micro-batches are all there.
-        backward = gib["memory/activations"] + gib["memory/logits"]
-        backward += gib["memory/gradients"] if num_micro > 1 else largest
+        summed = gib["memory/gradients"] if num_micro > 1 else 0.0
+        passes = gib["memory/activations"] + summed + max(forward, backward + largest)
         update = gib["memory/gradients"] + self._optimizer.workspace_bytes / _GIB
         always = sum(gib[f"memory/{part}"] for part in ("weights", "master", "optimizer", "reference"))
-        gib["memory/accounted"] = always + max(backward, update)
+        gib["memory/accounted"] = always + max(passes, update)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             gib["memory/peak"] = torch.cuda.max_memory_allocated() / _GIB
         return gib
