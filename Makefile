@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test lint format types bench clean
+.PHONY: install quickstart test lint format types bench test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -35,6 +35,14 @@ types: install
 
 bench: install
 	$(BIN)/python benchmarks/all.py
+
+# On a machine with an NVIDIA GPU and a CUDA build of torch.
+test-gpu: install
+	$(BIN)/python -m pytest tests/gpu tests/learning/test_numerics.py
+
+bench-gpu: install
+	$(BIN)/python benchmarks/gpu/head.py
+	$(BIN)/python benchmarks/gpu/numerics.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

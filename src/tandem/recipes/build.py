@@ -155,7 +155,8 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     module = model.policy.module
     found: list[tuple[str, Any, bool, str]] = []
     wanted, had = spec.model.attention, module.config._attn_implementation
-    found.append(("model.attention", wanted, wanted == had, f"transformers chose '{had}' for {type(module).__name__}"))
+    why_not = "" if wanted == had else f"transformers chose '{had}' for {type(module).__name__}"
+    found.append(("model.attention", wanted, not why_not, why_not))
     if spec.model.activations != "keep":
         why_not = model.policy.activations.why_not
         found.append(("model.activations", spec.model.activations, not why_not, why_not))
@@ -169,14 +170,15 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
         found.append(("precision.master", spec.precision.master, not why_not, why_not))
     for name, stage in (("warmup", getattr(spec, "warmup", None)), ("train", spec.train)):
         if stage is not None and isinstance(stage.optimizer, AdamWOffloadSpec):
-            on_gpu, why_not = model.device.type == "cuda", "the weights are in the host's memory themselves"
-            found.append((f"{name}.optimizer.kind", "adamw_offload", on_gpu, why_not))
+            why_not = "" if model.device.type == "cuda" else "the weights are in the host's memory themselves"
+            found.append((f"{name}.optimizer.kind", "adamw_offload", not why_not, why_not))
         if stage is not None and stage.gradient_release:
-            found.append((f"{name}.gradient_release", True, True, ""))
+            costs = "a step that turns out bad has moved some weights already; the clip goes by earlier steps' norm"
+            found.append((f"{name}.gradient_release", True, True, costs))
     found.append(("fused lm-head", True, model.policy.head.fused, model.policy.head.why_not_fused))
     if spec.deterministic:
         engaged = torch.are_deterministic_algorithms_enabled()
-        found.append(("deterministic", True, engaged, "equal bytes are had on a CPU only"))
+        found.append(("deterministic", True, engaged, "" if engaged else "equal bytes are had on a CPU only"))
     return found
 
 

@@ -134,11 +134,16 @@ class Run:
             {"when": when, "task": task, "messages": [dict(message) for message in messages], "reward": reward}
         )
 
-    def note_option(self, option: str, requested: Any, engaged: bool, why_not: str = "") -> None:
-        """Every optimisation says whether it was had; under `strict`, one that was not ends the run."""
-        self.event("option", option=option, requested=requested, engaged=engaged, why_not=why_not)
+    def note_option(self, option: str, requested: Any, engaged: bool, note: str = "") -> None:
+        """Every optimisation says whether it was had; under `strict`, one that was not ends the run.
+
+        `note` says why not, or what it costs.
+        """
         if engaged:
+            self.event("option", option=option, requested=requested, engaged=True, note=note)
             return
+        why_not = note
+        self.event("option", option=option, requested=requested, engaged=False, why_not=why_not)
         if self._strict:
             raise SpecError(f"{option} = {requested}: cannot be had, {why_not}; ask for less, or set strict = false")
         self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
