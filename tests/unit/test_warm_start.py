@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.errors import SpecError
+from tandem.model.checkpoint import load_model
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.recipes import build
@@ -319,6 +320,10 @@ def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Pat
     TOKENIZER.save_pretrained(tmp_path / "adapter")
     said = refusal(PathModel(path=str(tmp_path / "adapter")))
     assert "is an adapter; set model.path to the model that it was trained on" in said
+    with pytest.raises(
+        SpecError, match=r"^algorithm.teacher = '.*': is an adapter; set algorithm.teacher to the model"
+    ):
+        load_model(str(tmp_path / "adapter"), "main", "sdpa", "algorithm.teacher")
 
 
 def test_a_warm_start_from_a_path_is_refused_where_nothing_differs(exported: Path):

@@ -10,11 +10,12 @@ import torch
 from tandem.errors import SpecError
 
 
-def load_model(path: str, revision: str, attention: str) -> Any:
+def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
+    """`field`: of the spec, for whoever has to change it."""
     from transformers import AutoModelForCausalLM
 
-    refuse_unfit(path, revision)
-    return load_whole(AutoModelForCausalLM, path, "model.path", revision=revision, attn_implementation=attention)
+    refuse_unfit(path, revision, field)
+    return load_whole(AutoModelForCausalLM, path, field, revision=revision, attn_implementation=attention)
 
 
 def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = False, **options: Any) -> Any:
@@ -62,21 +63,21 @@ def is_adapter(source: str, field: str) -> bool:
         raise SpecError(f"{field} = '{source}': no such directory, and the hub does not answer: {error}") from error
 
 
-def refuse_unfit(path: str, revision: str) -> None:
+def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
     """What transformers would load as something else than the exact weights of one model."""
     from transformers import AutoConfig
 
-    if is_adapter(path, "model.path"):  # it would look for the base model, and load that
+    if is_adapter(path, field):  # it would look for the base model, and load that
         raise SpecError(
-            f"model.path = '{path}': is an adapter; set model.path to the model that it was trained on, and "
-            "model.warm_start to the adapter"
+            f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on; an adapter to begin "
+            "with is named in model.warm_start"
         )
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise SpecError(f"model.path = '{path}': no causal language model can be loaded from it: {error}") from error
+        raise SpecError(f"{field} = '{path}': no causal language model can be loaded from it: {error}") from error
     if getattr(config, "quantization_config", None):
         raise SpecError(
-            f"model.path = '{path}': its weights are quantised; set model.path to the exact model, and for few bits "
-            "model.lora.base to 'int8' or 'nf4'"
+            f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' or "
+            "'nf4' holds the base of adapters in few bits)"
         )

@@ -273,7 +273,8 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
             f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {odd} entries, so its "
             "logprobs would be of other tokens; take a teacher of the same family"
         )
-    teacher = load_model(spec.teacher, spec.teacher_revision, model.policy.module.config._attn_implementation)
+    attention = model.policy.module.config._attn_implementation
+    teacher = load_model(spec.teacher, spec.teacher_revision, attention, "algorithm.teacher")
     if isinstance(precision, Bfloat16Precision):
         narrow(teacher, model.device, None)
     model.policy.follow(teacher.to(model.device))
