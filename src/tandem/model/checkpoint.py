@@ -78,6 +78,6 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
         raise SpecError(f"{field} = '{path}': no causal language model can be loaded from it: {error}") from error
     if getattr(config, "quantization_config", None):
         raise SpecError(
-            f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' or "
-            "'nf4' holds the base of adapters in few bits)"
+            f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' "
+            "or 'nf4' holds the base of adapters in few bits)"
         )
