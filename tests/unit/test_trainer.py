@@ -428,6 +428,19 @@ def test_steps_in_a_row_that_move_nothing_end_the_run_and_say_why(trainer: Any, 
         idle.step(make_step(group()))
 
 
+def test_what_the_guards_have_seen_outlives_a_load(tmp_path: Path) -> None:
+    before = make_trainer(make_policy(), max_idle_steps=3)
+    before.step(make_step(make_group(2)))
+    for _ in range(2):
+        before.step(make_step(equal_rewards()))
+    before.save(tmp_path / "step-3")
+    after = make_trainer(make_policy(), max_idle_steps=3)
+    after.load(tmp_path / "step-3")
+    after.finish()  # an earlier step has moved something
+    with pytest.raises(NothingLearned, match="3 steps in a row, up to version 4"):
+        after.step(make_step(equal_rewards()))
+
+
 def test_one_step_that_moves_something_forgives_idle_ones() -> None:
     trainer = make_trainer(make_policy(), max_idle_steps=3)
     for _ in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem.errors import NonFinite, NothingLearned
 from tandem.types import Batch, Metrics
 
@@ -15,6 +17,12 @@ class Guard:
         self.moved = False
         self._max_idle_steps = max_idle_steps
         self._bad, self._idle, self._why = 0, 0, ""
+
+    def state(self) -> dict[str, Any]:
+        return {"moved": self.moved, "bad": self._bad, "idle": self._idle, "why": self._why}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.moved, self._bad, self._idle, self._why = state["moved"], state["bad"], state["idle"], state["why"]
 
     def stepped(self, version: int, batch: Batch, metrics: Metrics) -> None:
         self._bad = 0

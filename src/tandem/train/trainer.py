@@ -81,9 +81,12 @@ class PolicyTrainer:
                     {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
                     directory / f"{file}.safetensors",
                 )
-            clock = {"version": self.version, "first_version": self._first_version}
-            if self._released:
-                clock["running_norm"] = self._released.running_norm
+            clock = {
+                "version": self.version,
+                "first_version": self._first_version,
+                "running_norm": self._released.running_norm if self._released else 0.0,
+                "guard": self._guard.state(),
+            }
             (directory / "trainer.json").write_text(json.dumps(clock))
 
     def load(self, path: Path) -> None:
@@ -94,6 +97,7 @@ class PolicyTrainer:
                 tensor.copy_(saved[name])
         self._optimizer.load(load_file(path / "optimizer.safetensors"))
         self.version, self._first_version = clock["version"], clock["first_version"]
+        self._guard.load(clock["guard"])
         if self._released:
             self._released.running_norm = clock["running_norm"]
 
