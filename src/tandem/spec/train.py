@@ -73,5 +73,5 @@ class RlStage(Stage):
     """So many groups in a row that failed or were replaced end the run."""
     group_timeout_s: float = Field(default=600.0, gt=0)
     """The longest that the trainer waits for its next groups."""
-    max_logprob_gap: float = Field(default=0.02, gt=0)
+    max_logprob_gap: float = Field(default=0.05, gt=0)
     """Largest mean difference between engine and trainer about tokens of the current version; more ends the run."""
