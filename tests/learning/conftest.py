@@ -29,17 +29,6 @@ def _settings_of_torch_end_with_the_test() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """A second OpenMP thread gains little on tiny matrices, and spins where cores are shared: four times as long."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Trained:
     """A finished run, and what it printed."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,13 +26,7 @@ SPECS: TypeAdapter[Any] = TypeAdapter(AlgorithmSpec)
 NO_FLOOR = 1e-9
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- which there are, and what each may be told

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,12 +27,7 @@ BOTH = pytest.mark.parametrize("spec", [ApolloSpec(rank=4), ApolloMiniSpec()], i
 SHAPES = pytest.mark.parametrize("shape", [(12, 20), (20, 12), (3, 12, 20)], ids=["wide", "tall", "stack"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Unprojected(Apollo):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,13 +30,7 @@ CPU = torch.device("cpu")
 NEVER, ALWAYS = 0, 10**6  # hidden sizes: whether sharing a prompt pays
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- two pairs by hand

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -23,13 +23,7 @@ SMALL = 50_000
 """Bytes of workspace: some thirty tokens at a time when fused, some fifteen when checkpointed."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are faster on one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(config: type, model: type, **sizes: Any) -> Any:

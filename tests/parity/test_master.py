@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,7 @@ from tandem.optim.master import Fp32Copy, InPlace, Split, Stochastic, round_half
 from tandem.optim.optimizer import Optimizer
 from tandem.spec.optim import AdamWSpec
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def every_kind_of_float() -> Tensor:
