@@ -108,7 +108,8 @@ class Policy(Protocol):
     def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> Tensor: ...
     def trainable(self) -> Sequence[tuple[str, Tensor]]: ...
     def reference_bytes(self) -> int: ...                 # of weights that are there for the reference alone
-    def head_bytes(self, num_tokens: int) -> tuple[int, int]: ...   # of logits at most, in forward and in backward
+    def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]: ...   # of logits, in forward and backward
+    def hides_activations(self) -> bool: ...              # from autograd's hooks, that could count them
     def weights(self, version: int) -> Weights: ...
     def export(self, path: Path) -> None: ...             # Hugging Face format
 
@@ -140,4 +141,5 @@ class Algorithm:
     credit: Callable[[Sequence[Group]], list[Credit]]     # of a step's groups: some algorithms compare across them
     loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, Metrics]]
     needs_reference: bool = False
+    credit_is_all: bool = True                            # no credit, nothing to learn
     together: bool = False                                # the loss compares siblings: they share a micro-batch

@@ -100,7 +100,7 @@ def test_logprobs_entropy_and_gradients_are_those_of_the_naive_way(
 ) -> None:
     module = MODELS[architecture]()
     head = WAYS[way](module, num_ids)
-    assert head.fused == (way == "fused")
+    assert (not head.why_not_fused()) == (way == "fused")
     hidden_NH, ids_N, weight_N = tokens(77, num_ids)
     matrix = module.get_output_embeddings().weight
     ours, entropy_N = head.logprobs(hidden_NH, ids_N, temperature, workspace_bytes=SMALL)
@@ -213,8 +213,8 @@ def test_a_head_that_cannot_be_fused_says_why_and_scores_all_the_same() -> None:
     cases["float16"].half()
     for reason, each in cases.items():
         head = Head(each, VOCAB)
-        assert head.fused == (reason == "")
-        assert reason in head.why_not_fused
+        assert (not head.why_not_fused()) == (reason == "")
+        assert reason in head.why_not_fused()
         hidden_NH, ids_N, _ = tokens(20)
         hidden_NH = hidden_NH.detach().to(next(each.parameters()).dtype).requires_grad_()
         ours_N, _ = head.logprobs(hidden_NH, ids_N, 0.8)
@@ -229,7 +229,8 @@ def test_a_frozen_head_under_an_adapter_is_fused_and_gets_no_gradient() -> None:
     module = adapted(["q_proj"])
     head = Head(module, VOCAB)
     hidden_NH, ids_N, _ = tokens(20)
-    assert head.fused
+    assert not head.why_not_fused()
+    assert "sorted" in head.why_not_fused(0.9)
     head.logprobs(hidden_NH, ids_N, 0.8)[0].sum().backward()
     assert hidden_NH.grad is not None
     assert head.linear.weight.grad is None

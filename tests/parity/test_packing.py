@@ -335,6 +335,7 @@ def test_a_batch_counts_its_tokens_and_their_age() -> None:
     assert batch.totals == Totals(tokens=12, sequences=2)
     assert batch.metrics == {
         "tokens/trained": 12.0,
+        "tokens/credited": 12.0,
         "tokens/computed": 22.0,
         "tokens/shared": 8.0,
         "lag/max": 3.0,

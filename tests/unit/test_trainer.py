@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.algo import dr_grpo
 from tandem.engine.hf import EmbeddedEngine
-from tandem.errors import LogprobGap, NonFinite, NothingLearned, SpecError
+from tandem.errors import CheckpointError, LogprobGap, NonFinite, NothingLearned, SpecError
 from tandem.model.policy import CausalPolicy
 from tandem.model.precision import narrow
 from tandem.optim import master as masters
@@ -402,7 +402,13 @@ class Nothing(PlainDescent):
     ("trainer", "group", "why"),
     [
         (lambda **o: make_trainer(make_policy(), **o), equal_rewards, "no token of the batch had any credit"),
-        (lambda **o: make_trainer(make_policy(), root_of_zero(1.0), **o), lambda: make_group(1), "gradient was zero"),
+        (
+            lambda **o: make_trainer(
+                policy := make_policy(), root_of_zero(1.0), optimizer=make_optimizer(policy, PlainDescent()), **o
+            ),
+            lambda: make_group(1),
+            "gradient was zero",
+        ),
         (lambda **o: make_narrow(masters.InPlace(), lr=lambda step: 1e-12, **o), lambda: make_group(1), "rounded away"),
         (
             lambda **o: make_trainer(policy := make_policy(), optimizer=make_optimizer(policy, Nothing()), **o),
@@ -418,7 +424,7 @@ def test_steps_in_a_row_that_move_nothing_end_the_run_and_say_why(trainer: Any, 
         idle.step(make_step(group()))
     with pytest.raises(NothingLearned, match=rf"2 steps, and none of them moved a weight: .*{why}"):
         idle.finish()
-    with pytest.raises(NothingLearned, match=rf"3 steps in a row, up to version 3, moved nothing: .*{why}"):
+    with pytest.raises(NothingLearned, match=rf"3 steps in a row, up to version 3, learned nothing: .*{why}"):
         idle.step(make_step(group()))
 
 
@@ -435,6 +441,49 @@ def test_what_the_guards_have_seen_outlives_a_load(tmp_path: Path) -> None:
         after.step(make_step(equal_rewards()))
 
 
+def test_flat_rewards_are_idle_even_where_a_kl_term_moves_weights() -> None:
+    spec = DrGrpoSpec(kl_coef=0.5)
+    policy = make_policy()
+    policy.keep_reference()
+    with torch.no_grad():
+        for _, tensor in policy.trainable():
+            tensor.add_(torch.randn_like(tensor), alpha=0.01)
+    algorithm = dr_grpo.make(spec)
+    trainer, before = make_trainer(policy, algorithm, max_idle_steps=2), snapshot(policy)
+    trainer.step(make_step(equal_rewards(), algorithm=algorithm))
+    assert not same(before, snapshot(policy))
+    with pytest.raises(NothingLearned, match=r"2 steps in a row.* any credit"):
+        trainer.step(make_step(equal_rewards(), algorithm=algorithm))
+
+
+def test_under_release_gradients_that_are_not_finite_are_noted_and_end_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = make_policy()
+    trainer = make_trainer(policy, release=True)
+    weight = dict(policy.trainable())["model.layers.0.self_attn.v_proj.weight"]
+    weight.register_hook(lambda gradient: gradient * math.nan)
+    before = snapshot(policy)
+    metrics = trainer.step(make_step(make_group(1), micro_tokens=10**6))
+    assert metrics["release/skipped"] == 1
+    assert trainer.set_aside == [[f"task-1-{index}" for index in range(4)]]
+    assert "1 gradients are not finite: their weights are as before, others have moved" in caplog.text
+    moved = {name for name, tensor in snapshot(policy).items() if not torch.equal(tensor, before[name])}
+    assert moved == before.keys() - {"model.layers.0.self_attn.v_proj.weight"}
+    trainer.step(make_step(make_group(2), micro_tokens=10**6))
+    with pytest.raises(NonFinite, match="3 batches in a row"):
+        trainer.step(make_step(make_group(3), micro_tokens=10**6))
+
+
+def test_under_release_a_logprob_gap_ends_the_run_before_a_weight_moves() -> None:
+    policy = make_policy()
+    trainer, before = make_trainer(policy, release=True, max_logprob_gap=0.02), snapshot(policy)
+    batch = make_step(on_policy(policy, make_group(1), off_by=0.5, version=0), micro_tokens=10**6)
+    with pytest.raises(LogprobGap):
+        trainer.step(batch)
+    assert same(before, snapshot(policy))
+
+
 def test_one_step_that_moves_something_forgives_idle_ones() -> None:
     trainer = make_trainer(make_policy(), max_idle_steps=3)
     for _ in range(2):
@@ -443,6 +492,22 @@ def test_one_step_that_moves_something_forgives_idle_ones() -> None:
     trainer.finish()
     for _ in range(2):
         trainer.step(make_step(equal_rewards()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading"),
+    [("split", "fp32 copy"), ("fp32 copy", "split"), ("full", "split"), ("lora", "full"), ("full", "lora")],
+)
+def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(saved: str, loading: str, tmp_path: Path) -> None:
+    first, second = TRAINERS[saved](), TRAINERS[loading]()
+    for seed, each in enumerate((first, second)):
+        each.step(make_step(make_group(seed)))
+    first.save(tmp_path / "step-1")
+    weights, state = snapshot(second._policy), {name: t.clone() for name, t in second._optimizer.state().items()}  # pyright: ignore[reportArgumentType]
+    with pytest.raises(CheckpointError):
+        second.load(tmp_path / "step-1")
+    assert same(weights, snapshot(second._policy))  # pyright: ignore[reportArgumentType]
+    assert same(state, second._optimizer.state())
 
 
 def test_a_trainer_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tandem.algo import ratio
-from tandem.algo.credit import centred, has_tokens, rewards, spread_over_tokens
+from tandem.algo.credit import centred, compared, has_tokens, spread_over_tokens
 from tandem.algo.policy_gradient import pushing, token_mean
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import DistillSpec
@@ -17,7 +17,7 @@ from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 def make(spec: DistillSpec) -> Algorithm:
     def credit(groups: Sequence[Group]) -> list[Credit]:
         """What rewards add; the teacher's part is known only where the loss is."""
-        scaled = [[spec.reward_coef * advantage for advantage in centred(rewards(group))] for group in groups]
+        scaled = [[spec.reward_coef * advantage for advantage in centred(compared(group))] for group in groups]
         return [spread_over_tokens(group, scaled_G, clip=0.0) for group, scaled_G in zip(groups, scaled, strict=True)]
 
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
@@ -36,4 +36,4 @@ def make(spec: DistillSpec) -> Algorithm:
         }
         return -(value_N * token_mean(micro, totals)).sum(), sums
 
-    return Algorithm("distill", has_tokens, credit, loss, needs_reference=True)
+    return Algorithm("distill", has_tokens, credit, loss, needs_reference=True, credit_is_all=False)

@@ -22,6 +22,8 @@ class Activations:
 
     def __init__(self, module: Any, policy: Policy) -> None:
         self.why_not = ""
+        self.hidden = policy == "selective"
+        """What is kept is kept where autograd's hooks do not see it."""
         self._layers: list[Any] = []
         self._offload: _Offload | None = None
         if policy == "offload":

@@ -101,8 +101,11 @@ class CausalPolicy:
         logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature, top_p)
         return TokenLogprobs(logprobs_N, entropy_N)
 
-    def head_bytes(self, num_tokens: int) -> tuple[int, int]:
-        return self.head.buffer_bytes(num_tokens)
+    def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]:
+        return self.head.buffer_bytes(num_tokens, top_p)
+
+    def hides_activations(self) -> bool:
+        return self.activations.hidden
 
     # --- weights
 

@@ -15,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from tandem.errors import SpecError
 from tandem.ops import score
 
-# Held at once for each logit of a chunk, in forward and backward of what is checkpointed.
-_CHECKPOINTED_BYTES, _SORTED_BYTES = 24, 48
-
 
 class Head:
     """The lm-head of a causal model with whatever its architecture does to logits afterwards.
@@ -47,13 +44,10 @@ class Head:
         )
         return out.last_hidden_state
 
-    @property
-    def fused(self) -> bool:
-        return not self.why_not_fused
-
-    @property
-    def why_not_fused(self) -> str:
+    def why_not_fused(self, top_p: float = 1.0) -> str:
         """Why `logprobs` goes by way of the module and a checkpoint a chunk; empty if it does not."""
+        if top_p < 1:
+            return f"a nucleus (top_p = {top_p:g}) needs every logit of a row, sorted"
         if type(self.linear) is not nn.Linear:
             return f"the output embedding is a {type(self.linear).__name__}, not a plain nn.Linear"
         weight_VH: Tensor = self.linear.weight
@@ -70,7 +64,7 @@ class Head:
         return ""
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        if self.fused:
+        if not self.why_not_fused():
             logits_NV = score.logits(hidden_NH, self._weight())[..., : self.num_ids]
         else:
             logits_NV = self.linear(hidden_NH)[..., : self.num_ids].float()
@@ -89,7 +83,7 @@ class Head:
         workspace_bytes: int = score.WORKSPACE_BYTES,
     ) -> tuple[Tensor, Tensor]:
         """Logprob of each id, entropy at each position, under the distribution that a token is drawn from."""
-        if top_p >= 1 and self.fused:
+        if not self.why_not_fused(top_p):
             return score.score(
                 hidden_NH,
                 self._weight(),
@@ -100,8 +94,7 @@ class Head:
                 temperature=temperature,
                 workspace_bytes=workspace_bytes,
             )
-        bytes_a_logit = _CHECKPOINTED_BYTES if top_p >= 1 else _SORTED_BYTES
-        chunk = max(1, workspace_bytes // (self.num_ids * bytes_a_logit))
+        chunk = max(1, workspace_bytes // (self.num_ids * _bytes_a_logit(top_p)))
         pieces = [
             checkpoint(self._score, hidden_CH, ids_C, temperature, top_p, use_reentrant=False)
             for hidden_CH, ids_C in zip(hidden_NH.split(chunk), ids_N.split(chunk), strict=True)
@@ -109,11 +102,11 @@ class Head:
         logprobs_N, entropy_N = (torch.cat(part) for part in zip(*pieces, strict=True))
         return logprobs_N, entropy_N.detach()
 
-    def buffer_bytes(self, num_tokens: int) -> tuple[int, int]:
+    def buffer_bytes(self, num_tokens: int, top_p: float = 1.0) -> tuple[int, int]:
         """Held at most while so many tokens are scored, and while they are differentiated."""
-        if self.fused:
+        if not self.why_not_fused(top_p):
             return score.buffer_bytes(num_tokens, self._weight())
-        held = min(score.WORKSPACE_BYTES, num_tokens * self.num_ids * _CHECKPOINTED_BYTES)
+        held = min(score.WORKSPACE_BYTES, num_tokens * self.num_ids * _bytes_a_logit(top_p))
         return held, held
 
     def _weight(self) -> Tensor:
@@ -161,3 +154,8 @@ def outside_nucleus(logits_CV: Tensor, ids_C: Tensor, top_p: float) -> Tensor:
     beyond_CV[:, 0] = False
     outside_CV = torch.empty_like(beyond_CV).scatter_(-1, order_CV, beyond_CV)
     return outside_CV.scatter_(-1, ids_C[:, None], False)
+
+
+def _bytes_a_logit(top_p: float) -> int:
+    """Held at once for each logit of a chunk, in forward and backward of what is checkpointed."""
+    return 24 if top_p >= 1 else 48

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
+from tandem.errors import CheckpointError
+
 
 def live_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, tied ones once. Buffers too: a rotary table that differs is another model."""
     return chain(module.named_parameters(), module.named_buffers())
+
+
+def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
+    """Before anything is copied: copying would broadcast shapes and cast types without a word."""
+    if odd := sorted(ours.keys() ^ saved.keys()):
+        raise CheckpointError(f"{what}: {len(odd)} entries are on one side only, as '{odd[0]}'")
+    for name, tensor in ours.items():
+        if (tensor.shape, tensor.dtype) != (saved[name].shape, saved[name].dtype):
+            theirs = f"{saved[name].dtype} {list(saved[name].shape)}"
+            raise CheckpointError(f"{what}: '{name}' is {theirs} there and {tensor.dtype} {list(tensor.shape)} here")

@@ -2,8 +2,8 @@
 
 They travel in pieces of at most 16 MiB a moment. While one piece is computed, the next one comes in and the last one
 goes back, each on a CUDA stream of its own and over a link that carries both ways at once. Three pairs of buffers are
-all the device's memory that this takes, 96 MiB. An update returns before the last pieces are home: `wait()` before the
-moments are read, or written, on the host.
+all the device's memory that this takes, 96 MiB. An update returns before the last pieces are home: synchronize the
+device before the moments are read, or written, on the host.
 
     stream      waits for                                     records
     incoming    all that went back before this update;        arrived
@@ -39,14 +39,6 @@ class AdamWOffload:
         self._adamw = AdamW(spec)
         self._line: _Line | None = None
 
-    @property
-    def engaged(self) -> bool:
-        return self._line is not None
-
-    @property
-    def why_not(self) -> str:
-        return "" if self.engaged else "the weights are in the host's memory themselves"
-
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
         if not like.is_cuda:
             return self._adamw.init(name, like)
@@ -69,10 +61,10 @@ class AdamWOffload:
             if not slot.value.is_contiguous():
                 slot.value.copy_(flat.value.view(slot.value.shape))
 
-    def wait(self) -> None:
-        """Until the moments in the host's memory are those of the last update."""
-        if self._line is not None:
-            self._line.outgoing.synchronize()
+
+def why_not(device: torch.device) -> str:
+    """Why there is nothing to offload; empty if there is."""
+    return "" if device.type == "cuda" else "the weights are in the host's memory themselves"
 
 
 class _Line:

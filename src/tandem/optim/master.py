@@ -34,16 +34,14 @@ class Master(Protocol):
         ...
 
     def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None: ...
-    def state(self) -> dict[str, Tensor]: ...
-    def load(self, state: dict[str, Tensor]) -> None: ...
+    def state(self) -> dict[str, Tensor]:
+        """What is kept beside the live weights: the tensors themselves."""
+        ...
 
 
 class _NoState:
     def state(self) -> dict[str, Tensor]:
         return {}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        assert not state, f"master bits of {len(state)} parameters, and nowhere to keep them"
 
 
 class Float32(_NoState):
@@ -111,9 +109,6 @@ class Fp32Copy:
     def state(self) -> dict[str, Tensor]:
         return self._exact
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        _copy_all(self._exact, state)
-
 
 class Split:
     """bf16 with the other 16 bits of each weight beside it: together fp32 exactly, in 4 bytes and without a copy."""
@@ -140,18 +135,9 @@ class Split:
     def state(self) -> dict[str, Tensor]:
         return self._low
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        _copy_all(self._low, state)
-
 
 def round_half_away(value: Tensor) -> tuple[Tensor, Tensor]:
     """The bits of the nearest bf16, and what the fp32 bits are beyond them; both int16."""
     bits = value.view(torch.int32)
     high = (bits + _HALF) >> 16
     return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
-
-
-def _copy_all(ours: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    assert ours.keys() == saved.keys(), f"master bits differ by {sorted(ours.keys() ^ saved.keys())[:3]}"
-    for name, tensor in saved.items():
-        ours[name].copy_(tensor)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.errors import CheckpointError
+from tandem.ops.tensors import check_alike
 from tandem.optim.master import Master, Rows
 from tandem.optim.rule import Rule, Slot
 from tandem.types import Metrics
@@ -77,12 +77,9 @@ class Optimizer:
         return found | {f"{name}|step": torch.tensor(step) for name, step in self._steps.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """All of it or nothing."""
         ours = self.state()
-        if odd := sorted(ours.keys() ^ state.keys()):
-            raise CheckpointError(
-                f"optimizer: the saved state belongs to another model, optimizer or precision: {len(odd)} entries are "
-                f"on one side only, as '{odd[0]}'; load it with the spec that it was saved with"
-            )
+        check_alike(ours, state, "optimizer: the saved state belongs to another model, optimizer or precision")
         for key, value in state.items():
             ours[key].copy_(value)
         self._steps = {name: int(state[f"{name}|step"]) for name in self._parameters}
@@ -152,7 +149,7 @@ class _Look:
         # How much of the way was not gone. Float32 weights are the wanted values themselves.
         lost = torch.dot(wanted - kept, update) if self._narrow else torch.zeros_like(energy)
         serves = _flat([piece.live for piece in self._pieces]) if self._narrow else kept
-        counts = [self._had_gradient, self._had_gradient & changed, serves != self._served]
+        counts = [self._had_gradient, self._had_gradient & changed, serves != self._served, changed]
         total = torch.full_like(energy, changed.numel(), dtype=torch.float64)
         return torch.stack([energy.double(), lost.double(), *(mask.sum().double() for mask in counts), total])
 
@@ -169,11 +166,12 @@ class _Tally:
     def metrics(self) -> Metrics:
         if self._sums is None:
             return {}
-        energy, lost, with_gradient, effective, served, total = self._sums.tolist()
+        energy, lost, with_gradient, effective, served, stored, total = self._sums.tolist()
         return {
             "update/effective_fraction": effective / with_gradient if with_gradient else 0.0,
             "update/lost_energy": lost / energy if energy else 0.0,
             "update/served_fraction": served / total,
+            "update/stored_fraction": stored / total,
             "update/norm": energy**0.5,
         }
 

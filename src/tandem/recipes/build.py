@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,10 +21,12 @@ from tandem.spec.precision import Bfloat16Precision, Float32Precision, Precision
 from tandem.spec.preference import DpoSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.sync import SyncSpec
-from tandem.spec.train import RlStage, SftStage
+from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tandem.data.conversation import Conversation
     from tandem.data.load import Split
     from tandem.data.preference import Pair
@@ -165,17 +167,19 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     if spec.model.lora and spec.model.lora.base != "exact":
         few = f"{spec.model.lora.base}: {len(quantized_parts(module))} layers, {share(module):.0%} of the weights"
         found.append(("model.lora.base", few, True, ""))
-    if isinstance(spec.precision, Bfloat16Precision):
-        why_not = "adapters are float32 themselves" if spec.model.lora else ""
-        found.append(("precision.master", spec.precision.master, not why_not, why_not))
+    if isinstance(spec.precision, Bfloat16Precision) and spec.model.lora is None:
+        found.append(("precision.master", spec.precision.master, True, ""))
     for name, stage in (("warmup", getattr(spec, "warmup", None)), ("train", spec.train)):
         if stage is not None and isinstance(stage.optimizer, AdamWOffloadSpec):
-            why_not = "" if model.device.type == "cuda" else "the weights are in the host's memory themselves"
+            from tandem.optim import adamw_offload
+
+            why_not = adamw_offload.why_not(model.device)
             found.append((f"{name}.optimizer.kind", "adamw_offload", not why_not, why_not))
         if stage is not None and stage.gradient_release:
             costs = "a step that turns out bad has moved some weights already; the clip goes by earlier steps' norm"
             found.append((f"{name}.gradient_release", True, True, costs))
-    found.append(("fused lm-head", True, model.policy.head.fused, model.policy.head.why_not_fused))
+    why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
+    found.append(("fused lm-head", True, not why_not, why_not))
     if spec.deterministic:
         engaged = torch.are_deterministic_algorithms_enabled()
         found.append(("deterministic", True, engaged, "" if engaged else "equal bytes are had on a CPU only"))
@@ -280,7 +284,7 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
     model.policy.follow(teacher.to(model.device))
 
 
-def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
+def trainer(stage: Stage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     from tandem.optim.schedule import lr_share
     from tandem.train.trainer import PolicyTrainer
 
@@ -288,7 +292,14 @@ def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, versi
     return PolicyTrainer(
         model.policy,
         algorithm,
-        optimizer(stage, model, seed),
+        optimizer(
+            model.policy.trainable(),
+            stage.optimizer,
+            master=model.master,
+            tables=model.policy.tables(),
+            lora_plus=stage.lora_plus,
+            seed=seed,
+        ),
         lr=lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
         clip_norm=stage.clip_norm,
         version=version,
@@ -297,22 +308,29 @@ def trainer(stage: RlStage | SftStage, model: Model, algorithm: Algorithm, versi
         max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
         max_idle_steps=stage.max_idle_steps,
         release=stage.gradient_release,
+        stage="warmup" if isinstance(stage, WarmupStage) else "train",
     )
 
 
-def optimizer(stage: RlStage | SftStage, model: Model, seed: int) -> Optimizer:
+def optimizer(
+    named_parameters: Sequence[tuple[str, Tensor]],
+    spec: OptimizerSpec,
+    *,
+    master: Master,
+    tables: Collection[str],
+    lora_plus: float,
+    seed: int,
+) -> Optimizer:
+    """`tables`: names of what holds a row a token."""
     from tandem.optim.optimizer import Optimizer
 
-    named, spec = model.policy.trainable(), stage.optimizer
-    b_matrices = [name for name, _ in named if ".lora_B." in name]
     matrices, others = rules(spec, seed)
-    tables = model.policy.tables()
     return Optimizer(
-        named,
-        {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named},
-        model.master,
+        named_parameters,
+        {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named_parameters},
+        master,
         weight_decay=spec.weight_decay,
-        lr_scale=dict.fromkeys(b_matrices, stage.lora_plus),
+        lr_scale={name: lora_plus for name, _ in named_parameters if ".lora_B." in name},
     )
 
 

@@ -13,7 +13,7 @@ from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.model import ModelSpec, PresetModel
-from tandem.spec.precision import Float32Precision, PrecisionSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -36,7 +36,8 @@ class _Run(Spec):
     """How many bits the weights have, and where the rest of each is kept."""
 
     @model_validator(mode="after")
-    def _few_bits_of_what_exists(self) -> Self:
+    def _model_fits(self) -> Self:
+        _check_precision(self.precision, self.model)
         lora = self.model.lora
         if lora is not None and lora.base != "exact" and isinstance(self.model, PresetModel):
             raise ValueError(
@@ -123,6 +124,14 @@ class PreferenceSpec(_Run):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         return self
+
+
+def _check_precision(precision: PrecisionSpec, model: ModelSpec) -> None:
+    if isinstance(precision, Bfloat16Precision) and precision.master != "split" and model.lora is not None:
+        raise ValueError(
+            f"precision.master = '{precision.master}': under [model.lora] nothing in bf16 is trained: adapters are "
+            "float32 themselves; leave master out"
+        )
 
 
 def _check_stage(name: str, stage: Stage, model: ModelSpec) -> None:

@@ -25,15 +25,20 @@ class Guard:
         self.moved, self._bad, self._idle, self._why = state["moved"], state["bad"], state["idle"], state["why"]
 
     def stepped(self, version: int, batch: Batch, metrics: Metrics) -> None:
-        self._bad = 0
-        idle = why_idle(batch, metrics)
-        if not idle:
-            self.moved, self._idle = True, 0
+        if metrics.get("update/stored_fraction"):
+            self.moved = True
+        if metrics.get("release/skipped"):
+            self.bad(batch, f"{metrics['release/skipped']:.0f} gradients that are not finite")
+        else:
+            self._bad = 0
+        why = why_idle(batch, metrics)
+        if not why:
+            self._idle = 0
             return
-        self._idle, self._why = self._idle + 1, idle
+        self._idle, self._why = self._idle + 1, why
         if self._idle >= self._max_idle_steps:
             raise NothingLearned(
-                f"train: {self._idle} steps in a row, up to version {version}, moved nothing: {idle}; "
+                f"train: {self._idle} steps in a row, up to version {version}, learned nothing: {why}; "
                 "change what is said there, or raise train.max_idle_steps"
             )
 
@@ -41,24 +46,21 @@ class Guard:
         if steps and not self.moved:
             raise NothingLearned(f"train: {steps} steps, and none of them moved a weight: {self._why}")
 
-    def set_aside(self, batch: Batch, norm: float, loss: float) -> None:
+    def bad(self, batch: Batch, what: str) -> None:
         self._bad += 1
         if self._bad >= _BAD_STEPS_IN_A_ROW:
             raise NonFinite(
-                f"train: {self._bad} batches in a row gave a loss or gradient that is not finite (the last: "
-                f"loss {loss}, norm {norm}); lower train.lr or look at the rewards of tasks "
-                f"{', '.join(sorted(set(batch.task_ids))[:5])}"
+                f"train: {self._bad} batches in a row gave a loss or gradient that is not finite (the last: {what}); "
+                f"lower train.lr or look at the rewards of tasks {', '.join(sorted(set(batch.task_ids))[:5])}"
             )
 
 
 def why_idle(batch: Batch, metrics: Metrics) -> str:
-    """Why this step moved no weight; empty if it moved some."""
-    if not batch.micro:
+    """Why nothing was learned from this step; empty if something was. Momentum and a KL term may have moved weights."""
+    if not batch.metrics["tokens/credited"]:
         return "no token of the batch had any credit (siblings that all scored alike, for one)"
     if metrics["grad/norm"] == 0:
-        return "the gradient was zero"
-    if metrics.get("release/skipped") and not metrics.get("update/norm"):
-        return "no gradient was finite"
-    if metrics.get("update/effective_fraction") == 0:
+        return "no gradient was finite" if metrics.get("release/skipped") else "the gradient was zero"
+    if not metrics.get("update/stored_fraction"):
         return "every update was rounded away (lr too small for precision.master, or a rule that gives nothing)"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,14 @@ class Memory:
     """GiB by component. What is always there is counted from its tensors; activations are what a forward pass
     leaves behind, looked at whenever a micro-batch is larger than any before."""
 
-    def __init__(self, policy: Policy, optimizer: Optimizer) -> None:
-        self._policy, self._optimizer = policy, optimizer
+    def __init__(self, policy: Policy, optimizer: Optimizer, top_p: float) -> None:
+        self._policy, self._optimizer, self._top_p = policy, optimizer, top_p
+        self._on_gpu = next(iter(policy.trainable()))[1].is_cuda
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()  # a stage has a peak of its own
         self._largest_micro = 0
         self._gib: Metrics = {}
+        self._always = 0.0
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
 
     @contextmanager
@@ -34,12 +39,10 @@ class Memory:
         self._largest_micro = size
         weights = [tensor for _, tensor in self._policy.weights(0).tensors()]
         saved = _Saved(weights)
-        on_gpu = micro.ids_BT.is_cuda
-        before = torch.cuda.memory_allocated() if on_gpu else 0
+        before = torch.cuda.memory_allocated() if self._on_gpu else 0
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             yield
-        # An allocator sees everything; autograd's hooks do not see what selective recomputation keeps.
-        kept = torch.cuda.memory_allocated() - before if on_gpu else saved.bytes
+        kept = torch.cuda.memory_allocated() - before if self._on_gpu else saved.bytes
         state = self._optimizer.state()
         on_device = [tensor for tensor in state.values() if tensor.device == micro.ids_BT.device]
         master = [state[name] for name in state if name.endswith("|master")]
@@ -47,10 +50,14 @@ class Memory:
             "memory/weights": size_bytes(weights) / _GIB,
             "memory/master": size_bytes(master) / _GIB,
             "memory/optimizer": (size_bytes(on_device) - size_bytes(master)) / _GIB,
-            "memory/activations": kept / _GIB,
             "memory/reference": self._policy.reference_bytes() / _GIB,
         }
-        self._logits_gib = tuple(held / _GIB for held in self._policy.head_bytes(len(micro.target_N)))
+        if self._on_gpu:  # an engine's keys and values, for one
+            self._gib["memory/other"] = before / _GIB - sum(self._gib.values())
+        self._always = sum(self._gib.values())
+        if self._on_gpu or not self._policy.hides_activations():
+            self._gib["memory/activations"] = kept / _GIB
+        self._logits_gib = tuple(held / _GIB for held in self._policy.head_bytes(len(micro.target_N), self._top_p))
 
     def metrics(self, gradient_bytes: int, num_micro: int) -> Metrics:
         """`gradient_bytes`: of the gradients that exist at once."""
@@ -62,13 +69,16 @@ class Memory:
         # Backward begins with every activation, and the gradient of the head is made first. The first gradients of a
         # step are small against what they replace; those of earlier micro-batches are all there.
         summed = gib["memory/gradients"] if num_micro > 1 else 0.0
-        passes = gib["memory/activations"] + summed + max(forward, backward + largest)
+        passes = gib.get("memory/activations", 0.0) + summed + max(forward, backward + largest)
         update = gib["memory/gradients"] + self._optimizer.workspace_bytes / _GIB
-        always = sum(gib[f"memory/{part}"] for part in ("weights", "master", "optimizer", "reference"))
-        gib["memory/accounted"] = always + max(passes, update)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            gib["memory/peak"] = torch.cuda.max_memory_allocated() / _GIB
+        gib["memory/accounted"] = self._always + max(passes, update)
         return gib
+
+    def peak(self) -> Metrics:
+        """On a GPU of what was allocated in this stage, else of the whole process."""
+        if self._on_gpu:
+            return {"memory/peak": torch.cuda.max_memory_allocated() / _GIB}
+        return {"memory/peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB}
 
 
 class _Saved:

@@ -60,18 +60,20 @@ def make_batch(
     term holds it to the reference.
     """
     items: list[_Item] = []
-    totals = Totals(0, 0)
+    totals, credited = Totals(0, 0), 0
     lags: list[int] = []
     for number, (group, credits) in enumerate(zip(groups, algorithm.credit(groups), strict=True)):
         samples = [Sample(*pair, number) for pair in zip(group, credits, strict=True) if pair[1]]
         totals = Totals(totals.tokens + sum(len(sample.credit) for sample in samples), totals.sequences + len(samples))
         for sample in samples:
+            credited += sum(credit != 0 for credit in sample.credit) if algorithm.credit_is_all else len(sample.credit)
             lags += [version - v for v in sample.trajectory.versions if v >= 0]
         moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
         items += _share_prompt(moving, hidden_size, micro_tokens, together=algorithm.together)
     rows = _pack(items)
     metrics = {
         "tokens/trained": float(totals.tokens),
+        "tokens/credited": float(credited),
         "tokens/computed": float(sum(row.length for row in rows)),
         "tokens/shared": float(sum(item.shared * (len(item.samples) - 1) for item in items)),
         **({"lag/max": float(max(lags)), "lag/mean": sum(lags) / len(lags)} if lags else {}),

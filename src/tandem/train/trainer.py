@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.errors import LogprobGap, SpecError
 from tandem.io import atomic
+from tandem.ops.tensors import check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.gradients import Collected, Released, clip_scale, total_norm
 from tandem.train.guard import Guard
@@ -43,16 +44,18 @@ class PolicyTrainer:
         max_logprob_gap: float = math.inf,
         max_idle_steps: int = 1000,
         release: bool = False,
+        stage: str = "train",
     ) -> None:
         self.version = version
         self.set_aside: list[list[str]] = []
-        """Task ids of batches whose loss or gradient was not finite; the weights never saw them."""
+        """Task ids of batches whose loss or gradient was not finite."""
         self._first_version = version
         self._policy, self._algorithm, self._optimizer = policy, algorithm, optimizer
         self._lr, self._clip_norm, self._max_gap = lr, clip_norm, max_logprob_gap
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self._guard = Guard(max_idle_steps)
-        self._memory = Memory(policy, optimizer)
+        self._memory = Memory(policy, optimizer, top_p)
+        self._stage = stage
         self._parameters = list(policy.trainable())
         self._collected = Collected(self._parameters)
         self._released = Released(self._parameters, optimizer, clip_norm) if release else None
@@ -63,7 +66,7 @@ class PolicyTrainer:
         if metrics is None:
             return {**batch.metrics, "train/set_aside": 1.0}
         self.version += 1
-        metrics |= self._optimizer.drain_metrics()
+        metrics |= self._optimizer.drain_metrics() | self._memory.peak()
         self._guard.stepped(self.version, batch, metrics)
         return {**batch.metrics, **metrics, "lr": lr, "train/set_aside": 0.0}
 
@@ -90,12 +93,14 @@ class PolicyTrainer:
             (directory / "trainer.json").write_text(json.dumps(clock))
 
     def load(self, path: Path) -> None:
+        """All of it or nothing."""
         clock = json.loads((path / "trainer.json").read_text())
         saved = load_file(path / "weights.safetensors")
+        check_alike(dict(self._parameters), saved, f"{path}: the saved weights belong to another model or precision")
+        self._optimizer.load(load_file(path / "optimizer.safetensors"))
         with torch.no_grad():
             for name, tensor in self._parameters:
                 tensor.copy_(saved[name])
-        self._optimizer.load(load_file(path / "optimizer.safetensors"))
         self.version, self._first_version = clock["version"], clock["first_version"]
         self._guard.load(clock["guard"])
         if self._released:
@@ -108,7 +113,7 @@ class PolicyTrainer:
         norm = total_norm(list(gradients.values()))
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
             self._collected.clear()
-            self._set_aside(batch, norm, metrics["loss/total"])
+            self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return None
         memory = self._memory.metrics(size_bytes(gradients.values()), len(batch.micro))
         self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
@@ -119,17 +124,23 @@ class PolicyTrainer:
         assert self._released is not None
         if len(batch.micro) > 1:
             raise SpecError(
-                f"train.gradient_release = true: a step must be one micro-batch, and this one is {len(batch.micro)}; "
-                "raise train.micro_tokens, make the step smaller, or set gradient_release = false"
+                f"{self._stage}.gradient_release = true: a step must be one micro-batch, and this one is "
+                f"{len(batch.micro)}; raise {self._stage}.micro_tokens, make the step smaller, or set "
+                "gradient_release = false"
             )
         with self._released.releasing(lr):
-            metrics = self._forward_backward(batch, refuse_bad_loss=True)
+            metrics = self._forward_backward(batch, refuse_first=True)
         if not math.isfinite(metrics["loss/total"]):
-            self._set_aside(batch, math.nan, metrics["loss/total"])
+            self._set_aside(batch, f"loss {metrics['loss/total']}")
             return None
-        return {**metrics, **self._memory.metrics(self._released.largest_bytes, 1), **self._released.metrics()}
+        released = self._released.metrics()
+        if released["release/skipped"]:
+            skipped = f"{released['release/skipped']:.0f} gradients are not finite"
+            self._note_bad(batch, f"{skipped}: their weights are as before, others have moved")
+        return {**metrics, **self._memory.metrics(self._released.largest_bytes, 1), **released}
 
-    def _forward_backward(self, batch: Batch, *, refuse_bad_loss: bool = False) -> Metrics:
+    def _forward_backward(self, batch: Batch, *, refuse_first: bool = False) -> Metrics:
+        """`refuse_first`: backward moves weights, so whatever speaks against that is looked at before."""
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = _Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro)
@@ -141,23 +152,22 @@ class PolicyTrainer:
             gap.add(scored, micro, self.version)
             loss, token_sums = self._algorithm.loss(scored, micro, batch.totals)
             sums["loss/total"] += loss.item()
-            if refuse_bad_loss and not math.isfinite(sums["loss/total"]):
-                break
+            if refuse_first:
+                gap.metrics(self._max_gap)
+                if not math.isfinite(sums["loss/total"]):
+                    break
             loss.backward()
             for name, value in token_sums.items():
                 sums[name] += value / computed
         return {**sums, **gap.metrics(self._max_gap)}
 
-    def _set_aside(self, batch: Batch, norm: float, loss: float) -> None:
+    def _set_aside(self, batch: Batch, what: str) -> None:
+        self._note_bad(batch, f"{what}: the batch is set aside, the weights are as before")
+        self._guard.bad(batch, what)
+
+    def _note_bad(self, batch: Batch, what: str) -> None:
         self.set_aside.append(batch.task_ids)
-        _log.warning(
-            "version %d: loss %s, gradient norm %s: the batch is set aside, the weights are as before; its tasks: %s",
-            self.version,
-            loss,
-            norm,
-            ", ".join(dict.fromkeys(batch.task_ids)),
-        )
-        self._guard.set_aside(batch, norm, loss)
+        _log.warning("version %d: %s; its tasks: %s", self.version, what, ", ".join(dict.fromkeys(batch.task_ids)))
 
 
 class _Gap:
