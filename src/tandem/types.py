@@ -106,6 +106,8 @@ class Trajectory:
     reward: float = 0.0
     status: TrajectoryStatus = "finished"
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    shaping: float = 0.0
+    """Added to the reward where trajectories with different rewards are compared; no difference by itself."""
     thinking_tokens: int = 0
     """Of the sampled ones: in thoughts, all turns together."""
     unclosed: bool = False

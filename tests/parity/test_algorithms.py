@@ -195,6 +195,74 @@ def test_length_alone_is_nothing_to_learn_from() -> None:
     assert algorithm.credit(groups) == [[[0.0] * 13, [0.0] * 2]]
 
 
+# --- shaping: what counts between different rewards, and never makes the difference
+
+
+def shaped_group_of(*samples: tuple[float, float]) -> Group:
+    """(reward, shaping) of each sibling."""
+    group = group_of(*((reward, 2) for reward, _ in samples))
+    for trajectory, (_, shaping) in zip(group, samples, strict=True):
+        trajectory.shaping = shaping
+    return group
+
+
+@pytest.mark.parametrize("name", FROM_REWARDS)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_siblings_that_differ_in_shaping_alone_have_no_credit(name: str, reward: float) -> None:
+    algorithm = algorithm_of(name)
+    group = shaped_group_of((reward, -0.001), (reward, -0.008), (reward, 0.0))
+    assert algorithm.keep(group) == (name == "reinforce_pp")  # which has other groups to compare it with
+    assert algorithm.credit([group, group]) == [[[0.0] * 2] * 3] * 2
+    assert algorithm_of("distill", reward_coef=2.0).credit([group]) == [[[0.0] * 2] * 3]
+
+
+# Worth 0.9, 0.2 and 0.1: minus their mean 0.4, over their spread sqrt((0.25 + 0.04 + 0.09) / 3).
+SPREAD = 0.355903
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "scale"),
+    [
+        ("dr_grpo", {}, 1.0),
+        ("ppo", {}, 1.0),
+        ("rloo", {}, 3 / 2),
+        ("grpo", {"spread_floor": NO_FLOOR}, 1 / SPREAD),
+        ("dapo", {"spread_floor": NO_FLOOR}, 1 / SPREAD),
+        ("gspo", {"spread_floor": NO_FLOOR}, 1 / SPREAD),
+        ("cispo", {"spread_floor": NO_FLOOR}, 1 / SPREAD),
+        ("reinforce_pp", {"spread_floor": NO_FLOOR}, 1 / SPREAD),
+        ("reinforce_pp", {"spread_floor": NO_FLOOR, "baseline": "group"}, 1 / SPREAD),
+        ("distill", {"reward_coef": 0.5}, 0.5),
+    ],
+    ids=str,
+)
+def test_between_different_rewards_shaping_counts_in_full(name: str, spec: dict[str, Any], scale: float) -> None:
+    algorithm = algorithm_of(name, **spec)
+    group = shaped_group_of((1.0, -0.1), (0.25, -0.05), (0.25, -0.15))
+    assert algorithm.keep(group)
+    found = [tokens[0] for tokens in algorithm.credit([group])[0]]
+    assert found == pytest.approx([0.5 * scale, -0.2 * scale, -0.3 * scale], rel=1e-5)
+
+
+def test_dapo_adds_its_own_shaping() -> None:
+    """1 - 0.5 - 0.5, 1 - 0.25 and 0: minus their mean 1/4, over their spread sqrt(1/8)."""
+    algorithm = algorithm_of("dapo", overlong_buffer=4, overlong_penalty=0.5, spread_floor=NO_FLOOR)
+    group = group_of((1.0, 16), (1.0, 2), (0.0, 2))
+    group[0].shaping, group[1].shaping = -0.5, -0.25
+    found = [tokens[0] for tokens in algorithm.credit([group])[0]]
+    assert found == pytest.approx([-0.707107, 1.414214, -0.707107], abs=1e-6)
+
+
+def test_without_a_baseline_siblings_are_compared_with_all_of_the_step() -> None:
+    """Worth 0, -0.5, 1 and 0.5: minus their mean 0.25, over their spread sqrt(0.3125)."""
+    algorithm = algorithm_of("reinforce_pp", spread_floor=NO_FLOOR)
+    groups = [shaped_group_of((0.0, 0.0), (0.0, -0.5)), shaped_group_of((1.0, 0.0), (1.0, -0.5))]
+    found = [tokens[0] for credit in algorithm.credit(groups) for tokens in credit]
+    assert found == pytest.approx([-0.447214, -1.341641, 1.341641, 0.447214], abs=1e-6)
+    by_siblings = algorithm_of("reinforce_pp", baseline="group")
+    assert by_siblings.credit(groups) == [[[0.0] * 2] * 2] * 2
+
+
 # --- how tokens are averaged
 
 

@@ -144,7 +144,7 @@ def test_one_unclosed_turn_of_several_is_enough(turns, reward):
 
 def test_length_costs_nothing_unless_asked():
     played = episode(Pays(1.0), CLOSED)
-    assert (played.reward, played.thinking_tokens) == (1.0, 4)
+    assert (played.reward, played.shaping, played.thinking_tokens) == (1.0, 0.0, 4)
 
 
 @pytest.mark.parametrize(
@@ -156,23 +156,26 @@ def test_length_costs_nothing_unless_asked():
     ],
 )
 def test_the_penalty_is_its_share_of_max_tokens_times_the_coefficient(turns, share):
-    assert episode(Pays(1.0, turns=len(turns)), *turns, penalty=0.5).reward == pytest.approx(1 - 0.5 * share)
+    played = episode(Pays(1.0, turns=len(turns)), *turns, penalty=0.5)
+    assert (played.reward, played.shaping) == (1.0, pytest.approx(-0.5 * share))
 
 
 def test_an_unclosed_thought_pays_for_its_length_too():
-    """Else it would score above a closed thought with a wrong answer."""
-    assert episode(Pays(1.0), "x" * MAX_TOKENS, penalty=0.5).reward == pytest.approx(-0.5)
+    """Else it would be worth more than a closed thought with a wrong answer."""
+    played = episode(Pays(1.0), "x" * MAX_TOKENS, penalty=0.5)
+    assert (played.reward, played.shaping) == (0.0, pytest.approx(-0.5))
 
 
 # --- where it is seen
 
 
-def metrics_of(environment: Pays, *turns: str) -> Metrics:
+def metrics_of(environment: Pays, *turns: str, penalty: float = 0.0, max_replaced: int = 0) -> Metrics:
     async def run() -> Metrics:
         store = MemoryStore(2, take_timeout_s=5)
         producer = EnvironmentProducer(
-            setting_of(environment, *turns), store, has_signal, group_size=2, seed=0, max_failed_share=0.0
-        )
+            setting_of(environment, *turns, penalty=penalty), store, has_signal,
+            group_size=2, seed=0, max_failed_share=0.0, max_replaced=max_replaced,
+        )  # fmt: skip
         running = asyncio.create_task(producer.run())
         try:
             await store.take(2)
@@ -189,7 +192,14 @@ def test_a_step_says_how_much_was_thought_and_how_often_without_an_end():
     assert metrics["thinking/tokens"] == (4 + 9) / 2
     assert metrics["thinking/unclosed"] == 0.5
     assert metrics["reward/mean"] == 0.5
-    assert not [name for name in metrics if name.startswith("env/thinking")]
+    assert not [name for name in metrics if name.startswith(("env/thinking", "reward/shaping"))]
+
+
+def test_siblings_that_are_all_wrong_are_replaced_however_long_they_thought():
+    metrics = metrics_of(Pays(0.0), CLOSED, "</think>42<|end|>", penalty=0.4, max_replaced=3)
+    assert metrics["groups/dropped/no_signal"] == 3
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.0, 0.0)
+    assert metrics["reward/shaping"] == pytest.approx(-0.4 * 2.5 / MAX_TOKENS)
 
 
 def test_an_evaluation_scores_the_unclosed_0_and_takes_nothing_off_for_length(caplog):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from tandem.protocols import Credit
-from tandem.types import Group
+from tandem.types import Group, Trajectory
 
 Advantages = Callable[[Sequence[Group]], list[list[float]]]
 """Of a step's groups: one number for each trajectory of each group."""
@@ -17,12 +18,25 @@ def has_tokens(group: Group) -> bool:
 
 
 def has_signal(group: Group) -> bool:
-    """Siblings with equal rewards have no advantage over each other."""
-    return len({trajectory.reward for trajectory in group}) > 1 and has_tokens(group)
+    """Siblings with equal rewards have no advantage over each other, whatever their shaping."""
+    return _differ(group) and has_tokens(group)
 
 
-def rewards(group: Group) -> list[float]:
-    return [trajectory.reward for trajectory in group]
+def compared(
+    trajectories: Sequence[Trajectory], shaping: Callable[[Trajectory], float] = attrgetter("shaping")
+) -> list[float]:
+    """Rewards with their shaping, but without it where all rewards are equal.
+
+    Those that are equally right or wrong would otherwise be compared by their shaping alone (by their lengths, say),
+    and whatever divides by the spread would blow that up to full size.
+    """
+    if not _differ(trajectories):
+        return [trajectory.reward for trajectory in trajectories]
+    return [trajectory.reward + shaping(trajectory) for trajectory in trajectories]
+
+
+def _differ(trajectories: Sequence[Trajectory]) -> bool:
+    return len({trajectory.reward for trajectory in trajectories}) > 1
 
 
 def centred(rewards_G: Sequence[float]) -> list[float]:
@@ -38,8 +52,8 @@ def standardised(rewards_G: Sequence[float], spread_floor: float) -> list[float]
 
 
 def by_group(advantages: Callable[[Sequence[float]], list[float]]) -> Advantages:
-    """For algorithms that compare siblings only, and only their rewards."""
-    return lambda groups: [advantages(rewards(group)) for group in groups]
+    """For algorithms that compare siblings only, and only their rewards and shaping."""
+    return lambda groups: [advantages(compared(group)) for group in groups]
 
 
 def spread_over_tokens(group: Group, advantages_G: Sequence[float], clip: float) -> Credit:

@@ -1,8 +1,4 @@
-"""DAPO: divided by the group's spread, every token counted alike, clipped higher up than down, long answers punished.
-
-What the environment gave decides whether a group is kept and has credit at all: siblings that are equally right or
-wrong would otherwise be compared by their lengths alone, and the spread would blow that up to full size.
-"""
+"""DAPO: divided by the group's spread, each token counted alike, clipped higher up than down, long answers punished."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tandem.algo import policy_gradient
-from tandem.algo.credit import has_signal, standardised
+from tandem.algo.credit import compared, standardised
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DapoSpec
 from tandem.types import Group, Trajectory
@@ -19,20 +15,13 @@ from tandem.types import Group, Trajectory
 def make(spec: DapoSpec, max_tokens: int) -> Algorithm:
     """`max_tokens`: the most that the policy may say in a turn."""
 
-    def shaped(trajectory: Trajectory) -> float:
-        return trajectory.reward - spec.overlong_penalty * overlong(trajectory, max_tokens, spec.overlong_buffer)
+    def shaping(trajectory: Trajectory) -> float:
+        return trajectory.shaping - spec.overlong_penalty * overlong(trajectory, max_tokens, spec.overlong_buffer)
 
     def advantages(groups: Sequence[Group]) -> list[list[float]]:
-        return [
-            standardised([shaped(trajectory) for trajectory in group], spec.spread_floor)
-            if has_signal(group)
-            else [0.0] * len(group)
-            for group in groups
-        ]
+        return [standardised(compared(group, shaping), spec.spread_floor) for group in groups]
 
-    return policy_gradient.make(
-        "dapo", spec, advantages, policy_gradient.clipped(spec), policy_gradient.token_mean, keep=has_signal
-    )
+    return policy_gradient.make("dapo", spec, advantages, policy_gradient.clipped(spec), policy_gradient.token_mean)
 
 
 def overlong(trajectory: Trajectory, max_tokens: int, buffer: int) -> float:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from tandem.algo import policy_gradient
-from tandem.algo.credit import centred, has_signal, has_tokens, rewards
+from tandem.algo.credit import centred, compared, has_signal, has_tokens
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import ReinforcePpSpec
 from tandem.types import Group
@@ -18,9 +18,9 @@ def make(spec: ReinforcePpSpec) -> Algorithm:
     def advantages(groups: Sequence[Group]) -> list[list[float]]:
         """Every trajectory counts once in the mean and in the spread, however long it is."""
         if by_siblings:
-            flat = [advantage for group in groups for advantage in centred(rewards(group))]
+            flat = [advantage for group in groups for advantage in centred(compared(group))]
         else:
-            flat = centred([reward for group in groups for reward in rewards(group)])
+            flat = centred(compared([trajectory for group in groups for trajectory in group]))
         spread = statistics.pstdev(flat) + spec.spread_floor
         remaining = iter(flat)
         return [[next(remaining) / spread for _ in group] for group in groups]

@@ -36,8 +36,7 @@ def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:
 async def evaluate(
     setting: Setting, tasks: Sequence[Task], max_tokens: int, *, max_failed_share: float = 0.2
 ) -> Evaluation:
-    # No length penalty: what is judged is the answer.
-    greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0), thinking_length_penalty=0.0)
+    greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0))
 
     async def score(index: int, task: Task) -> Trajectory | None:
         try:

@@ -71,6 +71,8 @@ class EnvironmentProducer:
             rewards = [trajectory.reward for group in groups for trajectory in group]
             metrics["reward/mean"] = statistics.fmean(rewards)
             metrics["reward/std"] = statistics.pstdev(rewards)
+            if any(trajectory.shaping for group in groups for trajectory in group):
+                metrics["reward/shaping"] = statistics.fmean(t.shaping for group in groups for t in group)
             metrics["tokens/sampled"] = float(sum(t.num_trained for group in groups for t in group))
             metrics["tokens/per_sample"] = statistics.fmean(t.num_trained for group in groups for t in group)
             metrics["episode/truncated"] = statistics.fmean(t.status == "truncated" for group in groups for t in group)
