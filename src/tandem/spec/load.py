@@ -98,17 +98,20 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
     where = _written_path(item["loc"], raw, is_missing=kind == "missing")
     field = ".".join(where) or "spec"
     if kind == "extra_forbidden":
-        known = sorted(_node(where[:-1], raw)[1].get("properties", {}))
+        union, chosen = _node(where[:-1], raw)
+        known = sorted(chosen.get("properties", {}))
         close = difflib.get_close_matches(where[-1], known, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else "remove it."
+        hint = _whose(where, union) or (f"did you mean '{close[0]}'?" if close else "remove it.")
         return f"{field} = {_show(item['input'])}: unknown here; {hint} Known: {', '.join(known)}"
     if kind == "missing":
         return f"{field}: is missing; add it (see `tandem spec schema`)"
     if kind == "union_tag_not_found":
-        tags = _node(where, raw)[0]["discriminator"]["mapping"]
-        return f"{field}.kind: is missing; write one of {', '.join(repr(tag) for tag in tags)}"
+        choice = _node(where, raw)[0]["discriminator"]
+        tags = ", ".join(repr(tag) for tag in choice["mapping"])
+        return f"{field}.{choice['propertyName']}: is missing; write one of {tags}"
     if kind == "union_tag_invalid":
-        return f"{field}.kind = {_show(item['ctx']['tag'])}: should be one of {item['ctx']['expected_tags']}"
+        name = _node(where, raw)[0]["discriminator"]["propertyName"]
+        return f"{field}.{name} = {_show(item['ctx']['tag'])}: should be one of {item['ctx']['expected_tags']}"
     if kind in _NOT_A_TABLE:
         return f"{field} = {_show(item['input'])}: should be a table, as in [{field}]"
     if kind == "tuple_type":
@@ -116,6 +119,15 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
     if kind == "value_error":
         return message if not where else f"{field} = {_show(item['input'])}: {message}"
     return f"{field} = {_show(item['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _whose(where: Sequence[str], union: Table) -> str:
+    """Which other members of a union have a key that the chosen one has not; empty if none."""
+    choice = union.get("discriminator", {"mapping": {}})
+    definitions = json_schema()["$defs"]
+    owners = [tag for tag, ref in choice["mapping"].items() if where[-1] in _referred(ref, definitions)["properties"]]
+    chooser = ".".join((*where[:-1], choice["propertyName"])) if owners else ""
+    return f"it belongs to {chooser} = {' or '.join(map(json.dumps, owners))}." if owners else ""
 
 
 def _written_path(loc: Sequence[Any], raw: Mapping[str, Any], *, is_missing: bool) -> list[str]:
@@ -144,8 +156,7 @@ def _node(where: Sequence[str], raw: Mapping[str, Any]) -> tuple[Table, Table]:
     """The schema of a written field: as it stands, and with references and unions resolved by what was written."""
     schema = json_schema()
     definitions: Table = schema["$defs"]
-    recipe: str = schema["discriminator"]["mapping"][raw["recipe"]]
-    plain = node = cast("Table", definitions[recipe.rsplit("/", 1)[-1]])
+    plain = node = _referred(schema["discriminator"]["mapping"][raw["recipe"]], definitions)
     here: object = raw
     for part in where:
         here = _inside(here, part)
@@ -157,18 +168,25 @@ def _node(where: Sequence[str], raw: Mapping[str, Any]) -> tuple[Table, Table]:
 def _resolve(node: Table, value: object, definitions: Table) -> Table:
     """Follow references, and in a union take the member that the written value chose."""
     if "$ref" in node:
-        return definitions[node["$ref"].rsplit("/", 1)[-1]]
-    members = [_resolve(member, value, definitions) for member in node.get("oneOf", node.get("anyOf", []))]
-    members = [member for member in members if "properties" in member]
+        return _referred(node["$ref"], definitions)
     written = cast("Table", value) if isinstance(value, dict) else {}
+    choice = node.get("discriminator", {"propertyName": "", "mapping": {}})
+    tag = str(written.get(choice["propertyName"]))  # whatever was written, a list too
+    if tag in choice["mapping"]:
+        return _referred(choice["mapping"][tag], definitions)
+    members = [_resolve(member, written, definitions) for member in node.get("oneOf", node.get("anyOf", []))]
+    members = [member for member in members if "properties" in member]
 
     def fit(member: Table) -> int:
         properties: Table = member["properties"]
-        chosen = "kind" in written and written["kind"] == properties.get("kind", {}).get("const")
-        from_scratch = ("preset" in written) == ("preset" in properties)  # [model] is the one union without a `kind`
-        return 1000 * chosen + 100 * from_scratch + len(written.keys() & properties)
+        from_scratch = ("preset" in written) == ("preset" in properties)  # [model] is the one union without a tag
+        return 100 * from_scratch + len(written.keys() & properties)
 
     return max(members, key=fit) if members else node
+
+
+def _referred(ref: str, definitions: Table) -> Table:
+    return definitions[ref.rsplit("/", 1)[-1]]
 
 
 def _show(value: Any) -> str:
