@@ -18,6 +18,7 @@ from tandem.model.checkpoint import load_model
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.recipes import build
+from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import LoraSpec, ModelSpec, PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.text.tokenizer import byte_tokenizer
@@ -319,6 +320,14 @@ def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Pat
         SpecError, match=r"^algorithm.teacher = '.*': is an adapter; set algorithm.teacher to the model"
     ):
         load_model(str(tmp_path / "adapter"), "main", "sdpa", "algorithm.teacher")
+
+
+def test_a_teacher_without_a_tokenizer_is_refused_under_its_own_field(tmp_path: Path):
+    model = built(PresetModel(preset="tiny"))
+    with pytest.raises(SpecError, match=r"^algorithm.teacher = '.*': no tokenizer can be loaded from it"):
+        build.reference(DistillSpec(teacher=str(tmp_path / "nowhere")), model, Float32Precision())
+    with pytest.raises(SpecError, match=r"^model.path = '.*': no tokenizer can be loaded from it"):
+        built(PathModel(path=str(tmp_path / "nowhere")))
 
 
 def test_a_warm_start_from_a_path_is_refused_where_nothing_differs(exported: Path):

@@ -271,7 +271,7 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
     if not isinstance(spec, DistillSpec):
         model.policy.keep_reference()
         return
-    theirs = load_tokenizer(spec.teacher, spec.teacher_revision).get_vocab()
+    theirs = load_tokenizer(spec.teacher, spec.teacher_revision, "algorithm.teacher").get_vocab()
     if odd := len(theirs.items() ^ model.renderer.tokenizer.get_vocab().items()):
         raise SpecError(
             f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {odd} entries, so its "

@@ -43,16 +43,17 @@ def byte_tokenizer() -> Any:
     )
 
 
-def load_tokenizer(path: str, revision: str = "main") -> Any:
+def load_tokenizer(path: str, revision: str = "main", field: str = "model.path") -> Any:
+    """`field`: of the spec, for whoever has to change it."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise SpecError(f"model.path = '{path}': no tokenizer can be loaded from it: {error}") from error
+        raise SpecError(f"{field} = '{path}': no tokenizer can be loaded from it: {error}") from error
     if tokenizer.chat_template is None:
         raise SpecError(
-            f"model.path = '{path}': its tokenizer has no chat template; put a chat_template.jinja beside the weights, "
+            f"{field} = '{path}': its tokenizer has no chat template; put a chat_template.jinja beside the weights, "
             "or use the instruction-tuned variant of the model"
         )
     return tokenizer
