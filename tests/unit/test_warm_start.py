@@ -310,6 +310,27 @@ def test_an_adapter_of_modules_that_the_model_has_not_is_refused(adapted: tuple[
     assert "does not fit this model" in refusal(PresetModel(preset="tiny", warm_start=str(tmp_path / "other")))
 
 
+@pytest.mark.parametrize("lora", [LORA, None], ids=["trained on", "merged"])
+@pytest.mark.parametrize("table", ["model.embed_tokens", "lm_head"])
+def test_an_adapter_on_a_table_is_refused(
+    adapted: tuple[Path, Tensor], tmp_path: Path, lora: LoraSpec | None, table: str
+):
+    """The two are one weight here: merged into it, the adapter of one is on both."""
+    shutil.copytree(adapted[0] / "adapter", tmp_path / "other")
+    file = tmp_path / "other" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    leaf = table.rpartition(".")[2]
+    file.write_text(json.dumps(config | {"target_modules": [*config["target_modules"], leaf]}))
+    tensors = load_file(tmp_path / "other" / "adapter_model.safetensors")
+    kind = "lora_embedding_" if "embed" in table else "lora_"
+    for part, shape in (("A", (4, 128)), ("B", (len(TOKENIZER), 4))):
+        suffix = "" if "embed" in table else ".weight"
+        tensors[f"base_model.model.{table}.{kind}{part}{suffix}"] = torch.ones(shape)
+    save_file(tensors, tmp_path / "other" / "adapter_model.safetensors", metadata={"format": "pt"})
+    said = refusal(PresetModel(preset="tiny", lora=lora, warm_start=str(tmp_path / "other")))
+    assert f"its adapter is also on {leaf}, and adapters are here for linear layers other than the head" in said
+
+
 def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Path):
     """transformers would load whatever base model the adapter names."""
     shutil.copytree(adapted[0] / "adapter", tmp_path / "adapter")

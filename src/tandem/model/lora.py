@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from tandem.errors import SpecError
@@ -21,6 +22,12 @@ def add_lora(module: Any, spec: LoraSpec) -> Any:
     from peft import LoraConfig
 
     targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
+    if tables := on_tables(module, spec.targets):
+        raise SpecError(
+            f"model.lora.targets = {targets}: {', '.join(tables)}: adapters are for linear layers, and neither for "
+            "embeddings nor for the output head, whose weights a model may share; leave them out or use 'all-linear', "
+            "or leave [model.lora] out and every weight is trained"
+        )
     alpha: Any = spec.alpha  # peft's annotation says int, its arithmetic takes any number
     config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
     try:
@@ -29,6 +36,20 @@ def add_lora(module: Any, spec: LoraSpec) -> Any:
         raise SpecError(
             f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"
         ) from error
+
+
+def on_tables(module: Any, targets: str | Iterable[str]) -> list[str]:
+    """Those of `targets` that name an embedding or the output head.
+
+    The two are often one weight: an adapter on either is on both once it is merged, and on one before.
+    """
+    from torch import nn
+
+    head = module.get_output_embeddings()
+    named = module.named_modules(remove_duplicate=False)
+    tables = [name for name, part in named if isinstance(part, nn.Embedding) or part is head]
+    wanted = [] if isinstance(targets, str) else targets  # all-linear leaves them out itself
+    return [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in tables)]
 
 
 def attach(module: Any, config: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.errors import SpecError
 from tandem.model.checkpoint import is_adapter, load_whole, refuse_faults
-from tandem.model.lora import attach, quiet_bitsandbytes
+from tandem.model.lora import attach, on_tables, quiet_bitsandbytes
 from tandem.model.quantized import quantized_parts
 from tandem.spec.model import LoraSpec
 
@@ -78,7 +78,7 @@ def _full(module: Any, source: str) -> Any:
 
 
 def _merged(module: Any, source: str) -> Any:
-    config, saved = _read_adapter(source)
+    config, saved = _read_adapter(module, source)
     try:
         adapter = attach(module, config)
     except ValueError as error:
@@ -89,7 +89,7 @@ def _merged(module: Any, source: str) -> Any:
 
 def begin_adapter(adapter: Any, spec: LoraSpec, source: str) -> None:
     """An adapter that is about to be trained takes over where a saved one stopped."""
-    config, saved = _read_adapter(source)
+    config, saved = _read_adapter(adapter, source)
     for field, ours, theirs in (("rank", spec.rank, config.r), ("alpha", spec.alpha, float(config.lora_alpha))):
         if ours != theirs:
             raise SpecError(
@@ -111,7 +111,7 @@ def begin_adapter(adapter: Any, spec: LoraSpec, source: str) -> None:
     _fill(adapter, saved, source)
 
 
-def _read_adapter(source: str) -> tuple[Any, dict[str, Tensor]]:
+def _read_adapter(module: Any, source: str) -> tuple[Any, dict[str, Tensor]]:
     quiet_bitsandbytes()
     from peft import PeftConfig
     from peft.utils import load_peft_weights
@@ -123,6 +123,11 @@ def _read_adapter(source: str) -> tuple[Any, dict[str, Tensor]]:
         raise SpecError(f"{_FIELD} = '{source}': its adapter cannot be read: {error}") from error
     if config.peft_type != "LORA":
         raise SpecError(f"{_FIELD} = '{source}': is a {config.peft_type} adapter; only LoRA is known here")
+    if tables := on_tables(module, _targets(saved)):
+        raise SpecError(
+            f"{_FIELD} = '{source}': its adapter is also on {', '.join(tables)}, and adapters are here for linear "
+            "layers other than the head; merge it where it was trained, and name the whole checkpoint"
+        )
     return config, saved
 
 
