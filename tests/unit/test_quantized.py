@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainers import make_group, make_step
 
 from tandem.engine.hf import EmbeddedEngine
 from tandem.errors import SpecError
@@ -182,17 +183,18 @@ def test_the_engine_s_logprobs_are_the_trainer_s(saved: str, base: Base):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_the_reference_is_a_copy_once_the_adapter_has_moved(saved: str, base: Base):
+def test_the_reference_is_the_policy_of_then_on_the_same_few_bits(saved: str, base: Base):
     policy = built(saved, base).policy
+    (probe,) = make_step(make_group(99), micro_tokens=1000).micro
     move_adapter(policy)
-    before = logits(policy.module)
+    then = policy.score(probe, 1.0)
     policy.keep_reference()
     with torch.no_grad():
         for _, tensor in policy.trainable():
             tensor.mul_(2)
-        hidden = policy._reference.hidden(torch.arange(40)[None], torch.arange(40)[None], None)
-    torch.testing.assert_close(policy._reference.logits(hidden)[0], before[0, :, : len(TOKENIZER)])
-    assert not torch.allclose(logits(policy.module), before)
+    assert torch.equal(policy.reference_logprobs(probe, 1.0), then)
+    assert not torch.allclose(policy.score(probe, 1.0), then, atol=1e-3)
+    assert policy.reference_bytes() == sum(4 * tensor.numel() for _, tensor in policy.trainable())
 
 
 # --- what it leaves behind

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainers import make_group, make_step
 
 from tandem.errors import SpecError
 from tandem.model.checkpoint import load_model
@@ -227,12 +228,16 @@ def test_the_reference_of_a_warm_started_adapter_is_where_it_started(adapted: tu
     """With the adapter off, the base would be the reference: another policy."""
     path, expected = adapted
     policy = built(PresetModel(preset="tiny", lora=LORA, warm_start=str(path / "adapter"))).policy
+    (probe,) = make_step(make_group(99), micro_tokens=1000).micro
+    assert torch.equal(logits(policy.module), expected)
+    then = policy.score(probe, 1.0)
     policy.keep_reference()
-    move_b(policy)
-    reference = policy._reference
     with torch.no_grad():
-        hidden = reference.hidden(torch.arange(40)[None], torch.arange(40)[None], None)
-    torch.testing.assert_close(reference.logits(hidden), expected, atol=1e-5, rtol=0)
+        for _, tensor in policy.trainable():
+            tensor.mul_(2)
+    assert torch.equal(policy.reference_logprobs(probe, 1.0), then)
+    assert not torch.allclose(policy.score(probe, 1.0), then, atol=1e-3)
+    assert policy.reference_bytes() == sum(4 * tensor.numel() for _, tensor in policy.trainable())
 
 
 def zero_b(tensors: dict[str, Tensor]) -> None:

@@ -6,8 +6,8 @@ Shapes: B rows, T positions, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class CausalPolicy:
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
-        self._reference: Any = None
+        self._reference: Head | None = None
+        self._adapter_then: list[Tensor] = []
         self.activations = Activations(module, activations)
         self.head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
@@ -63,11 +64,12 @@ class CausalPolicy:
 
     def keep_reference(self) -> None:
         """From now on, `reference_logprobs` speaks for the weights as they are at this moment."""
-        if self._adapter is None or any(
-            name.endswith("lora_B.default.weight") and tensor.any() for name, tensor in self.trainable()
-        ):
+        self._reference, self._adapter_then = None, []
+        if self._adapter is None:
             frozen = copy.deepcopy(self.module).requires_grad_(False)
             self._reference = Head(frozen, len(self.tokenizer))
+        elif any(".lora_B." in name and tensor.any() for name, tensor in self.trainable()):
+            self._adapter_then = [tensor.detach().clone() for _, tensor in self.trainable()]  # the base never moves
 
     def follow(self, teacher: Any) -> None:
         """From now on, `reference_logprobs` speaks for another model with the same vocabulary."""
@@ -77,18 +79,36 @@ class CausalPolicy:
 
     def reference_bytes(self) -> int:
         """Of weights that are there for the reference alone."""
-        if self._reference is None:
-            return 0
-        parts = torch.nn.ModuleList([self._reference.body, self._reference.linear])  # a tied weight counts once
-        return sum(tensor.numel() * tensor.element_size() for tensor in parts.parameters())
+        tensors: Iterable[Tensor] = self._adapter_then
+        if self._reference is not None:
+            parts = torch.nn.ModuleList([self._reference.body, self._reference.linear])  # a tied weight counts once
+            tensors = parts.parameters()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
     def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor:
         if self._reference is not None:
             return self._score(self._reference, micro, temperature, top_p).logprobs_N
-        # An adapter that was zero when RL began: without it, the model is the reference.
-        with self._adapter.disable_adapter() if self._adapter is not None else nullcontext():
+        with self._as_it_was():
             return self._score(self.head, micro, temperature, top_p).logprobs_N
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """The model with the adapter that was kept; with none, if it was zero then."""
+        if not self._adapter_then:
+            with self._adapter.disable_adapter() if self._adapter is not None else nullcontext():
+                yield
+            return
+        # By storage: a graph that waits for its backward notices a tensor that was written to.
+        trained = [tensor for _, tensor in self.trainable()]
+        now = [tensor.data for tensor in trained]
+        try:
+            for tensor, then in zip(trained, self._adapter_then, strict=True):
+                tensor.data = then
+            yield
+        finally:
+            for tensor, mine in zip(trained, now, strict=True):
+                tensor.data = mine
 
     def _score(self, head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
         mask, positions_BT = _mask(head.config, micro), micro.positions_BT
