@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Train, Trained
 
+from conftest import Train, Trained
 from tandem.types import MEASURED
 
 # Rewards that differ between siblings from the first step on: a model that has learned nothing says bytes of all kinds.

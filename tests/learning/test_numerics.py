@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Train, Trained
 from test_determinism import spec
 
+from conftest import Train, Trained
 from tandem.errors import NothingLearned, SpecError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

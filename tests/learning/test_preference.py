@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Train
 
+from conftest import Train
 from tandem.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Train
 from safetensors.torch import load_file
 
+from conftest import Train
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.recipes import build

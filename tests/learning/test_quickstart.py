@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from conftest import QUICKSTART, Train, Trained
 
 pytestmark = pytest.mark.usefixtures("one_thread")

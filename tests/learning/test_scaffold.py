@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Train
 
+from conftest import Train
 from tandem.env.scaffold import new_environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Train
 
+from conftest import Train
 from tandem.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Answer in capitals."}

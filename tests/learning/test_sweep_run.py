@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Train
 from rich.console import Console
 
 import tandem
+from conftest import Train
 from tandem.errors import RunError, SpecError
 from tandem.recipes import sweep as sweeps
 from tandem.runs.run import Run
