@@ -62,7 +62,7 @@ async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) 
         reward = min(reward, 0.0)
         if "correct" in metrics:  # what an evaluation goes by
             metrics["correct"] = min(metrics["correct"], 0.0)
-    return recorder.trajectory(reward, -setting.thinking_length_penalty * recorder.thinking_share, metrics)
+    return recorder.trajectory(reward, metrics, -setting.thinking_length_penalty * recorder.thinking_share)
 
 
 async def _outcome(task: Task, run: Awaitable[object]) -> object:

@@ -123,7 +123,7 @@ class Recorder:
         """Of what the turns so far might have said, so much was thought: 0 to 1."""
         return self.thinking_tokens / (self._sampling.max_tokens * max(1, len(self._thoughts)))
 
-    def trajectory(self, reward: float, shaping: float, metrics: dict[str, float]) -> Trajectory:
+    def trajectory(self, reward: float, metrics: dict[str, float], shaping: float = 0.0) -> Trajectory:
         return Trajectory(
             list(self._ids), list(self._trained), list(self._logprobs), list(self._versions), reward,
             "truncated" if self._truncated else "finished", metrics, shaping, self.thinking_tokens, self.unclosed,
