@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trainers import PlainDescent
 
 from tandem.optim import master as masters
 from tandem.optim.adamw import AdamW
@@ -18,17 +19,6 @@ from tandem.spec.optim import AdamWSpec
 from tandem.train.gradients import Collected, Released
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Descent:
-    by_rows = True
-
-    def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    def update(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            slot.value.sub_(slot.grad, alpha=slot.lr)
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
@@ -78,7 +68,7 @@ def test_one_micro_batch_keeps_its_gradients_as_they_are() -> None:
 def test_a_step_leaves_no_hook_behind() -> None:
     """The next stage has an optimizer of its own; a hook of this one would train twice."""
     module = network()
-    optimizer = optimizer_of(module, Descent())
+    optimizer = optimizer_of(module, PlainDescent())
     with Released(named(module), optimizer, 1.0).releasing(lr=0.1):
         pass
     with Collected(named(module)).collecting(3):
@@ -89,7 +79,7 @@ def test_a_step_leaves_no_hook_behind() -> None:
     assert all(tensor.grad is not None for _, tensor in named(module))
 
 
-@pytest.mark.parametrize("rule", [Descent(), AdamW(AdamWSpec())], ids=["descent", "adamw"])
+@pytest.mark.parametrize("rule", [PlainDescent(), AdamW(AdamWSpec())], ids=["descent", "adamw"])
 def test_release_without_a_clip_is_the_plain_step_to_the_bit(rule: Any) -> None:
     plain, released = network(), network()
     optimizers = [optimizer_of(module, rule) for module in (plain, released)]
@@ -110,7 +100,7 @@ def test_gradients_never_exist_together() -> None:
     module = network()
     seen: list[int] = []
 
-    class Watching(Descent):
+    class Watching(PlainDescent):
         def update(self, slots: Sequence[Slot]) -> None:
             seen.append(sum(tensor.grad is not None for _, tensor in named(module)))
             super().update(slots)
@@ -129,7 +119,7 @@ def test_a_tied_weight_is_moved_once_by_the_sum_of_its_gradients() -> None:
         return (torch.nn.functional.embedding(torch.tensor([1, 2]), table) @ table.T).square().sum()
 
     expected = table.detach() - 0.01 * torch.autograd.grad(use(), table)[0]
-    optimizer = Optimizer([("table", table)], {"table": Descent()}, masters.Float32())
+    optimizer = Optimizer([("table", table)], {"table": PlainDescent()}, masters.Float32())
     with Released([("table", table)], optimizer, clip_norm=1e9).releasing(lr=0.01):
         use().backward()
     assert torch.equal(table.detach(), expected)
@@ -140,7 +130,7 @@ def test_the_clip_goes_by_earlier_steps_and_by_this_one_so_far() -> None:
     """Two parameters, gradients 3 and then 4 (their norm: 5)."""
     first, last = (torch.zeros(1, requires_grad=True) for _ in range(2))
     parameters = [("first", first), ("last", last)]
-    optimizer = Optimizer(parameters, {"first": Descent(), "last": Descent()}, masters.Float32())
+    optimizer = Optimizer(parameters, {"first": PlainDescent(), "last": PlainDescent()}, masters.Float32())
     release = Released(parameters, optimizer, clip_norm=1.0)
 
     def step() -> tuple[float, float]:
@@ -157,7 +147,7 @@ def test_the_clip_goes_by_earlier_steps_and_by_this_one_so_far() -> None:
 
 def test_a_gradient_that_is_not_finite_leaves_its_own_parameter_as_it_was() -> None:
     module = network()
-    optimizer = optimizer_of(module, Descent())
+    optimizer = optimizer_of(module, PlainDescent())
     release = Released(named(module), optimizer, clip_norm=1e9)
     before = {name: tensor.detach().clone() for name, tensor in named(module)}
     handle = module[0].weight.register_hook(lambda gradient: gradient * math.nan)
