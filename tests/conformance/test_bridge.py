@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
 
-from tandem.bridge.inproc import InprocBridge
+from tandem.bridge.inproc import InprocBridge, InprocSource
 from tandem.bridge.null import NullBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge
@@ -113,6 +114,28 @@ def test_inproc_passes_over_what_an_earlier_receive_left_and_refuses_a_later_ver
     assert source.receive(7).version == 7
     with pytest.raises(SyncError, match="asked for version 7, sent was 8"):
         source.receive(7)
+
+
+def test_inproc_ends_in_time_for_two_who_wait_as_one_version_comes_at_the_last_moment() -> None:
+    """An engine that gave up, and the same engine asked anew, wait for one rank; 0.9 to 1.1 times the deadline."""
+    deadline_s = 0.004
+    for attempt in range(300):
+        source = InprocBridge(deadline_s).source()
+
+        def receive(source: InprocSource = source) -> None:
+            with suppress(SyncTimeout):
+                source.receive(1)
+
+        waiting = [threading.Thread(target=receive, daemon=True) for _ in range(2)]
+        sent_at = time.perf_counter() + deadline_s * (0.9 + 0.2 * (attempt % 50) / 50)
+        for thread in waiting:
+            thread.start()
+        while time.perf_counter() < sent_at:
+            pass
+        source.offer(weights(1))
+        for thread in waiting:
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def test_inproc_sends_nothing_to_sources_of_a_closed_bridge() -> None:

@@ -33,7 +33,8 @@ class InprocSource:
 
     def __init__(self, num_receivers: int, deadline_s: float) -> None:
         self._num_receivers, self._deadline_s = num_receivers, deadline_s
-        self._offers: list[queue.SimpleQueue[Weights]] = [queue.SimpleQueue() for _ in range(num_receivers)]
+        # Not SimpleQueue: where two wait and one is served as the other's time runs out, the other waits for ever.
+        self._offers: list[queue.Queue[Weights]] = [queue.Queue() for _ in range(num_receivers)]
 
     def offer(self, weights: Weights) -> None:
         for inbox in self._offers:

@@ -40,7 +40,10 @@ class EnginePool:
             await engine.attach(_Rank(source, rank))
 
     async def load(self, version: int) -> Proof:
-        proofs = await asyncio.gather(*(engine.load(version) for engine in self._engines))
+        loads = await asyncio.gather(*(engine.load(version) for engine in self._engines), return_exceptions=True)
+        proofs = [load for load in loads if isinstance(load, Proof)]
+        if failed := [load for load in loads if isinstance(load, BaseException)]:
+            raise failed[0]  # not sooner: an engine that still waits would take what is sent next
         if any(proof.version != version for proof in proofs):
             raise SyncError(f"pool: asked for version {version}, engines hold {[proof.version for proof in proofs]}")
         return Proof(
