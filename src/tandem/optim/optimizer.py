@@ -85,19 +85,15 @@ class Optimizer:
         self._steps = {name: int(state[f"{name}|step"]) for name in self._parameters}
 
     def _in_pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Rows]]:
-        """By rule, so that each sees as many parameters at once as fit; large ones by rows where the rule allows it."""
-        by_rule: defaultdict[int, list[str]] = defaultdict(list)
+        """Large parameters by rows, where the rule allows it."""
         for name in gradients:
-            by_rule[id(self._rules[name])].append(name)
-        for names in by_rule.values():
-            for name in names:
-                live = self._parameters[name]
-                if live.numel() <= _CHUNK or not self._rules[name].by_rows:
-                    yield name, ...
-                    continue
-                rows = max(1, _CHUNK // live[0].numel())
-                for start in range(0, len(live), rows):
-                    yield name, slice(start, min(start + rows, len(live)))
+            live = self._parameters[name]
+            if live.numel() <= _CHUNK or not self._rules[name].by_rows:
+                yield name, ...
+                continue
+            rows = max(1, _CHUNK // live[0].numel())
+            for start in range(0, len(live), rows):
+                yield name, slice(start, min(start + rows, len(live)))
 
     def _piece(self, name: str, rows: Rows, gradient: Tensor, lr: float, scale: float) -> _Piece:
         live, state = self._parameters[name], self._state[name]

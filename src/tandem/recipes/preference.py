@@ -7,7 +7,7 @@ import statistics
 from tandem.data.preference import Pair
 from tandem.errors import TemplateError
 from tandem.recipes import build
-from tandem.recipes.supervised import conclude_by_loss, longest_of, marked, recorded_stage, reported
+from tandem.recipes.supervised import conclude_by_loss, due, longest_of, marked, recorded_stage, reported
 from tandem.rollout.recorded import record_pair
 from tandem.runs.run import Run
 from tandem.spec.run import PreferenceSpec
@@ -39,7 +39,7 @@ async def train_preference(spec: PreferenceSpec, run: Run) -> None:
         return losses, {"eval/loss": loss, "eval/accuracy": accuracy}
 
     def evaluate_when_due(metrics: Metrics) -> None:
-        if spec.eval.every and trainer.version % spec.eval.every == 0 and trainer.version < stage.steps:
+        if due(spec.eval.every, trainer.version, stage.steps):
             name = f"step {trainer.version}"
             metrics |= evaluate(name, name)[1]
 

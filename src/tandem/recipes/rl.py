@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.loop import publish, run_loop
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes import build
-from tandem.recipes.supervised import checked_rows, recordings_of, supervised_stage
+from tandem.recipes.supervised import checked_rows, due, recordings_of, supervised_stage
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.rollout.guard import why_not
@@ -102,7 +102,7 @@ class RlRun:
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
-            if spec.eval.every and (trainer.version - first) % spec.eval.every == 0 and trainer.version < last:
+            if due(spec.eval.every, trainer.version - first, stage.steps):
                 name = f"step {trainer.version}"
                 metrics["eval/accuracy"] = (await self._play_held_out()).accuracy
                 self.run.evaluated(name, name, metrics["eval/accuracy"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.recipes import build
-from tandem.recipes.supervised import checked_rows, conclude_by_loss, supervised_stage
+from tandem.recipes.supervised import checked_rows, conclude_by_loss, due, supervised_stage
 from tandem.runs.run import Run
 from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
@@ -28,7 +28,7 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
         return losses
 
     def evaluate_when_due(metrics: Metrics) -> None:
-        if spec.eval.every and trainer.version % spec.eval.every == 0 and trainer.version < stage.steps:
+        if due(spec.eval.every, trainer.version, stage.steps):
             name = f"step {trainer.version}"
             if losses := evaluate(name, name):
                 metrics["eval/loss"] = sum(losses) / len(losses)

@@ -22,6 +22,11 @@ from tandem.types import Group, Message, Metrics, Trajectory
 R = TypeVar("R", bound=Row)
 
 
+def due(every: int, done: int, steps: int) -> bool:
+    """Whether to evaluate after `done` of `steps`; the last one is judged by itself."""
+    return bool(every) and done % every == 0 and done < steps
+
+
 async def supervised_stage(
     run: Run,
     model: build.Model,

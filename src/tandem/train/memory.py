@@ -25,6 +25,7 @@ class Memory:
         self._on_gpu = next(iter(policy.trainable()))[1].is_cuda
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()  # a stage has a peak of its own
+        self._largest_gib = max(size_bytes([tensor]) for _, tensor in policy.trainable()) / _GIB
         self._largest_micro = 0
         self._gib: Metrics = {}
         self._always = 0.0
@@ -65,11 +66,10 @@ class Memory:
             return {}
         forward, backward = self._logits_gib
         gib = {**self._gib, "memory/logits": max(forward, backward), "memory/gradients": gradient_bytes / _GIB}
-        largest = max(size_bytes([tensor]) for _, tensor in self._policy.trainable()) / _GIB
         # Backward begins with every activation, and the gradient of the head is made first. The first gradients of a
         # step are small against what they replace; those of earlier micro-batches are all there.
         summed = gib["memory/gradients"] if num_micro > 1 else 0.0
-        passes = gib.get("memory/activations", 0.0) + summed + max(forward, backward + largest)
+        passes = gib.get("memory/activations", 0.0) + summed + max(forward, backward + self._largest_gib)
         update = gib["memory/gradients"] + self._optimizer.workspace_bytes / _GIB
         gib["memory/accounted"] = self._always + max(passes, update)
         return gib
