@@ -25,7 +25,8 @@ LAYERS = (
     ("spec",),
     ("protocols", "obs", "io", "ops"),
     ("text", "env", "data", "algo", "optim", "model", "bridge", "engine"),
-    ("rollout", "train"),
+    ("rollout", "train", "inside"),
+    ("publish",),
     ("loop", "runs"),
     ("serve",),
     ("recipes",),
@@ -257,9 +258,10 @@ def questions_about_a_mode(source: str) -> list[str]:
 
 
 def test_the_loop_asks_no_question_about_a_mode():
-    assert questions_about_a_mode((PACKAGE / "loop.py").read_text(encoding="utf-8")) == []
+    for file in ("loop.py", "publish.py"):
+        assert questions_about_a_mode((PACKAGE / file).read_text(encoding="utf-8")) == []
     above = {each.module for each in imports(PACKAGE) if each.file == "loop.py" and each.module.startswith("tandem")}
-    assert above == {"tandem.errors", "tandem.protocols", "tandem.types"}
+    assert above == {"tandem.errors", "tandem.protocols", "tandem.publish", "tandem.types"}
 
 
 @pytest.mark.parametrize(

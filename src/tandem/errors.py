@@ -11,6 +11,7 @@ TandemError
 │   ├── ProducerDied       whoever made groups ended or raised
 │   └── StoreTimeout       no group in time                                   (also TimeoutError)
 ├── EngineError
+│   ├── EngineLost         the engine is gone, or is not the one that was attached any more
 │   └── EngineSilent       the engine did not answer in time                  (also TimeoutError)
 ├── SyncError              trainer and engine do not hold the same weights
 │   └── SyncTimeout        one end did not come                               (also TimeoutError)
@@ -73,6 +74,10 @@ class StoreTimeout(StoreError, TimeoutError):
 
 
 class EngineError(TandemError):
+    pass
+
+
+class EngineLost(EngineError):
     pass
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.types import (
     Batch,
@@ -18,12 +18,14 @@ from tandem.types import (
     Metrics,
     MicroBatch,
     Outcome,
-    Proof,
     Sampling,
+    Sent,
+    Served,
     Task,
     Ticket,
     TokenLogprobs,
     Totals,
+    WeightKind,
     Weights,
 )
 
@@ -62,25 +64,41 @@ OnToken = Callable[[int, float, int], None]               # id, logprob, version
 class Engine(Protocol):
     @property
     def version(self) -> int: ...
+    @property
+    def receivers(self) -> int: ...                       # how many ends of a bridge it opens
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *,
         session: str | None = None, on_token: OnToken | None = None,
     ) -> Completion: ...
-    async def attach(self, source: WeightSource) -> None: ...
-    async def load(self, version: int) -> Proof: ...      # every request admitted afterwards is sampled from `version`
-    async def sleep(self) -> None: ...                    # no decoding until load() or wake()
+    async def attach(self, source: WeightSource) -> None: ...   # again, with a new source: takes a lost partner back
+    async def load(self, version: int) -> Served: ...     # every request admitted afterwards is sampled from `version`
+    async def sleep(self) -> None: ...                    # lends what it shares with the trainer, till load() or wake()
     async def wake(self) -> None: ...
+    async def lost(self) -> None: ...                     # returns once it is gone, or is another than was attached
     async def close(self) -> None: ...
 
 
-class WeightSource(Protocol):                             # the engine's end of a bridge
-    def receive(self, version: int, rank: int = 0) -> Weights: ...
+class WeightSource(Protocol):
+    """The engine's end of a bridge. In another process it is made anew from `link`: plain JSON, no pickle."""
+
+    @property
+    def carries(self) -> WeightKind: ...
+    @property
+    def link(self) -> Mapping[str, Any]: ...              # empty: it works in this process only
+    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # for the engine's to live in
+    def attached(self, reply: Mapping[str, Any]) -> None: ...        # what each engine said: its layout, its handles
+    def receive(self, version: int, rank: int = 0) -> Weights: ...   # waits for it; SyncTimeout after a deadline
+    def close(self) -> None: ...
 
 
-class WeightBridge(Protocol):                             # the trainer's end
+class WeightBridge(Protocol):
+    """The trainer's end."""
+
     mode: str
-    def source(self, num_receivers: int = 1) -> WeightSource: ...
-    def send(self, weights: Weights) -> None: ...
+    carries: WeightKind                                   # what Trainer.export is asked for
+    def source(self, num_receivers: int = 1) -> WeightSource: ...   # a new meeting; whatever was before is given up
+    def storage(self) -> Mapping[str, Tensor] | None: ...           # what the policy must live in (single copy)
+    def send(self, weights: Weights) -> Sent: ...         # blocks; SyncTimeout after a deadline
     def close(self) -> None: ...
 
 
@@ -105,12 +123,14 @@ class Policy(Protocol):
     """The model as the trainer sees it."""
 
     def logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs: ...
+    def score(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor: ...   # without a gradient
     def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> Tensor: ...
     def trainable(self) -> Sequence[tuple[str, Tensor]]: ...
     def reference_bytes(self) -> int: ...                 # of weights that are there for the reference alone
     def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]: ...   # of logits, in forward and backward
     def hides_activations(self) -> bool: ...              # from autograd's hooks, that could count them
-    def weights(self, version: int) -> Weights: ...
+    def weights(self, version: int, kind: WeightKind) -> Weights: ...
+    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...   # the weights move there, and keep their values
     def export(self, path: Path) -> None: ...             # Hugging Face format
 
 
@@ -127,7 +147,9 @@ class Trainer(Protocol):
     version: int                                          # optimizer steps taken: the only clock of the system
     def step(self, batch: Batch) -> Metrics: ...
     def finish(self) -> None: ...                         # NothingLearned if no step moved a weight
-    def export(self) -> Weights: ...
+    def export(self, kind: WeightKind) -> Weights: ...
+    def score(self, ids: Sequence[int], first: int) -> list[float]: ...   # logprobs of ids[first:], untempered
+    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...         # of the policy
     def save(self, path: Path) -> None: ...
     def load(self, path: Path) -> None: ...
 

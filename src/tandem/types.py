@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -188,25 +188,79 @@ class TokenLogprobs:
     """Detached: a metric, not a term of the loss."""
 
 
+WeightKind: TypeAlias = Literal["live", "full", "adapter"]
+"""live: the trainer's own tensors, under their module's names. full: as a checkpoint has them, adapters merged.
+adapter: only what LoRA adds, under PEFT's names."""
+
+Fingerprints: TypeAlias = Mapping[str, str]
+"""By tensor. Of content that was copied: its digest. Of memory that is shared: which memory it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A version on the move. `tensors()` yields checkpoint names, one at a time, and can be asked again."""
+    """A version on the move. `tensors()` yields them one at a time, and can be asked again."""
 
     version: int
-    kind: Literal["full", "adapter"]
+    kind: WeightKind
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What an adapter's tensors do not say themselves, as PEFT writes it: r, lora_alpha, target_modules."""
+    expected: Fingerprints = field(default_factory=dict[str, str])
+    """What the sender says they are, where they arrived from elsewhere. They are compared before anything is served."""
+    path: str = ""
+    """The directory that they lie in, where they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The trainer's word about one version: what was sent, in the form in which it is to be served."""
+
+    version: int
+    mode: str
+    fingerprints: Fingerprints
+    bytes_moved: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By phase: gather, move."""
+    how: Literal["digest", "identity", "none"] = "digest"
+    """What the fingerprints are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An engine's word about the version that it serves from now on."""
+
+    version: int
+    fingerprints: Fingerprints
+    """Taken from the memory that forward passes read, after the flip."""
+    engines: tuple[str, ...] = ()
+    """Boot ids."""
+    cache_epoch: int = 0
+    """Goes up whenever everything that was computed with older weights is forgotten."""
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By phase: wait, verify, pause, apply, prove, resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Why we believe that the engine now serves `version`."""
+    """Why we believe that the engines now serve `version`: a row of the ledger."""
 
     version: int
     mode: str
-    verified: Literal["identity", "none"]
-    """identity: every served tensor is the trainer's own memory. none: there is nothing that serves."""
+    verified: Literal["digest", "identity", "none"]
+    """digest: both sides computed the same one, of every tensor. identity: every served tensor is the trainer's own
+    memory. none: there is nothing that serves."""
     tensors: int
     bytes_moved: int
-    seconds: float
-    engines: Sequence[str] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By phase, and `total`."""
+    digest: str = ""
+    """Of all fingerprints together."""
+    engines: tuple[str, ...] = ()
     """Boot ids of the engines that answered."""
+    cache_epoch: int = 0
+    logprob_gap: float = 0.0
+    """Between trainer and engine about the canary's tokens: the mean of its absolute value, in nats."""
+    gap_limit: float = 0.0
+    canary_tokens: int = 0
+    attempts: int = 1
+    """More than one where a partner had to be taken back."""

@@ -14,10 +14,11 @@ import pytest
 from tandem.bridge.inproc import InprocBridge
 from tandem.errors import EngineError, EngineSilent, ProducerDied, Starved, StoreTimeout, SyncError, SyncTimeout
 from tandem.loop import run_loop
+from tandem.publish import Publisher
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.store import MemoryStore
-from tandem.types import Batch, Completion, Metrics, Outcome, Proof, Sampling, Span, Task, Totals, Weights
+from tandem.types import Batch, Completion, Metrics, Outcome, Sampling, Sent, Served, Span, Task, Totals, Weights
 
 SLACK_S = 0.5  # of a busy machine, on top of a deadline
 
@@ -29,9 +30,14 @@ class Trainer:
         self.version += 1
         return {}
 
-    def export(self) -> Weights:
-        return Weights(self.version, "full", lambda: iter(()))
+    def export(self, kind) -> Weights:
+        return Weights(self.version, kind, lambda: iter(()))
 
+    def score(self, ids, first) -> list[float]:
+        return [0.0] * (len(ids) - first)
+
+    def live_in(self, storage) -> None: ...
+    def finish(self) -> None: ...
     def save(self, path) -> None: ...
     def load(self, path) -> None: ...
 
@@ -40,6 +46,7 @@ class Engine:
     """Answers at once, and does every part of its work as it should."""
 
     version = -1
+    receivers = 1
 
     async def generate(self, prompt_ids, sampling: Sampling, *, session=None, on_token=None) -> Completion:
         await asyncio.sleep(0)
@@ -47,12 +54,16 @@ class Engine:
 
     async def attach(self, source) -> None: ...
 
-    async def load(self, version: int) -> Proof:
+    async def load(self, version: int) -> Served:
         self.version = version
-        return Proof(version, "scripted", "none", 0, 0, 0.0)
+        return Served(version, {})
 
     async def sleep(self) -> None: ...
     async def wake(self) -> None: ...
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()
+
     async def close(self) -> None: ...
 
 
@@ -105,10 +116,10 @@ class Rig:
         async def after_step(metrics: Metrics) -> None: ...
 
         await run_loop(
-            trainer=Trainer(), bridge=self.bridge, engine=self.engine, store=store, producers=[producer],
+            trainer=Trainer(), publisher=Publisher(self.bridge, self.engine, deadline_s=self.sync_deadline_s),
+            store=store, producers=[producer],
             make_batch=lambda groups, version: Batch([], Totals(0, 0)), groups_per_step=2, last_version=last_version,
-            after_step=after_step, after_sync=lambda proof: None, sync_every=self.sync_every,
-            sync_deadline_s=self.sync_deadline_s,
+            after_step=after_step, sync_every=self.sync_every,
         )  # fmt: skip
 
 
@@ -260,7 +271,7 @@ class Deaf(Engine):
         if method == self.method and self.version >= self.from_version - 1:
             await asyncio.Event().wait()
 
-    async def load(self, version: int) -> Proof:
+    async def load(self, version: int) -> Served:
         await self._hang("load")
         return await super().load(version)
 
@@ -293,8 +304,9 @@ def test_an_engine_that_never_sleeps_or_wakes_ends_the_run(method):
 
 def test_a_bridge_that_never_sends_ends_the_run():
     class Stuck(InprocBridge):
-        def send(self, weights: Weights) -> None:
+        def send(self, weights: Weights) -> Sent:
             time.sleep(0.8)  # a collective whose peer is gone; it has a longer deadline of its own
+            return Sent(weights.version, self.mode, {})
 
     error, took_s = ended(rig(bridge=Stuck(), sync_deadline_s=0.3))
     assert isinstance(error, SyncTimeout)
@@ -303,7 +315,7 @@ def test_a_bridge_that_never_sends_ends_the_run():
 
 def test_a_bridge_that_breaks_ends_the_run_and_the_load_that_waits_for_it():
     class Broken(InprocBridge):
-        def send(self, weights: Weights) -> None:
+        def send(self, weights: Weights) -> Sent:
             raise SyncError("bridge: the other end hung up")
 
     error, took_s = ended(rig(bridge=Broken(), engine=Deaf("load", 0)))
@@ -314,7 +326,7 @@ def test_a_bridge_that_breaks_ends_the_run_and_the_load_that_waits_for_it():
 
 def test_a_timeout_inside_a_bridge_has_our_name_too():
     class Socket(InprocBridge):
-        def send(self, weights: Weights) -> None:
+        def send(self, weights: Weights) -> Sent:
             raise TimeoutError("timed out")
 
     error, took_s = ended(rig(bridge=Socket(), engine=Deaf("load", 0)))
@@ -325,7 +337,7 @@ def test_a_timeout_inside_a_bridge_has_our_name_too():
 @pytest.mark.parametrize("lie", ["proof", "served"])
 def test_an_engine_that_holds_another_version_ends_the_run(lie):
     class Lies(Engine):
-        async def load(self, version: int) -> Proof:
+        async def load(self, version: int) -> Served:
             proof = await super().load(version)
             if lie == "proof":
                 return replace(proof, version=version - 1)

@@ -114,7 +114,8 @@ def test_the_reference_is_no_part_of_what_trains_travels_or_is_exported(tmp_path
     policy.keep_reference()
     policy.reference_logprobs(probe(), 1.0)
     assert [name for name, _ in policy.trainable()] == [name for name, _ in twin.trainable()]
-    assert [name for name, _ in policy.weights(1).tensors()] == [name for name, _ in twin.weights(1).tensors()]
+    names = [[name for name, _ in each.weights(1, "live").tensors()] for each in (policy, twin)]
+    assert names[0] == names[1]
     for each, to in ((policy, "kept"), (twin, "without")):
         each.export(tmp_path / to)
         make_trainer(each).save(tmp_path / to / "state")
@@ -157,7 +158,7 @@ def test_the_engine_knows_the_trainer_s_memory_again_after_the_reference_was_ask
             for version in (1, 2):
                 await engine.sleep()
                 policy.reference_logprobs(probe(), 1.0)
-                bridge.send(policy.weights(version))
+                bridge.send(policy.weights(version, "live"))
                 await engine.load(version)
                 await engine.wake()
             return engine.version

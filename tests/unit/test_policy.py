@@ -124,7 +124,7 @@ def test_the_reference_is_no_part_of_what_trains_or_travels() -> None:
     names = [name for name, _ in policy.module.named_parameters()]
     assert [name for name, _ in policy.trainable()] == names
     buffers = [name for name, _ in policy.module.named_buffers()]
-    assert [name for name, _ in policy.weights(3).tensors()] == names + buffers
+    assert [name for name, _ in policy.weights(3, "live").tensors()] == names + buffers
 
 
 # --- activations

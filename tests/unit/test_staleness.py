@@ -16,8 +16,9 @@ import pytest
 
 from tandem.bridge.inproc import InprocBridge
 from tandem.engine.pool import EnginePool
-from tandem.loop import on_this_thread, run_loop
+from tandem.loop import run_loop
 from tandem.protocols import Chat
+from tandem.publish import Publisher, on_this_thread
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.store import MemoryStore
@@ -27,8 +28,8 @@ from tandem.types import (
     Group,
     Metrics,
     Outcome,
-    Proof,
     Sampling,
+    Served,
     Span,
     Task,
     Ticket,
@@ -53,6 +54,8 @@ class Turns:
 class ScriptedEngine:
     """Samples the group's number, stamped with the version that each token was made under."""
 
+    receivers = 1
+
     def __init__(self, seed: int) -> None:
         self.version = -1
         self._turns = Turns(seed)
@@ -69,14 +72,18 @@ class ScriptedEngine:
     async def attach(self, source) -> None:
         self._source = source
 
-    async def load(self, version: int) -> Proof:
+    async def load(self, version: int) -> Served:
         weights = await asyncio.to_thread(self._source.receive, version)
         await self._turns.pass_by(5, 40)  # the old version serves until here
         self.version = weights.version
-        return Proof(version, "scripted", "none", 0, 0, 0.0)
+        return Served(version, {})
 
     async def sleep(self) -> None: ...
     async def wake(self) -> None: ...
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()
+
     async def close(self) -> None: ...
 
 
@@ -120,9 +127,14 @@ class CountingTrainer:
         self.version += 1
         return {}
 
-    def export(self) -> Weights:
-        return Weights(self.version, "full", lambda: iter(()))
+    def export(self, kind) -> Weights:
+        return Weights(self.version, kind, lambda: iter(()))
 
+    def score(self, ids, first) -> list[float]:
+        return [0.0] * (len(ids) - first)
+
+    def live_in(self, storage) -> None: ...
+    def finish(self) -> None: ...
     def save(self, path) -> None: ...
     def load(self, path) -> None: ...
 
@@ -133,7 +145,6 @@ def train(
     async def scenario() -> CountingTrainer:
         pool = pool_class([ScriptedEngine(seed * 10 + index) for index in range(engines)])
         bridge, trainer, pauses = InprocBridge(), CountingTrainer(), Turns(seed + 99)
-        await pool.attach(bridge.source(engines))
         store = store_class((max_lag + 1) * GROUPS_PER_STEP, take_timeout_s=5.0)
         pool.store = store
         setting = Setting(Always(), pool, Plain(), Sampling(), 64, 5.0, 5.0)
@@ -155,9 +166,10 @@ def train(
         async def after_step(metrics: Metrics) -> None: ...
 
         await run_loop(
-            trainer=trainer, bridge=bridge, engine=pool, store=store, producers=[producer], make_batch=trainer.batch,
+            trainer=trainer, publisher=Publisher(bridge, pool, call=call),
+            store=store, producers=[producer], make_batch=trainer.batch,
             groups_per_step=GROUPS_PER_STEP, last_version=trainer.version + STEPS, after_step=after_step,
-            after_sync=lambda proof: None, sync_every=sync_every, call=call,
+            sync_every=sync_every, call=call,
         )  # fmt: skip
         return trainer
 
@@ -209,7 +221,7 @@ class ReleasedByTheEngine(MemoryStore):
 class ReleasesBeforeLoad(EnginePool):
     store: MemoryStore
 
-    async def load(self, version: int) -> Proof:
+    async def load(self, version: int) -> Served:
         await MemoryStore.release(self.store, self.store._held - len(self.store._in_flight))
         return await super().load(version)
 

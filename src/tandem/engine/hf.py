@@ -3,38 +3,43 @@
 consumes: prompts                waits for: a free row, and for the weights while it sleeps
 produces: completions            one iteration at a time: admit and prefill, or decode every live row by one token
 
-Weights change only between two iterations. Requests that are under way when a new version comes go on under it, with
-their keys and values computed anew: every token's logprob is exact for the version that its span names.
+Weights change only between two iterations. What becomes of requests that are under way when a new version comes is
+`on_update`: they continue under it with their keys and values computed anew, they finish under the old one first, or
+they restart. In every case each token's logprob is exact for the version that its span names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tandem.engine.holding import Holding
 from tandem.engine.sample import Settings, draw
 from tandem.engine.slots import SlotCache
 from tandem.errors import EngineError, SyncError
 from tandem.ops import masks
 from tandem.ops.head import Head
+from tandem.ops.phases import Phases
 from tandem.ops.tensors import live_tensors
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, FinishReason, Proof, Sampling, Span
+from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
+
+OnUpdate: TypeAlias = Literal["continue", "finish", "restart"]
 
 # Most positions in one prefill, padding included. On a CPU activations should stay in its cache: 1,024 was 1.3 times
 # as fast as 2,048 (docs/LOG.md). Elsewhere it bounds memory.
 _PREFILL_TOKENS = {"cpu": 1024}
+_DRAIN_POLL_S = 0.002
 _PATIENCE = 4  # iterations that a request waits for others to share its prefill with
 
 
@@ -64,6 +69,10 @@ class _Request:
         if self.on_token is not None:
             self.on_token(token_id, logprob, version)
 
+    def begin_again(self) -> None:
+        """What was sampled is forgotten; whoever listens token by token hears the new ones after the old."""
+        self.ids, self.logprobs, self.spans = [], [], []
+
     def finish(self, reason: FinishReason) -> None:
         if not self.answer.done():
             spans = [Span(version, count) for version, count in self.spans]
@@ -84,10 +93,12 @@ class EmbeddedEngine:
         max_context: int = 0,
         kv_gib: float = 4.0,
         inline: bool = True,
+        on_update: OnUpdate = "continue",
     ) -> None:
         masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
+        self.cache_epoch = 0
         config = module.config.get_text_config()
         self.max_context: int = max_context or config.max_position_embeddings
         self._module, self._head, self._config = module, Head(module, num_ids), module.config
@@ -107,12 +118,17 @@ class EmbeddedEngine:
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._waited = 0
+        self._holding, self._on_update, self._draining = Holding(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
         self._work, self._awake, self._iterating = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._awake.set()
 
     # --- the protocol
+
+    @property
+    def receivers(self) -> int:
+        return 1
 
     async def generate(
         self,
@@ -135,25 +151,71 @@ class EmbeddedEngine:
 
     async def attach(self, source: WeightSource) -> None:
         self._source = source
+        if (home := source.house(dict(live_tensors(self._module)))) is not None:
+            await self.sleep()
+            self._holding.house(home)
+            await self.wake()
+        reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
+        if source.carries == "adapter":
+            reply["base"] = await self._call(self._holding.fingerprints)
+        source.attached(reply)
 
-    async def load(self, version: int) -> Proof:
-        started = time.perf_counter()
+    async def load(self, version: int) -> Served:
         if self._source is None:
             raise SyncError("engine: load() before attach(): it does not know where weights come from")
-        await self.sleep()
+        phases = Phases()
+        if self._source.carries == "live":
+            await self.sleep()  # the trainer may have written already
         try:
-            if self._inline:
-                weights = self._source.receive(version)
-            else:
-                weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
-            num_tensors = self._check_identity(dict(weights.tensors()))
-            # Keys and values of the old weights are worthless: whatever runs is prefilled again.
-            self._waiting.extendleft(reversed(self._running))
-            self._running = []
+            weights = await self._call(self._source.receive, version)  # it waits for the other end
+            phases.end("wait")
+            staged = await self._call(self._holding.stage, weights)
+            phases.end("verify")
+            await self._pause_for_update()
+            phases.end("pause")
+            self._holding.flip(staged)
+            served = self._holding.proven(staged)
+            self._forget()
             self.version = weights.version
+            phases.end("apply")
         finally:
+            self._draining = False
             await self.wake()  # refused, too: requests under way get their answer from the version they had
-        return Proof(self.version, "inproc", "identity", num_tensors, 0, time.perf_counter() - started, (self.boot_id,))
+        return Served(self.version, served, (self.boot_id,), self.cache_epoch, phases.seconds)
+
+    async def _pause_for_update(self) -> None:
+        if self._on_update == "finish" and self._awake.is_set():
+            self._draining = True
+            while self._running:
+                self._work.set()
+                await asyncio.sleep(_DRAIN_POLL_S)
+        await self.sleep()
+
+    def _forget(self) -> None:
+        """Keys and values of the old weights are worthless: whatever runs is prefilled again."""
+        if self._on_update == "restart":
+            for request in self._running:
+                request.begin_again()
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self.cache_epoch += 1
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args) if self._inline else await asyncio.to_thread(function, *args)
+
+    def fingerprints(self) -> Fingerprints:
+        """Of what is served, computed now."""
+        return self._holding.fingerprints()
+
+    async def remember(self) -> None:
+        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        await self._call(self._holding.remember)
+
+    async def intact(self) -> bool:
+        return await self._call(self._holding.intact)
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()  # it ends with the process that asks
 
     async def sleep(self) -> None:
         self._awake.clear()
@@ -162,6 +224,7 @@ class EmbeddedEngine:
 
     async def wake(self) -> None:
         self._awake.set()
+        self._work.set()  # who waited while others drained
 
     async def close(self) -> None:
         if self._pump is not None:
@@ -185,6 +248,9 @@ class EmbeddedEngine:
                         self._work.clear()
                         continue
                     wave = self._next_wave()
+                    if not wave and not self._running:  # draining, and drained
+                        self._work.clear()
+                        continue
                     if self._inline:
                         drawn = self._forward(wave)
                     else:
@@ -207,7 +273,7 @@ class EmbeddedEngine:
         self._waited = self._waited + 1 if self._waiting else 0
         free = self._max_running - len(self._running)
         wanted = min(len(self._waiting), max(1, self._max_running // 8))
-        if not self._waiting or (self._running and free < wanted and self._waited < _PATIENCE):
+        if self._draining or not self._waiting or (self._running and free < wanted and self._waited < _PATIENCE):
             return []
         wave: list[_Request] = []
         final = max((request.final_length for request in self._running), default=0)
@@ -361,14 +427,3 @@ class EmbeddedEngine:
                 f"engine: {len(prompt_ids)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the context of "
                 f"{min(self.max_context, self._kv_positions)}; ask for fewer, or raise engine.max_context or kv_gib"
             )
-
-    def _check_identity(self, theirs: dict[str, Tensor]) -> int:
-        """Every tensor that this engine serves must be the trainer's own memory, under the same name."""
-        ours = dict(live_tensors(self._module))
-        if missing := sorted(ours.keys() ^ theirs.keys()):
-            raise SyncError(f"inproc: {len(missing)} tensors are on one side only: {', '.join(missing[:3])}")
-        for name, tensor in ours.items():
-            other = theirs[name]
-            if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (other.data_ptr(), other.shape, other.stride()):
-                raise SyncError(f"inproc: '{name}' is not the trainer's memory; the engine would serve old weights")
-        return len(ours)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tandem.errors import EngineError
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Proof, Sampling
+from tandem.types import Completion, Sampling, Served
 
 
 class NullEngine:
     version = -1
+    receivers = 1
 
     async def generate(
         self,
@@ -25,15 +27,18 @@ class NullEngine:
     async def attach(self, source: WeightSource) -> None:
         pass
 
-    async def load(self, version: int) -> Proof:
+    async def load(self, version: int) -> Served:
         self.version = version
-        return Proof(version, "null", "none", 0, 0, 0.0)
+        return Served(version, {})
 
     async def sleep(self) -> None:
         pass
 
     async def wake(self) -> None:
         pass
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         pass

@@ -6,7 +6,7 @@ Shapes: B rows, T positions, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.errors import SyncError
+from tandem.model import serving
 from tandem.model.activations import Activations
 from tandem.model.activations import Policy as ActivationPolicy
 from tandem.model.lora import add_lora
@@ -21,9 +23,9 @@ from tandem.model.quantized import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
 from tandem.ops import masks
 from tandem.ops.head import Head
-from tandem.ops.tensors import live_tensors
+from tandem.ops.tensors import live_tensors, move_in
 from tandem.spec.model import LoraSpec
-from tandem.types import MicroBatch, TokenLogprobs, Weights
+from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
 
 class CausalPolicy:
@@ -138,8 +140,21 @@ class CausalPolicy:
         owners = {name for name, part in named if isinstance(part, torch.nn.Embedding) or part is self.head.linear}
         return {name for name, _ in self.module.named_parameters() if name.rpartition(".")[0] in owners}
 
-    def weights(self, version: int) -> Weights:
-        return Weights(version, "full", lambda: live_tensors(self.module))
+    def weights(self, version: int, kind: WeightKind) -> Weights:
+        if kind == "live":
+            return Weights(version, kind, lambda: live_tensors(self.module))
+        if kind == "full":
+            return Weights(version, kind, lambda: serving.whole(self.module))
+        if self._adapter is None:
+            raise SyncError("this policy has no adapter to send; set [model.lora], or choose another sync.bridge")
+        return Weights(version, kind, lambda: serving.adapter(self.module), serving.adapter_config(self._adapter))
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """What the adapters stand upon: it must be the engine's, too, and is never sent."""
+        return serving.base(self.module)
+
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
+        move_in(live_tensors(self.module), storage)
 
     def export(self, path: Path) -> None:
         """What transformers, vLLM and `tandem serve` load; adapters are merged into a copy, and also saved apart."""

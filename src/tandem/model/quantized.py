@@ -114,18 +114,18 @@ def merged(module: Any) -> Any:
     with torch.device("meta"):
         plain = type(module)(config)
     tied = dict(plain.named_parameters(remove_duplicate=False)).keys() - dict(plain.named_parameters()).keys()
-    state = {name: _exact(module, name) for name in plain.state_dict() if name not in tied}
+    state = {name: exact(module, name).cpu() for name in plain.state_dict() if name not in tied}
     plain.load_state_dict(state, strict=False, assign=True)
     for name, _ in list(plain.named_buffers()):
         if name not in state:  # a rotary table, which no checkpoint holds
             owner, _, leaf = name.rpartition(".")
-            plain.get_submodule(owner)._buffers[leaf] = _exact(module, name)
+            plain.get_submodule(owner)._buffers[leaf] = exact(module, name).cpu()
     plain.tie_weights()
     plain.generation_config = module.generation_config
     return plain
 
 
-def _exact(module: Any, name: str) -> Tensor:
+def exact(module: Any, name: str) -> Tensor:
     """What stands in a module of adapters and few bits for a plain model's tensor of this name."""
     owner, _, leaf = name.rpartition(".")
     part = module.get_submodule(owner)
@@ -135,4 +135,4 @@ def _exact(module: Any, name: str) -> Tensor:
         tensor = exact_weight(base, torch.float32)
     if leaf == "weight" and base is not part:
         tensor = tensor.float() + part.get_delta_weight("default")
-    return tensor.to(module.config.dtype if leaf == "weight" else tensor.dtype).cpu()
+    return tensor.to(module.config.dtype if leaf == "weight" else tensor.dtype)

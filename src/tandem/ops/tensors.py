@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from tandem.errors import CheckpointError
+from tandem.errors import CheckpointError, SyncError
 
 
 def live_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers, tied ones once. Buffers too: a rotary table that differs is another model."""
     return chain(module.named_parameters(), module.named_buffers())
+
+
+def whereabouts(tensor: Tensor) -> str:
+    """Which memory of this process it is, and how it is read."""
+    return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
+
+
+def move_in(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -> None:
+    """Every tensor continues in the memory that `storage` names for it, with the value that it has."""
+    for name, tensor in ours:
+        home = storage[name]
+        if (home.shape, home.dtype) != (tensor.shape, tensor.dtype):
+            theirs = f"{home.dtype} {list(home.shape)}"
+            raise SyncError(f"'{name}' is {tensor.dtype} {list(tensor.shape)}, the memory offered for it {theirs}")
+        home.copy_(tensor.detach())
+        tensor.data = home
 
 
 def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.loop import Call, on_this_thread
 from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer, WeightBridge
+from tandem.publish import Call, Canary, Publisher, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.engine import EngineSpec
@@ -22,7 +22,7 @@ from tandem.spec.preference import DpoSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
-from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
+from tandem.types import Batch, Group, Message, Metrics, Proof, Task, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,12 +216,35 @@ def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
     return InprocBridge(deadline_s)
 
 
-def no_engine() -> tuple[Engine, WeightBridge]:
+def publisher(
+    spec: SyncSpec, bridge: WeightBridge, engine: Engine, model: Model, call: Call, on_proof: Callable[[Proof], None]
+) -> Publisher:
+    return Publisher(
+        bridge,
+        engine,
+        deadline_s=spec.deadline_s,
+        canary=canary(model),
+        call=call,
+        on_proof=on_proof,
+    )
+
+
+def canary(model: Model) -> Canary:
+    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache."""
+    import torch
+
+    rng = random.Random("canary")
+    prompt = tuple(rng.randrange(model.num_ids) for _ in range(33))
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    return Canary(prompt, floor=1e-4, ceiling=1e-2) if exact else Canary(prompt, floor=0.05, ceiling=0.1)
+
+
+def no_publisher(call: Call) -> Publisher:
     """For stages that train on recordings."""
     from tandem.bridge.null import NullBridge
     from tandem.engine.null import NullEngine
 
-    return NullEngine(), NullBridge()
+    return Publisher(NullBridge(), NullEngine(), call=call)
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.loop import publish, run_loop
+from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes import build
 from tandem.recipes.supervised import checked_rows, due, recordings_of, supervised_stage
@@ -29,6 +29,8 @@ class RlRun:
         )
         self.engine = build.engine(spec.engine, self.model, deterministic=spec.deterministic)
         self.bridge = build.bridge(spec.sync)
+        self.call = build.caller(spec.deterministic)
+        self.publisher = build.publisher(spec.sync, self.bridge, self.engine, self.model, self.call, run.synced)
         self.setting = Setting(
             environment,
             self.engine,
@@ -42,7 +44,6 @@ class RlRun:
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
 
     async def train(self) -> None:
-        await self.engine.attach(self.bridge.source(self.spec.engine.replicas))
         alarm_missing = why_not()
         self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
         for note in build.options(self.spec, self.model):
@@ -114,28 +115,21 @@ class RlRun:
         )
         await run_loop(
             trainer=trainer,
-            bridge=self.bridge,
-            engine=self.engine,
+            publisher=self.publisher,
             store=store,
             producers=[producer],
             make_batch=build.batches(stage, self.model, algorithm),
             groups_per_step=stage.groups_per_step,
             last_version=last,
             after_step=after_step,
-            after_sync=self.run.synced,
             sync_every=spec.sync.every,
-            sync_deadline_s=spec.sync.deadline_s,
-            call=build.caller(spec.deterministic),
+            call=self.call,
         )
         trainer.finish()
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Publishes first: what is judged is what the engine serves."""
-        self.run.synced(
-            await publish(
-                trainer, self.bridge, self.engine, self.spec.sync.deadline_s, build.caller(self.spec.deterministic)
-            )
-        )
+        await self.publisher.publish(trainer)
         result = await self._play_held_out()
         self.run.evaluated(name, label, result.accuracy)
         for trajectory in result.played[:_SAMPLES_KEPT]:

@@ -69,7 +69,7 @@ def _load(path: str, version: int, spec: EngineSpec, *, thinking: bool, inline: 
 
     async def publish() -> None:
         await engine.attach(bridge.source(spec.replicas))
-        bridge.send(model.policy.weights(version))
+        bridge.send(model.policy.weights(version, "live"))
         await engine.load(version)
 
     asyncio.run(publish())

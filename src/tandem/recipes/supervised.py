@@ -65,7 +65,7 @@ async def recorded_stage(
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing."""
-    engine, bridge = build.no_engine()
+    call = build.caller(deterministic)
     store = build.store(stage)
 
     async def record_step(metrics: Metrics) -> None:
@@ -75,16 +75,14 @@ async def recorded_stage(
 
     await run_loop(
         trainer=trainer,
-        bridge=bridge,
-        engine=engine,
+        publisher=build.no_publisher(call),
         store=store,
         producers=[build.recordings(groups, store, seed)],
         make_batch=build.batches(stage, model, algorithm),
         groups_per_step=stage.batch_size,
         last_version=trainer.version + stage.steps,
         after_step=record_step,
-        after_sync=run.synced,
-        call=build.caller(deterministic),
+        call=call,
     )
     trainer.finish()
 

@@ -126,8 +126,8 @@ class Run:
         self._write_status()
 
     def synced(self, proof: Proof) -> None:
-        if proof.verified != "none":  # a null engine serves nothing, so there is nothing to prove
-            self._ledger.write(asdict(proof))
+        """A row of the ledger."""
+        self._ledger.write(asdict(proof))
 
     def sample(self, when: str, task: str, messages: Sequence[Message], reward: float) -> None:
         self._samples.write(

@@ -38,7 +38,7 @@ class Memory:
             yield
             return
         self._largest_micro = size
-        weights = [tensor for _, tensor in self._policy.weights(0).tensors()]
+        weights = [tensor for _, tensor in self._policy.weights(0, "live").tensors()]
         saved = _Saved(weights)
         before = torch.cuda.memory_allocated() if self._on_gpu else 0
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):

@@ -15,7 +15,7 @@ from itertools import takewhile
 import torch
 
 from tandem.protocols import Algorithm
-from tandem.types import Batch, Group, MicroBatch, Totals, Trajectory
+from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,13 @@ def make_batch(
     }
     micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
     return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
+
+
+def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatch:
+    """One sequence whose tokens from `first` on are to be scored."""
+    count, total = len(ids) - first, len(ids)
+    recording = Trajectory(list(ids), [i >= first for i in range(total)], [0.0] * total, [NO_VERSION] * total)
+    return _to_tensors([_Row(total, [_Item([Sample(recording, [0.0] * count, 0)])])], device)
 
 
 def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int, *, together: bool) -> list[_Item]:

@@ -6,11 +6,12 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tandem.errors import LogprobGap, SpecError
 from tandem.io import atomic
@@ -19,7 +20,8 @@ from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.gradients import Collected, Released, clip_scale, total_norm
 from tandem.train.guard import Guard
 from tandem.train.memory import Memory, size_bytes
-from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, Weights
+from tandem.train.pack import plain_row
+from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +75,15 @@ class PolicyTrainer:
     def finish(self) -> None:
         self._guard.finish(self.version - self._first_version)
 
-    def export(self) -> Weights:
-        return self._policy.weights(self.version)
+    def export(self, kind: WeightKind) -> Weights:
+        return self._policy.weights(self.version, kind)
+
+    def score(self, ids: Sequence[int], first: int) -> list[float]:
+        """Logprobs of ids[first:], by the untempered model."""
+        return self._policy.score(plain_row(ids, first, self._parameters[0][1].device), 1.0).tolist()
+
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
+        self._policy.live_in(storage)
 
     def save(self, path: Path) -> None:
         """Weights, optimizer, missing bits and clock, all by parameter name."""

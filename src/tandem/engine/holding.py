@@ -1,0 +1,120 @@
+"""What an engine serves from, and how another version takes its place: staged, verified, flipped by pointers alone.
+
+Until `flip` nothing that is served has changed; `flip` itself cannot fail halfway, and takes microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.adapter import Adapter
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.ops.tensors import live_tensors, move_in, whereabouts
+from tandem.types import Fingerprints, WeightKind, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A version that is ready. What is served is this very memory, so its fingerprints are the proof."""
+
+    kind: WeightKind
+    tensors: Mapping[str, Tensor]
+    fingerprints: Fingerprints
+
+
+class Holding:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._adapter = Adapter(module)
+        self._remembered: Fingerprints = {}
+
+    def layout(self) -> dict[str, tuple[str, list[int]]]:
+        return {name: (_name_of(tensor.dtype), list(tensor.shape)) for name, tensor in self._live().items()}
+
+    def house(self, storage: Mapping[str, Tensor]) -> None:
+        move_in(self._live().items(), storage)
+
+    def stage(self, weights: Weights) -> Staged:
+        """Everything that can go wrong goes wrong here."""
+        arrived = dict(weights.tensors())
+        if weights.kind == "live":
+            self._check_identity(arrived)
+            return Staged("live", {}, dict(weights.expected))
+        device = next(self._module.parameters()).device
+        if weights.kind == "full":
+            self._check_fits(arrived)
+            staged = {name: tensor.to(device) for name, tensor in arrived.items()}
+        else:
+            staged = self._adapter.check(arrived, weights.adapter, device)
+        found = fingerprints(staged)
+        if odd := [name for name in found if found[name] != weights.expected.get(name)]:
+            raise SyncError(
+                f"version {weights.version}: what arrived of '{odd[0]}' is not what was sent ({len(odd)} of "
+                f"{len(found)} tensors); the version before goes on serving"
+            )
+        return Staged(weights.kind, staged, found)
+
+    def flip(self, staged: Staged) -> None:
+        if staged.kind == "adapter":
+            self._adapter.use(staged.tensors)
+        for name, tensor in self._live().items() if staged.kind == "full" else ():
+            tensor.data = staged.tensors[name]
+
+    def proven(self, staged: Staged) -> Fingerprints:
+        """After the flip: forward passes read the memory that was verified, and no other."""
+        serving = self._adapter.serving() if staged.kind == "adapter" else self._live()
+        for name, tensor in staged.tensors.items():
+            if whereabouts(tensor) != whereabouts(serving[name]):
+                raise SyncError(f"'{name}' is served from other memory than was verified")
+        return staged.fingerprints
+
+    def fingerprints(self) -> Fingerprints:
+        """Of the whole module, computed now."""
+        return fingerprints(self._live())
+
+    def remember(self) -> None:
+        """Before somebody else writes into this memory."""
+        self._remembered = self.fingerprints()
+
+    def intact(self) -> bool:
+        """Nothing was written since."""
+        return self.fingerprints() == self._remembered
+
+    def _live(self) -> dict[str, Tensor]:
+        return dict(live_tensors(self._module))
+
+    def _check_identity(self, theirs: Mapping[str, Tensor]) -> None:
+        """Every tensor that this engine serves must be the trainer's own memory, under the same name."""
+        ours = self._live()
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            raise SyncError(f"single copy: {len(odd)} tensors are on one side only: {', '.join(odd[:3])}")
+        for name, tensor in ours.items():
+            if whereabouts(tensor) != whereabouts(theirs[name]):
+                raise SyncError(f"single copy: '{name}' is not the trainer's memory; it would serve old weights")
+
+    def _check_fits(self, theirs: Mapping[str, Tensor]) -> None:
+        ours = self._live()
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            raise SyncError(
+                f"{len(odd)} of {len(ours.keys() | theirs.keys())} tensors are on one side only, as '{odd[0]}'; "
+                "all of them are mapped, or none is served"
+            )
+        for name, tensor in ours.items():
+            other = theirs[name]
+            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+                was = f"{other.dtype} {list(other.shape)}"
+                raise SyncError(f"'{name}' arrived as {was} and is served as {tensor.dtype} {list(tensor.shape)}")
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: f"{number:016x}" for name, number in digest.digests(tensors.items())}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,246 @@
+"""A version reaches the engine, and there is proof: or the version before goes on serving, and there is an error.
+
+consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt
+produces: proofs                       within `deadline_s` an attempt
+
+A proof has three parts. Fingerprints: both ends computed them apart, of every tensor in the form in which it is served,
+and they are equal; where both ends are the same memory, they say which memory. The cache epoch: what was computed with
+older weights is forgotten. The canary: a fixed prompt is continued through the very path that rollouts take, and the
+trainer scores the same tokens; their logprobs lie within a band that was measured when the engine was fresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeAlias
+
+from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
+from tandem.protocols import Engine, WeightBridge
+from tandem.types import Group, Proof, Sampling, Sent, Served, WeightKind, Weights
+
+_log = logging.getLogger(__name__)
+
+Call: TypeAlias = Callable[..., Awaitable[Any]]
+"""How to call what blocks: `asyncio.to_thread`, or `on_this_thread`."""
+
+
+async def on_this_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """A `Call` on the event loop's own thread, where an inline engine runs too. One order of everything, and one team
+    of OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
+    return function(*args)
+
+
+class Teacher(Protocol):
+    """What publishing needs of a trainer."""
+
+    @property
+    def version(self) -> int: ...
+    def export(self, kind: WeightKind) -> Weights: ...
+    def score(self, ids: Sequence[int], first: int) -> list[float]: ...
+    def live_in(self, storage: Any) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A prompt that both sides are asked about after every flip."""
+
+    prompt_ids: tuple[int, ...]
+    floor: float
+    """The least band, in nats: rounding of the served type moves logprobs by so much from one version to the next."""
+    ceiling: float
+    """A fresh engine that is further away than this does not compute what the trainer computes."""
+    max_tokens: int = 4
+    times: float = 4.0
+    """The band is so many times the gap of the fresh engine, or the floor if that is more."""
+
+
+class Publisher:
+    """Keeps one engine (or a pool) in step with one trainer.
+
+    `lock` is held while weights are read; whoever writes them holds it meanwhile.
+    """
+
+    def __init__(
+        self,
+        bridge: WeightBridge,
+        engine: Engine,
+        *,
+        deadline_s: float = 60.0,
+        retries: int = 0,
+        canary: Canary | None = None,
+        call: Call = asyncio.to_thread,
+        on_proof: Callable[[Proof], None] = lambda proof: None,
+    ) -> None:
+        """`retries`: how often a lost partner is taken back for one version. `on_proof` writes the ledger."""
+        self.lock = asyncio.Lock()
+        self._bridge, self._engine = bridge, engine
+        self._deadline_s, self._retries, self._canary = deadline_s, retries, canary
+        self._call, self._on_proof = call, on_proof
+        self._attached, self._meetings = False, 0
+        self._engines: tuple[str, ...] = ()
+        self._band, self._epoch = math.nan, -1
+        self._proven: set[int] = set()
+
+    async def publish(self, teacher: Teacher) -> Proof:
+        """Nothing is trained or sampled on a version without its proof."""
+        async with self.lock:
+            for attempt in range(1, self._retries + 2):
+                try:
+                    proof = replace(await self._attempt(teacher), attempts=attempt)
+                except (SyncError, EngineError) as error:
+                    self._attached = False
+                    if attempt > self._retries:
+                        raise
+                    _log.warning("version %d, attempt %d: %s", teacher.version, attempt, error)
+                else:
+                    self._proven.add(proof.version)
+                    self._on_proof(proof)
+                    return proof
+        raise AssertionError("every attempt returns or raises")
+
+    async def keep(self, teacher: Teacher) -> None:
+        """Takes the engine back whenever it is lost, with the version that the trainer has; ends by an error alone."""
+        while True:
+            meeting = self._meetings
+            await self._engine.lost()
+            if meeting == self._meetings:  # or else it was taken back already
+                self._attached = False
+                await self.publish(teacher)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """A batch with a token of a version that nobody proved is refused."""
+        versions = {v for group in groups for each in group for v in each.versions if v >= 0}
+        if missing := sorted(versions - self._proven):
+            raise SyncError(
+                f"sync: a batch holds tokens of version {missing[0]}, and nothing proves that an engine served it; "
+                f"the last proofs are of {sorted(self._proven)[-3:]}"
+            )
+
+    async def rest(self) -> None:
+        """The engine lends what it shares with the trainer."""
+        await self._answered(self._engine.sleep(), "sleep")
+
+    async def go_on(self) -> None:
+        await self._answered(self._engine.wake(), "wake")
+
+    # --- one attempt
+
+    async def _attempt(self, teacher: Teacher) -> Proof:
+        started = time.perf_counter()
+        if not self._attached:  # how long it may take to start an engine is the engine's own deadline
+            await self._engine.attach(self._bridge.source(self._engine.receivers))
+            if (storage := self._bridge.storage()) is not None:
+                await self._call(teacher.live_in, storage)
+            self._attached, self._meetings = True, self._meetings + 1
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                sent, served = await self._meet(teacher.export(self._bridge.carries))
+                self._compare(sent, served, teacher.version)
+                proving = time.perf_counter()
+                gap, tokens = await self._ask_canary(teacher)
+        except TandemError:
+            raise
+        except TimeoutError:
+            raise SyncTimeout(
+                f"sync: version {teacher.version} did not reach the engine by {self._bridge.mode} within "
+                f"sync.deadline_s = {self._deadline_s:g} s"
+            ) from None
+        now = time.perf_counter()
+        return Proof(
+            sent.version,
+            sent.mode,
+            sent.how,
+            tensors=len(sent.fingerprints),
+            bytes_moved=sent.bytes_moved,
+            seconds={**sent.seconds, **served.seconds, "canary": now - proving, "total": now - started},
+            digest=_all_in_one(sent),
+            engines=served.engines,
+            cache_epoch=served.cache_epoch,
+            logprob_gap=gap,
+            gap_limit=self._band if tokens else 0.0,
+            canary_tokens=tokens,
+        )
+
+    async def _meet(self, weights: Weights) -> tuple[Sent, Served]:
+        sending = asyncio.ensure_future(self._call(self._bridge.send, weights))  # first: an inline engine waits for it
+        loading = asyncio.ensure_future(self._engine.load(weights.version))
+        try:
+            return await asyncio.gather(sending, loading)
+        finally:
+            loading.cancel()  # when the other end broke, nothing will come any more
+            await asyncio.gather(loading, return_exceptions=True)
+
+    def _compare(self, sent: Sent, served: Served, version: int) -> None:
+        if not sent.version == served.version == self._engine.version == version:
+            raise SyncError(
+                f"sync: sent version {sent.version}, the engine proves {served.version} and serves "
+                f"{self._engine.version}"
+            )
+        names = sent.fingerprints.keys() | served.fingerprints.keys()
+        if odd := sorted(sent.fingerprints.keys() ^ served.fingerprints.keys()):
+            raise SyncError(f"sync: {len(odd)} of {len(names)} tensors are on one side only, as '{odd[0]}'")
+        if odd := sorted(each for each in names if sent.fingerprints[each] != served.fingerprints[each]):
+            raise SyncError(
+                f"sync: version {version}: the engine serves another '{odd[0]}' than was sent ({len(odd)} of "
+                f"{len(names)} tensors differ)"
+            )
+        if served.engines != self._engines:
+            self._engines, self._epoch, self._band = served.engines, -1, math.nan
+        if served.fingerprints and served.cache_epoch <= self._epoch:
+            raise SyncError(
+                f"sync: version {version}: the engine's cache epoch is still {served.cache_epoch}: keys and values of "
+                "older weights may be in use"
+            )
+        self._epoch = served.cache_epoch
+
+    async def _ask_canary(self, teacher: Teacher) -> tuple[float, int]:
+        """The gap, and over how many tokens."""
+        canary = self._canary
+        if canary is None:
+            return 0.0, 0
+        prompt = list(canary.prompt_ids)
+        answer = await self._engine.generate(prompt, Sampling(max_tokens=canary.max_tokens, temperature=0.0))
+        if set(answer.versions) != {teacher.version}:
+            raise SyncError(
+                f"sync: version {teacher.version} is loaded, and the engine answers with {sorted(set(answer.versions))}"
+            )
+        ours = await self._call(teacher.score, [*prompt, *answer.ids], len(prompt))
+        gap = sum(abs(a - b) for a, b in zip(ours, answer.logprobs, strict=True)) / len(ours)
+        fresh = math.isnan(self._band)
+        if fresh:
+            self._band = max(canary.floor, canary.times * gap)
+        limit = canary.ceiling if fresh else self._band
+        if not gap <= limit:
+            raise LogprobGap(
+                f"sync: version {teacher.version}: trainer and engine differ by {gap:.4f} nats a token about a fixed "
+                f"prompt, and the limit is {limit:.4f}: equal weights, and yet another model is computed, or keys and "
+                "values of older weights are in use; see docs/troubleshooting.md"
+            )
+        return gap, len(ours)
+
+    async def _answered(self, call: Awaitable[None], what: str) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await call
+        except EngineLost:
+            self._attached = False  # publishing takes it back
+            if not self._retries:
+                raise
+        except TandemError:
+            raise
+        except TimeoutError:
+            raise EngineSilent(
+                f"engine: no answer to {what}() within sync.deadline_s = {self._deadline_s:g} s"
+            ) from None
+
+
+def _all_in_one(sent: Sent) -> str:
+    """One number for all fingerprints, as people compare it."""
+    text = "\n".join(f"{name} {fingerprint}" for name, fingerprint in sorted(sent.fingerprints.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
