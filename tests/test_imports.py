@@ -37,7 +37,7 @@ LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 # Within a layer nobody knows another, but for these.
 SIDEWAYS = {("obs", "io"), ("__main__", "cli")}
 
-# Concrete classes: behind protocols.py, and named by recipes/build.py alone.
+# Concrete classes: behind protocols.py, and named by recipes/build.py alone; in an engine's process, by inside/.
 CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
 COMPOSITION_ROOT = "recipes/build.py"
 
@@ -125,7 +125,7 @@ def violations(package: Path) -> list[str]:
             found.append(f"{where}: up")
         elif LAYER[imported] == LAYER[importer] and (importer, imported) not in SIDEWAYS:
             found.append(f"{where}: sideways")
-        elif imported in CONCRETE and each.file != COMPOSITION_ROOT:
+        elif imported in CONCRETE and each.file != COMPOSITION_ROOT and importer != "inside":
             found.append(f"{where}: only {COMPOSITION_ROOT} names concrete classes")
     return sorted(set(found))
 
@@ -303,3 +303,43 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n" * 600)
     (tmp_path / "b.py").write_text("class A:\n    async def f(self):\n" + "        pass\n" * 99)
     assert too_long(tmp_path) == ["a.py: 600 lines", "b.py: f has 100 lines"]
+
+
+# --- what another engine's environment must have: Python and torch
+
+THEIRS = {"torch", "vllm", "safetensors"}
+
+
+def foreign_files(package: Path) -> set[str]:
+    """Everything that is loaded from inside/ on, followed import by import."""
+    known = imports(package)
+    by_file: dict[str, list[str]] = {}
+    for each in known:
+        by_file.setdefault(each.file, []).append(each.module)
+    here = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    seen, ahead = set[str](), [file for file in here if file.startswith("inside/")]
+    while ahead:
+        file = ahead.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for module in by_file.get(file, []):
+            if module.startswith("tandem"):
+                path = module.removeprefix("tandem").lstrip(".").replace(".", "/")
+                ahead += [name for name in (f"{path}.py", f"{path}/__init__.py") if name in here]
+                ahead += [f"{path}/engine.py"] if f"{path}/engine.py" in here else []
+    return seen
+
+
+def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_alone():
+    foreign = foreign_files(PACKAGE)
+    assert {"inside/sources.py", "bridge/shared/engine.py", "bridge/shared/memory.py"} <= foreign
+    assert not any(file.endswith("trainer.py") for file in foreign)
+    needed = {
+        each.module.split(".")[0]
+        for each in imports(PACKAGE)
+        if each.file in foreign and not (each.file == "protocols.py" and not each.at_module_level)
+    }
+    assert needed - sys.stdlib_module_names - {"tandem"} <= THEIRS
+    ours = {file for file in foreign if not file.startswith(("inside/", "bridge/"))}
+    assert ours <= {"errors.py", "types.py", "protocols.py", "ops/__init__.py", "ops/digest.py", "ops/phases.py"}, ours

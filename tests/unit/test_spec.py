@@ -44,6 +44,10 @@ steps = 8
 lr = 1e-4
 """
 RL_WITH_WARMUP = RL + "[warmup]\nsteps = 5\nlr = 1e-3\n"
+SERVER = RL + "[engine]\nkind = 'server'\n"
+WITH_URL = SERVER + "url = 'http://127.0.0.1:9'\n"
+REMOTE = RL + "[engine]\nkind = 'remote'\nurls = ['http://127.0.0.1:9/v1']\nmodel = 'm'\n"
+SHARED = SERVER + "[sync]\nbridge = 'shared'\n"
 
 
 def edited(text: str, *changes: str) -> dict[str, Any]:
@@ -122,8 +126,20 @@ BAD = [
     (SFT, "data = {path = 'rows.jsonl'}", "data.kind: is missing", "'dataset', 'file'"),
     (SFT, "data.path = 'rows.csv'", 'data.path = "rows.csv"', 'use kind = "dataset"'),
     (SFT, "data.eval_share = 1.0", "data.eval_share = 1.0", "less than 1"),
-    (RL, "sync.bridge = 'shared'", 'sync.bridge = "shared"', "'inproc'"),
-    (RL, "engine.kind = 'vllm'", 'engine.kind = "vllm"', "'hf'"),
+    (RL, "sync.bridge = 'telepathy'", 'sync.bridge = "telepathy"', "'inproc'"),
+    (RL, "engine.kind = 'llama'", 'engine.kind = "llama"', "'hf'"),
+    (RL, "sync.bridge = 'shared'", "sync.bridge = 'shared'", "engines in processes of their own"),
+    (RL, "engine.kind = 'vllm'", "sync.bridge = 'inproc'", "'inproc' is for 'hf'"),
+    (SERVER, "sync.bridge = 'adapter'", "sync.bridge = 'adapter'", "add [model.lora]"),
+    (REMOTE, "sync.bridge = 'disk'", "sync.bridge = 'disk'", "choose 'adapter'"),
+    (WITH_URL + "replicas = 2\n", "sync.bridge = 'disk'", "engine.replicas = 2", "engine.url names one"),
+    (WITH_URL, "sync.bridge = 'restart'", "sync.bridge = 'restart'", "choose 'disk'"),
+    (SHARED, "engine.replicas = 2", "engine.replicas = 2", "choose 'broadcast'"),
+    (SHARED, "model.lora = {rank = 4}", "sync.bridge = 'shared'", "'adapter_broadcast'"),
+    (SHARED, "precision = {weights = 'bfloat16', master = 'none'}", "sync.bridge = 'shared'", "'split'"),
+    (SHARED, "train.gradient_release = true", "train.gradient_release = true", "leave one of them out"),
+    (SHARED + "every = 2\n", "train.max_lag = 1", "sync.every = 2", "one copy of the weights"),
+    (RL, "engine = {kind = 'vllm', on_update = 'continue'}", "engine.on_update", "'finish' or 'restart'"),
     (RL, "device = 'gpu'", 'device = "gpu"', "'auto', 'cpu' or 'cuda'"),
     (RL, "name = '../x'", 'name = "../x"', "match pattern"),
     (RL, "seed = -1", "seed = -1", "greater than or equal to 0"),
@@ -182,7 +198,7 @@ def test_a_knob_that_cannot_be_used_is_refused(spec: str, change: str, field: st
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize("text", [RL, SFT, RL_WITH_WARMUP])
+@pytest.mark.parametrize("text", [RL, SFT, RL_WITH_WARMUP, SHARED, WITH_URL + "[sync]\nbridge = 'disk'\n"])
 def test_the_specs_that_the_refusals_start_from_are_good(text: str):
     assert parse_spec(edited(text)).train.steps == 8
 
@@ -362,7 +378,7 @@ def test_every_class_and_field_of_a_spec_says_what_it_is(cls: type[BaseModel]):
     assert issubclass(cls, Spec)
     assert (cls.__doc__ or "").strip()
     for name, field in cls.model_fields.items():
-        if name not in ("kind", "recipe"):  # the member's own docstring says it
+        if name not in ("kind", "recipe", "bridge"):  # the member's own docstring says it
             assert field.description, f"{cls.__name__}.{name} has no docstring"
 
 

@@ -2,28 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tandem.spec.base import Spec
 
+OnUpdate = Literal["continue", "finish", "restart"]
 
-class HfEngineSpec(Spec):
-    """The embedded engine: in this process, on the trainer's own module."""
 
-    kind: Literal["hf"] = "hf"
+class _Engine(Spec):
+    deadline_s: float = Field(default=60.0, gt=0)
+    """An engine that makes no token for anybody for so long is silent, and ends the run."""
+
+
+class _Batching(_Engine):
     max_running: int = Field(default=256, ge=1, le=4096)
     """Most sequences decoded together."""
     max_context: int = Field(default=0, ge=0)
     """Longest prompt plus completion; 0 takes what the model was made for."""
+    replicas: int = Field(default=1, ge=1, le=8)
+    """Several engines behind one pool."""
+
+
+class HfEngineSpec(_Batching):
+    """The embedded engine: in this process, on the trainer's own module. Replicas share the module: they rehearse a
+    set-up, and are no faster."""
+
+    kind: Literal["hf"] = "hf"
     kv_gib: float = Field(default=4.0, gt=0)
     """Memory for keys and values; requests that do not fit yet wait."""
-    deadline_s: float = Field(default=60.0, gt=0)
-    """An engine that makes no token for anybody for so long is silent, and ends the run."""
-    replicas: int = Field(default=1, ge=1, le=8)
-    """Several engines behind one pool. They share the module: for rehearsing a set-up, not for speed."""
 
 
-EngineSpec = HfEngineSpec
-"""A union with one member; the next engine makes it a discriminated one."""
+class _Process(_Batching):
+    url: str = ""
+    """An engine that was started by somebody else, as `tandem engine serve` does. Left out: the run starts its own."""
+    token_file: str = ""
+    """With url: the file that holds its token."""
+    start_deadline_s: float = Field(default=300.0, gt=0)
+    """It must be ready by then."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often a run's own engine is started again after it died."""
+
+
+class ServerEngineSpec(_Process):
+    """The embedded engine as a process of its own."""
+
+    kind: Literal["server"] = "server"
+    kv_gib: float = Field(default=4.0, gt=0)
+    """Memory for keys and values; requests that do not fit yet wait."""
+    on_update: OnUpdate = "continue"
+    """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
+    anew. finish: they end under the old one first. restart: they are sampled again from their prompt."""
+
+
+class VllmEngineSpec(_Process):
+    """vLLM in a process and a Python environment of its own."""
+
+    kind: Literal["vllm"] = "vllm"
+    python: str = ""
+    """The interpreter of its environment, as `tandem engine install vllm` makes one. Left out: where that puts it."""
+    tensor_parallel: int = Field(default=1, ge=1, le=8)
+    """GPUs that hold one copy of the model together."""
+    memory_share: float = Field(default=0.9, gt=0, lt=1)
+    """Of each GPU's memory, weights included."""
+    eager: bool = False
+    """Without CUDA graphs: starts sooner, decodes slower."""
+    gpus: tuple[int, ...] = Field(default=(), strict=False)
+    """Which ones; left out, those that the run itself sees."""
+    on_update: Literal["finish", "restart"] = "finish"
+    """What becomes of requests under way when a version comes. finish: they end under the old one first. restart: they
+    are sampled again from their prompt."""
+
+
+class RemoteEngineSpec(_Engine):
+    """Any OpenAI-compatible server that takes and gives token ids."""
+
+    kind: Literal["remote"] = "remote"
+    urls: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    """Base URLs, ending in /v1: one a replica."""
+    model: str
+    """The name that it serves the model under."""
+    key_env: str = ""
+    """The environment variable that holds its API key."""
+    on_update: Literal["finish", "restart"] = "finish"
+    """What becomes of requests under way when a version comes."""
+
+
+EngineSpec = Annotated[HfEngineSpec | ServerEngineSpec | VllmEngineSpec | RemoteEngineSpec, Field(discriminator="kind")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -13,9 +13,10 @@ from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.model import ModelSpec, PresetModel
+from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
-from tandem.spec.sync import SyncSpec
+from tandem.spec.sync import InprocSync, SyncSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
 
@@ -61,10 +62,26 @@ class RlSpec(_Run):
     """How rewards become a gradient."""
     engine: EngineSpec = HfEngineSpec()
     """Who samples."""
-    sync: SyncSpec = SyncSpec()
+    sync: SyncSpec = InprocSync()
     """How a version reaches the engine."""
     eval: EvalSpec = EvalSpec()
     """How the run is judged."""
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        return {"train": self.train} if self.warmup is None else {"warmup": self.warmup, "train": self.train}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds_left_out(cls, raw: Any) -> Any:
+        """A table that names no kind is of the default one."""
+        if not isinstance(raw, dict):
+            return raw
+        tables = cast("dict[str, Any]", raw)
+        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", "inproc")):
+            if isinstance(tables.get(table), dict):
+                tables = {**tables, table: {key: kind, **tables[table]}}
+        return tables
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlSpec:
@@ -73,11 +90,7 @@ class RlSpec(_Run):
                 f"sync.every = {self.sync.every}: groups would wait longer than train.max_lag = {self.train.max_lag} "
                 f"allows; set sync.every <= {self.train.max_lag + 1}, or train.max_lag >= {self.sync.every - 1}"
             )
-        if self.sync.every > 1:
-            raise ValueError(
-                f"sync.every = {self.sync.every}: bridge = 'inproc' has one copy of the weights, so every step "
-                "reaches the engine at once; leave sync.every out"
-            )
+        check_sync(self.sync, self.engine, self.model, self.precision, self.stages)
         if self.train.thinking_length_penalty and not self.model.thinking:
             raise ValueError(
                 f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: model.thinking is false, so "

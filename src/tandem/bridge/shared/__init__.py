@@ -1,0 +1,1 @@
+"""shared: single copy. The trainer's parameters are views of the engine's memory."""

@@ -1,0 +1,122 @@
+"""Memory that two processes see, and the plain data by which one finds the other's.
+
+A segment is an anonymous file: it has no path of its own, nothing is left of it when both processes are gone, and its
+first page says for which meeting it was made and which version was announced last. A handle names the owner's process and descriptor; a
+number that was reused since leads to a file without the right name on it, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+
+_PAGE, _ALIGNED = 4096, 64
+_HEADER = struct.Struct("<8s32sq")  # magic, meeting, version
+_MAGIC = b"tandem01"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Segment:
+    """Tensors by name in one shared mapping."""
+
+    def __init__(self, buffer: mmap.mmap, handle: Mapping[str, Any]) -> None:
+        self.handle = handle
+        self._buffer = buffer
+        self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+        self.tensors = {name: self._view(name, place) for name, place in handle["tensors"].items()}
+
+    @classmethod
+    def create(cls, meeting: str, tensors: Mapping[str, Tensor]) -> Segment:
+        places: dict[str, Any] = {}
+        end = _PAGE
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _NAMES:
+                raise SyncError(f"shared: '{name}' is {tensor.dtype}, which this mode does not carry")
+            places[name] = {
+                "offset": end,
+                "shape": list(tensor.shape),
+                "stride": list(tensor.contiguous().stride()),
+                "dtype": _NAMES[tensor.dtype],
+            }
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
+        descriptor = os.memfd_create("tandem-weights", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, end)
+        buffer = mmap.mmap(descriptor, end)
+        buffer[: _HEADER.size] = _HEADER.pack(_MAGIC, meeting.encode(), -1)
+        handle = {"pid": os.getpid(), "fd": descriptor, "size": end, "meeting": meeting, "tensors": places}
+        return cls(buffer, handle)
+
+    @classmethod
+    def open(cls, handle: Mapping[str, Any]) -> Segment:
+        """SyncError where the owner is gone, or the handle does not describe what is found."""
+        try:
+            pid, number, size = int(handle["pid"]), int(handle["fd"]), int(handle["size"])
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SyncError(f"shared: the engine's handle is damaged: {error!r}") from error
+        except OSError as error:
+            raise SyncError(
+                f"shared: the memory of the engine's process {handle['pid']} cannot be opened: {error.strerror}; "
+                "trainer and engine must be processes of one user on one machine"
+            ) from error
+        try:
+            found = os.fstat(descriptor).st_size
+            if found != size or size < _PAGE:
+                raise SyncError(f"shared: the engine's handle speaks of {size} bytes, and its memory has {found}")
+            buffer = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        magic, meeting, _ = _HEADER.unpack_from(buffer)
+        if magic != _MAGIC or meeting != str(handle["meeting"]).encode():
+            raise SyncError("shared: that memory belongs to another engine; this one was started again since")
+        return cls(buffer, handle)
+
+    @property
+    def version(self) -> int:
+        """The last one that was announced."""
+        return _HEADER.unpack_from(self._buffer)[2]
+
+    def announce(self, version: int) -> None:
+        struct.pack_into("<q", self._buffer, _HEADER.size - 8, version)
+
+    def place(self, tensor: Tensor) -> str:
+        """Where in this memory it lies, in the words of both processes; empty if it lies elsewhere."""
+        offset = tensor.data_ptr() - self._bytes.data_ptr()
+        if not 0 <= offset < self._bytes.numel():
+            return ""
+        return f"{offset:x} {list(tensor.shape)} {list(tensor.stride())} {_NAMES.get(tensor.dtype, '?')}"
+
+    def close(self) -> None:
+        """The mapping lives as long as a tensor in it does; the descriptor of the owner goes now."""
+        if self.handle["pid"] == os.getpid():
+            os.close(self.handle["fd"])
+
+    def _view(self, name: str, place: Mapping[str, Any]) -> Tensor:
+        try:
+            offset, shape, stride = int(place["offset"]), [*map(int, place["shape"])], [*map(int, place["stride"])]
+            dtype = _DTYPES[place["dtype"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise SyncError(f"shared: the handle of '{name}' is damaged: {error!r}") from error
+        reach = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
+        lowest = min([0, *shape, *stride])
+        if (
+            lowest < 0
+            or offset < _PAGE
+            or offset % dtype.itemsize
+            or offset + reach * dtype.itemsize > len(self._bytes)
+        ):
+            raise SyncError(f"shared: the handle of '{name}' reaches outside the engine's memory")
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        flat = self._bytes[offset : offset + reach * dtype.itemsize].view(dtype)
+        return flat.as_strided(shape, stride)

@@ -1,0 +1,77 @@
+"""shared, the trainer's end: the policy lives in the engine's memory, so an optimizer step is the transfer.
+
+The engine must not decode meanwhile: it sleeps from before the step until the version is loaded.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tandem.bridge.shared.memory import Segment
+from tandem.errors import SyncError
+from tandem.types import Sent, WeightKind, Weights
+
+
+class SharedBridge:
+    mode = "shared"
+    carries: WeightKind = "live"
+
+    def __init__(self, deadline_s: float = 60.0) -> None:
+        self._deadline_s = deadline_s
+        self._source: SharedSource | None = None
+
+    def source(self, num_receivers: int = 1) -> SharedSource:
+        if num_receivers != 1:
+            raise SyncError(f"shared: one copy of the weights serves one engine process, and {num_receivers} are asked")
+        self._source = SharedSource(self._deadline_s)
+        return self._source
+
+    def storage(self) -> Mapping[str, Tensor] | None:
+        return self._segment().tensors
+
+    def send(self, weights: Weights) -> Sent:
+        segment = self._segment()
+        places = {name: segment.place(tensor) for name, tensor in weights.tensors()}
+        if odd := [name for name, place in places.items() if not place]:
+            raise SyncError(
+                f"shared: {len(odd)} of the trainer's tensors are not in the engine's memory, as '{odd[0]}': what is "
+                "trained there would never be served"
+            )
+        segment.announce(weights.version)
+        return Sent(weights.version, self.mode, places, how="identity")
+
+    def close(self) -> None:
+        self._source = None
+
+    def _segment(self) -> Segment:
+        if self._source is None or self._source.segment is None:
+            raise SyncError("shared: no engine is attached, so there is no memory to live in")
+        return self._source.segment
+
+
+class SharedSource:
+    carries: WeightKind = "live"
+
+    def __init__(self, deadline_s: float) -> None:
+        # A name of its own for every meeting: a handle of an earlier one is refused, whoever holds it.
+        self.link: Mapping[str, Any] = {"mode": "shared", "meeting": uuid.uuid4().hex, "deadline_s": deadline_s}
+        self.segment: Segment | None = None
+
+    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        raise SyncError("shared: an engine in this process needs no second mapping; use sync.bridge = 'inproc'")
+
+    def attached(self, reply: Mapping[str, Any]) -> None:
+        handle = reply.get("handles") or {}
+        if handle.get("meeting") != self.link["meeting"]:
+            raise SyncError("shared: the engine's handles are of another meeting")
+        self.segment = Segment.open(handle)
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        raise SyncError("shared: versions are received in the engine's process")
+
+    def close(self) -> None:
+        self.segment = None

@@ -1,0 +1,26 @@
+"""The engine's end of a bridge, in the engine's process: made from the plain data that the trainer's end sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.errors import SyncError
+from tandem.protocols import WeightSource
+
+
+def open_source(link: Mapping[str, Any]) -> WeightSource:
+    match link.get("mode"):
+        case "shared":
+            from tandem.bridge.shared import engine as end
+        case "broadcast":
+            from tandem.bridge.broadcast import engine as end
+        case "adapter_broadcast":
+            from tandem.bridge.adapter_broadcast import engine as end
+        case "adapter":
+            from tandem.bridge.adapter import engine as end
+        case "disk":
+            from tandem.bridge.disk import engine as end
+        case unknown:
+            raise SyncError(f"link.mode = {unknown!r}: this engine knows no such bridge")
+    return end.open(link)

@@ -1,0 +1,79 @@
+"""Which bridges reach which engines, and what else each asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tandem.spec.engine import EngineSpec, HfEngineSpec, RemoteEngineSpec
+from tandem.spec.model import ModelSpec
+from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
+from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, InprocSync, RestartSync, SharedSync, SyncSpec
+from tandem.spec.train import Stage
+
+
+def check_sync(
+    sync: SyncSpec, engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
+) -> None:
+    """ValueError for what could not work, before anything is loaded."""
+    _check_reach(sync, engine)
+    if sync.every > 1 and isinstance(sync, InprocSync | SharedSync):
+        raise ValueError(
+            f"sync.every = {sync.every}: bridge = '{sync.bridge}' has one copy of the weights, so every step "
+            "reaches the engine at once; leave sync.every out"
+        )
+    if isinstance(sync, AdapterSync | AdapterBroadcastSync) and model.lora is None:
+        raise ValueError(
+            f"sync.bridge = '{sync.bridge}': there are no adapters to send; add [model.lora], or choose 'broadcast' or "
+            "'disk'"
+        )
+    if isinstance(sync, SharedSync):
+        _check_shared(model, precision, stages)
+
+
+def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
+    if isinstance(engine, HfEngineSpec) != isinstance(sync, InprocSync):
+        raise ValueError(
+            f"sync.bridge = '{sync.bridge}': engine.kind = '{engine.kind}' is not reached that way: 'inproc' is for "
+            "'hf', which runs inside the trainer, and the others are for engines in processes of their own ('server', "
+            "'vllm', 'remote')"
+        )
+    if isinstance(engine, RemoteEngineSpec):
+        if not isinstance(sync, AdapterSync):
+            raise ValueError(
+                f"sync.bridge = '{sync.bridge}': a server that is not ours (engine.kind = 'remote') loads adapters by "
+                "file and nothing else; choose 'adapter'"
+            )
+        return
+    if isinstance(engine, HfEngineSpec):
+        return
+    if engine.url and engine.replicas > 1:
+        raise ValueError(f"engine.replicas = {engine.replicas}: engine.url names one engine; leave one of them out")
+    if isinstance(sync, RestartSync) and engine.url:
+        raise ValueError(
+            f"sync.bridge = 'restart': engine.url = '{engine.url}' was started by somebody else, and is not ours to "
+            "end; leave url out, or choose 'disk'"
+        )
+    if isinstance(sync, SharedSync) and engine.replicas > 1:
+        raise ValueError(
+            f"engine.replicas = {engine.replicas}: bridge = 'shared' is one copy of the weights, in one engine; choose "
+            "'broadcast', or one replica"
+        )
+
+
+def _check_shared(model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]) -> None:
+    if model.lora is not None:
+        raise ValueError(
+            "sync.bridge = 'shared': under [model.lora] the trainer's weights are no engine's; choose 'adapter' or "
+            "'adapter_broadcast'"
+        )
+    if isinstance(precision, Bfloat16Precision) and precision.master == "none":
+        raise ValueError(
+            "sync.bridge = 'shared': with precision.master = 'none' most updates would round to nothing in the "
+            "engine's memory; choose 'split' or 'stochastic'"
+        )
+    for name, stage in stages.items():
+        if stage.gradient_release:
+            raise ValueError(
+                f"{name}.gradient_release = true: bridge = 'shared' has one copy of the weights, and a step that turns "
+                "out bad would have moved some of what is served; leave one of them out"
+            )
