@@ -15,7 +15,7 @@ from tandem.types import WeightKind, Weights
 _POLL_S = 0.0005
 
 
-def open(link: Mapping[str, Any]) -> SharedEnd:  # noqa: A001 - every mode's engine end is opened by this name
+def open(link: Mapping[str, Any]) -> SharedEnd:
     return SharedEnd(link)
 
 

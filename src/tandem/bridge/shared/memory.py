@@ -1,13 +1,12 @@
 """Memory that two processes see, and the plain data by which one finds the other's.
 
 A segment is an anonymous file: it has no path of its own, nothing is left of it when both processes are gone, and its
-first page says for which meeting it was made and which version was announced last. A handle names the owner's process and descriptor; a
-number that was reused since leads to a file without the right name on it, and is refused.
+first page says for which meeting it was made and which version was announced last. A handle names the owner's process
+and descriptor; a number that was reused since leads to a file without the right name on it, and is refused.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import struct
@@ -91,9 +90,10 @@ class Segment:
 
     def place(self, tensor: Tensor) -> str:
         """Where in this memory it lies, in the words of both processes; empty if it lies elsewhere."""
-        offset = tensor.data_ptr() - self._bytes.data_ptr()
-        if not 0 <= offset < self._bytes.numel():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self._bytes.data_ptr():
             return ""
+        offset = tensor.storage_offset() * tensor.element_size()
         return f"{offset:x} {list(tensor.shape)} {list(tensor.stride())} {_NAMES.get(tensor.dtype, '?')}"
 
     def close(self) -> None:
@@ -105,18 +105,11 @@ class Segment:
         try:
             offset, shape, stride = int(place["offset"]), [*map(int, place["shape"])], [*map(int, place["stride"])]
             dtype = _DTYPES[place["dtype"]]
+            steps = [(length - 1) * step for length, step in zip(shape, stride, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise SyncError(f"shared: the handle of '{name}' is damaged: {error!r}") from error
-        reach = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1 if all(shape) else 0
-        lowest = min([0, *shape, *stride])
-        if (
-            lowest < 0
-            or offset < _PAGE
-            or offset % dtype.itemsize
-            or offset + reach * dtype.itemsize > len(self._bytes)
-        ):
+        size_bytes = (sum(steps) + 1 if all(shape) else 0) * dtype.itemsize
+        inside = offset >= _PAGE and offset + size_bytes <= len(self._bytes) and min([0, *shape, *stride]) == 0
+        if not inside or offset % dtype.itemsize:
             raise SyncError(f"shared: the handle of '{name}' reaches outside the engine's memory")
-        if not math.prod(shape):
-            return torch.empty(shape, dtype=dtype)
-        flat = self._bytes[offset : offset + reach * dtype.itemsize].view(dtype)
-        return flat.as_strided(shape, stride)
+        return self._bytes[offset : offset + size_bytes].view(dtype).as_strided(shape, stride)
