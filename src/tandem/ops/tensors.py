@@ -22,9 +22,10 @@ def whereabouts(tensor: Tensor) -> str:
 
 
 def move_in(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -> None:
-    """Every tensor continues in the memory that `storage` names for it, with the value that it has."""
+    """Every tensor that `storage` has memory for continues there, with the value that it has."""
     for name, tensor in ours:
-        home = storage[name]
+        if (home := storage.get(name)) is None:
+            continue
         if (home.shape, home.dtype) != (tensor.shape, tensor.dtype):
             theirs = f"{home.dtype} {list(home.shape)}"
             raise SyncError(f"'{name}' is {tensor.dtype} {list(tensor.shape)}, the memory offered for it {theirs}")

@@ -1,4 +1,4 @@
-"""shared, the engine's end: its tensors move into memory that the trainer can map."""
+"""shared, the engine's end: its tensors are where the trainer can map them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.bridge.shared import cuda
 from tandem.bridge.shared.memory import Segment
 from tandem.errors import SyncError, SyncTimeout
 from tandem.types import WeightKind, Weights
@@ -26,16 +27,29 @@ class SharedEnd:
         self.link = link
         self.reply: dict[str, Any] = {}
         self._segment: Segment | None = None
+        self._tensors: Mapping[str, Tensor] = {}
+        self._places: dict[str, str] = {}
+        self._exported: dict[str, Any] = {}
 
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if odd := next((name for name, tensor in tensors.items() if tensor.device.type != "cpu"), None):
-            raise SyncError(f"shared: '{odd}' is not in the host's memory; this engine shares that alone")
-        self._segment = Segment.create(self.link["meeting"], tensors)
-        return self._segment.tensors
+        """A CPU's move into a segment; a GPU's stay where they are, and are exported."""
+        kinds = {tensor.device.type for tensor in tensors.values()}
+        if kinds == {"cuda"}:
+            self._segment = Segment.create(self.link["meeting"], {})
+            self._exported = {"cuda": cuda.export(tensors)}
+            self._tensors, numbers = tensors, cuda.numbers(tensors)
+            self._places = {name: cuda.place(tensor, numbers) for name, tensor in tensors.items()}
+        elif kinds == {"cpu"}:
+            self._segment = Segment.create(self.link["meeting"], tensors)
+            self._tensors = self._segment.tensors
+            self._places = {name: self._segment.place(tensor) for name, tensor in self._tensors.items()}
+        else:
+            raise SyncError(f"shared: the engine's tensors are on {sorted(kinds)}; this mode needs one of cpu and cuda")
+        return self._tensors
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         assert self._segment is not None, "house() comes first"
-        self.reply = {**reply, "handles": self._segment.handle}
+        self.reply = {**reply, "handles": {**self._segment.handle, **self._exported}}
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         """The trainer has written already; it says so by announcing the version."""
@@ -51,8 +65,7 @@ class SharedEnd:
             time.sleep(_POLL_S)
         if segment.version != version:
             raise SyncError(f"shared: asked for version {version}, announced is {segment.version}")
-        places = {name: segment.place(tensor) for name, tensor in segment.tensors.items()}
-        return Weights(version, "live", lambda: iter(segment.tensors.items()), expected=places)
+        return Weights(version, "live", lambda: iter(self._tensors.items()), expected=self._places)
 
     def close(self) -> None:
         if self._segment is not None:

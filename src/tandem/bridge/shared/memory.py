@@ -21,8 +21,13 @@ from tandem.errors import SyncError
 _PAGE, _ALIGNED = 4096, 64
 _HEADER = struct.Struct("<8s32sq")  # magic, meeting, version
 _MAGIC = b"tandem01"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Empty for one that is not carried."""
+    return _NAMES.get(dtype, "")
 
 
 class Segment:
@@ -94,7 +99,7 @@ class Segment:
         if storage.data_ptr() != self._bytes.data_ptr():
             return ""
         offset = tensor.storage_offset() * tensor.element_size()
-        return f"{offset:x} {list(tensor.shape)} {list(tensor.stride())} {_NAMES.get(tensor.dtype, '?')}"
+        return f"{offset:x} {list(tensor.shape)} {list(tensor.stride())} {dtype_name(tensor.dtype)}"
 
     def close(self) -> None:
         """The mapping lives as long as a tensor in it does; the descriptor of the owner goes now."""
@@ -104,7 +109,7 @@ class Segment:
     def _view(self, name: str, place: Mapping[str, Any]) -> Tensor:
         try:
             offset, shape, stride = int(place["offset"]), [*map(int, place["shape"])], [*map(int, place["stride"])]
-            dtype = _DTYPES[place["dtype"]]
+            dtype = DTYPES[place["dtype"]]
             steps = [(length - 1) * step for length, step in zip(shape, stride, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise SyncError(f"shared: the handle of '{name}' is damaged: {error!r}") from error

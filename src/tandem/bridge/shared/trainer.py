@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tandem.bridge.shared.cuda import Mapped
 from tandem.bridge.shared.memory import Segment
 from tandem.errors import SyncError
 from tandem.types import Sent, WeightKind, Weights
@@ -31,26 +34,36 @@ class SharedBridge:
         return self._source
 
     def storage(self) -> Mapping[str, Tensor] | None:
-        return self._segment().tensors
+        return self._met().memory.tensors
 
     def send(self, weights: Weights) -> Sent:
-        segment = self._segment()
-        places = {name: segment.place(tensor) for name, tensor in weights.tensors()}
+        met = self._met()
+        places = {name: met.memory.place(tensor) for name, tensor in weights.tensors() if name not in met.derived}
         if odd := [name for name, place in places.items() if not place]:
             raise SyncError(
                 f"shared: {len(odd)} of the trainer's tensors are not in the engine's memory, as '{odd[0]}': what is "
                 "trained there would never be served"
             )
-        segment.announce(weights.version)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what the optimizer has enqueued is written before anybody reads it
+        met.header.announce(weights.version)
         return Sent(weights.version, self.mode, places, how="identity")
 
     def close(self) -> None:
         self._source = None
 
-    def _segment(self) -> Segment:
-        if self._source is None or self._source.segment is None:
+    def _met(self) -> Meeting:
+        if self._source is None or self._source.meeting is None:
             raise SyncError("shared: no engine is attached, so there is no memory to live in")
-        return self._source.segment
+        return self._source.meeting
+
+
+@dataclass(frozen=True)
+class Meeting:
+    header: Segment
+    memory: Segment | Mapped
+    derived: frozenset[str]
+    """Tensors that the engine computes by itself, and has compared with the trainer's: rotary tables."""
 
 
 class SharedSource:
@@ -59,7 +72,7 @@ class SharedSource:
     def __init__(self, deadline_s: float) -> None:
         # A name of its own for every meeting: a handle of an earlier one is refused, whoever holds it.
         self.link: Mapping[str, Any] = {"mode": "shared", "meeting": uuid.uuid4().hex, "deadline_s": deadline_s}
-        self.segment: Segment | None = None
+        self.meeting: Meeting | None = None
 
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         raise SyncError("shared: an engine in this process needs no second mapping; use sync.bridge = 'inproc'")
@@ -68,10 +81,12 @@ class SharedSource:
         handle = reply.get("handles") or {}
         if handle.get("meeting") != self.link["meeting"]:
             raise SyncError("shared: the engine's handles are of another meeting")
-        self.segment = Segment.open(handle)
+        header = Segment.open(handle)
+        memory = Mapped(handle["cuda"]) if "cuda" in handle else header
+        self.meeting = Meeting(header, memory, frozenset(reply.get("derived", ())))
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         raise SyncError("shared: versions are received in the engine's process")
 
     def close(self) -> None:
-        self.segment = None
+        self.meeting = None

@@ -1,0 +1,234 @@
+"""vLLM as an Engine: token ids in, token ids out, and weights through what Tandem runs inside its workers.
+
+consumes: prompts               waits for: vLLM's scheduler, and the gate while a version is exchanged
+produces: completions           of one version each: requests end under the old one, or are asked again under the new
+
+vLLM itself does not say on every version which weights made a token. So no request crosses an exchange: the gate shuts,
+what runs ends (`finish`) or is ended and asked again (`restart`), the workers take the version over and read back what
+they serve, caches are dropped, and the gate opens. What failed halfway stays shut: no torn weights answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
+
+import httpx
+
+from tandem.engine.pieces import whole
+from tandem.engine.vllm_process import VllmProcess
+from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
+from tandem.ops.phases import Phases
+from tandem.protocols import OnToken, WeightSource
+from tandem.types import Completion, FinishReason, Sampling, Served, Span
+
+_log = logging.getLogger(__name__)
+
+_CONTROL_S = 60.0  # for a call that moves no weights
+_WATCH_S = 0.5
+_ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        process: VllmProcess,
+        *,
+        end_ids: frozenset[int],
+        on_update: Literal["finish", "restart"] = "finish",
+        version: int = -1,
+    ) -> None:
+        self.version = version
+        self.boot_id = uuid.uuid4().hex
+        self.cache_epoch = 0
+        self._process, self._end_ids, self._on_update = process, sorted(end_ids), on_update
+        self._model = "base"
+        """What requests name: the base, or the adapter of the version served."""
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._torn = ""
+        self._running = 0
+        self._source: WeightSource | None = None
+
+    @property
+    def receivers(self) -> int:
+        return self._process.options.tensor_parallel
+
+    # --- sampling
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        while True:
+            await self._gate.wait()
+            if self._torn:
+                raise EngineError(f"engine: it serves nothing until a version is loaded: {self._torn}")
+            version = self.version
+            self._running += 1
+            try:
+                completion = await self._sample(prompt_ids, sampling, version, on_token)
+            finally:
+                self._running -= 1
+            if completion is not None:
+                return completion
+
+    async def _sample(
+        self, prompt_ids: Sequence[int], sampling: Sampling, version: int, on_token: OnToken | None
+    ) -> Completion | None:
+        """None if it was ended for the sake of an exchange, and is to be asked again."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        reason = ""
+        async for choice in self._choices(self._request(prompt_ids, sampling, version)):
+            new = choice["token_ids"]
+            content = (choice.get("logprobs") or {}).get("content") or []
+            if len(content) != len(new):
+                raise EngineError(f"engine: vLLM sent {len(new)} tokens with {len(content)} logprobs")
+            for token_id, each in zip(new, content, strict=True):
+                ids.append(token_id)
+                logprobs.append(float(each["logprob"]))
+                if on_token is not None:
+                    on_token(token_id, logprobs[-1], version)
+            reason = choice.get("finish_reason") or reason
+        if reason == "abort":
+            return None
+        if reason not in ("stop", "length") or not ids:
+            raise EngineError(f"engine: vLLM ended a request with {reason!r} after {len(ids)} tokens")
+        finish: FinishReason = "stop" if reason == "stop" else "length"
+        return Completion(ids, logprobs, [Span(version, len(ids))], finish)
+
+    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, version: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "token_ids": list(prompt_ids),
+            "stream": True,
+            "cache_salt": f"{self.boot_id}-{version}",  # a prefix of other weights is never found
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "seed": sampling.seed % 2**63,
+                "stop": list(sampling.stop),
+                "stop_token_ids": sorted({*self._end_ids, *sampling.stop_ids}),
+                "include_stop_str_in_output": True,
+                "logprobs": 0,
+                "detokenize": bool(sampling.stop),  # only to find a text does vLLM need to write one
+            },
+        }
+
+    async def _choices(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        try:
+            async with self._process.stream("/inference/v1/generate", request) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise EngineError(f"engine: vLLM refuses a request with {answer.status_code}: {text[:500]}")
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    told = json.loads(line[6:])
+                    if "error" in told:
+                        raise EngineError(f"engine: vLLM ended a request: {told['error']}")
+                    for choice in told["choices"]:
+                        yield choice
+        except httpx.HTTPError as error:
+            raise EngineLost(f"engine: vLLM is gone: {error!r}") from error
+
+    # --- weights
+
+    async def attach(self, source: WeightSource) -> None:
+        replies = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
+        self._source = source
+        first = replies[0]
+        reply = {**first, "boot_id": self.boot_id, "workers": len(replies)}
+        reply.pop("rank", None)
+        source.attached(reply)
+
+    async def load(self, version: int) -> Served:
+        source = self._source
+        if source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        deadline_s = float(source.link["deadline_s"])
+        phases = Phases()
+        await self._shut(deadline_s)
+        phases.end("pause")
+        try:
+            answers = await self._workers("tandem_load", version, deadline_s, deadline_s=deadline_s + _CONTROL_S)
+        except (SyncError, EngineError) as error:
+            if await self._untouched():
+                await self._open()
+            else:
+                self._torn = str(error)
+                self._gate.set()  # to the error, not to wait for ever
+            raise
+        phases.end("load")
+        fingerprints = whole([piece for answer in answers for piece in answer["pieces"]], answers[0]["shapes"])
+        self._model, self._torn = answers[0].get("model") or "base", ""
+        self.version = version
+        self.cache_epoch += 1
+        await self._open()
+        phases.end("resume")
+        seconds = {**answers[0]["seconds"], **phases.seconds}
+        return Served(version, fingerprints, (self.boot_id,), self.cache_epoch, seconds)
+
+    async def sleep(self) -> None:
+        """Only where the trainer writes into this engine's memory does it matter; elsewhere nobody asks."""
+        await self._shut(_CONTROL_S)
+
+    async def wake(self) -> None:
+        await self._open()
+
+    async def remember(self) -> None:
+        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        await self._workers("tandem_remember", deadline_s=_CONTROL_S)
+
+    async def intact(self) -> bool:
+        return all(answer["intact"] for answer in await self._workers("tandem_intact", deadline_s=_CONTROL_S))
+
+    async def lost(self) -> None:
+        while self._process.running:
+            await asyncio.sleep(_WATCH_S)
+
+    async def close(self) -> None:
+        await self._process.close()
+
+    # --- the gate
+
+    async def _shut(self, deadline_s: float) -> None:
+        """Afterwards nothing runs, nothing waits inside vLLM, and its caches are empty."""
+        self._gate.clear()
+        mode = "wait" if self._on_update == "finish" else "abort"
+        await self._process.post("/pause", deadline_s=deadline_s, mode=mode, clear_cache="true")
+        async with asyncio.timeout(deadline_s):
+            while self._running:
+                await asyncio.sleep(0.001)  # what has ended is still on its way here
+
+    async def _open(self) -> None:
+        await self._process.post("/resume", deadline_s=_CONTROL_S)
+        self._gate.set()
+
+    async def _untouched(self) -> bool:
+        """Whether a load that failed left the version before as it was, in every worker."""
+        try:
+            answers = await self._workers("tandem_status", deadline_s=_CONTROL_S)
+        except (SyncError, EngineError):
+            return False
+        return all(answer["untouched"] for answer in answers)
+
+    async def _workers(self, method: str, *args: Any, deadline_s: float) -> list[dict[str, Any]]:
+        """What each worker answers; the first error that one of them tells of."""
+        body = {"method": method, "args": list(args), "timeout": deadline_s}
+        answers = (await self._process.post("/collective_rpc", body, deadline_s=deadline_s))["results"]
+        for answer in answers:
+            if told := answer.get("error"):
+                raise _ERRORS.get(told["code"], EngineError)(told["message"])
+        return answers

@@ -1,0 +1,137 @@
+"""vLLM as a child process: in a Python environment of its own, behind a socket file that only this user can open.
+
+What Tandem runs inside it is put on its path as one directory that holds a link to this package and nothing else: the
+trainer's own packages must not become vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import tandem
+from tandem.errors import EngineError, EngineLost
+from tandem.io.child import Child
+
+_POLL_S = 0.2
+_EXTENSION = "tandem.inside.extension.TandemWorker"
+_SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """What `vllm serve` is asked for."""
+
+    model: str
+    python: str
+    dtype: str = "auto"
+    tensor_parallel: int = 1
+    memory_share: float = 0.9
+    max_running: int = 256
+    max_context: int = 0
+    eager: bool = False
+    adapter_slots: int = 0
+    """0: no adapters. Else how many versions may be in use at a time."""
+    max_rank: int = 16
+    seed: int = 0
+    extra: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def arguments(self, socket: Path) -> list[str]:
+        given = [
+            *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
+            *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
+            *("--max-num-seqs", str(self.max_running), "--seed", str(self.seed)),
+            *("--worker-extension-cls", _EXTENSION),
+            # Logprobs of the distribution that the token was drawn from, not of the model before temperature.
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            "--disable-uvicorn-access-log",
+        ]
+        given += ["--max-model-len", str(self.max_context)] if self.max_context else []
+        given += ["--enforce-eager"] if self.eager else []
+        if self.adapter_slots:
+            given += ["--enable-lora", "--max-loras", str(self.adapter_slots), "--max-cpu-loras",
+                      str(self.adapter_slots), "--max-lora-rank", str(self.max_rank)]  # fmt: skip
+        if self.environment.get("VLLM_TARGET_DEVICE") != "cpu":
+            given += ["--gpu-memory-utilization", str(self.memory_share)]
+        return [*given, *self.extra]
+
+
+class VllmProcess:
+    """One `vllm serve`, and the calls that go to it."""
+
+    def __init__(self, options: VllmOptions, home: Path) -> None:
+        self.options = options
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-vllm-")  # 0700, and its name is short
+        self.socket = Path(self._folder.name) / "socket"
+        if len(str(self.socket)) > _SOCKET_BYTES:
+            raise EngineError(f"engine: '{self.socket}' is too long a name for a socket; set TMPDIR to a shorter one")
+        self._child = Child(
+            [options.python, "-m", "vllm.entrypoints.openai.api_server", *options.arguments(self.socket)],
+            ready_file=home / "vllm-ready.json",
+            log=home / "vllm.log",
+            environment=self._environment(Path(self._folder.name)),
+        )
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=None)),
+            base_url="http://vllm",
+            timeout=httpx.Timeout(30.0, read=None, pool=None),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        path = folder / "path"
+        path.mkdir()
+        (path / "tandem").symlink_to(Path(tandem.__file__).parent, target_is_directory=True)
+        return {
+            "PYTHONPATH": str(path),
+            "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            **self.options.environment,
+        }
+
+    @property
+    def running(self) -> bool:
+        return self._child.exit_code is None
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        until = time.monotonic() + deadline_s
+        while time.monotonic() < until:
+            if not self.running:
+                raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
+            try:
+                if (await self._http.get("/health", timeout=5.0)).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass  # not yet
+            await asyncio.sleep(_POLL_S)
+        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
+        """The answer's JSON. EngineLost if nobody is there any more, EngineError for a refusal."""
+        try:
+            answer = await self._http.post(path, json=body, params=query, timeout=deadline_s)
+        except httpx.TimeoutException as error:
+            raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineLost(f"engine: vLLM is gone: {error!r}: {self._child.epitaph()}") from error
+        if answer.status_code != 200:
+            raise EngineError(f"engine: vLLM answers {path} with {answer.status_code}: {answer.text[:500]}")
+        return answer.json() if answer.content else {}
+
+    def stream(self, path: str, body: Any) -> Any:
+        return self._http.stream("POST", path, json=body)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        await asyncio.to_thread(self._child.stop)
+        self._folder.cleanup()
