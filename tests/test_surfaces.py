@@ -27,6 +27,8 @@ PYTHON_FUNCTION = {
     "report": "write_report",
     "spec schema": "json_schema",
     "spec show": "load_spec",
+    "sync audit": "audit_sync",
+    "sync status": "sync_status",
     "env new": "new_environment",
     "env try": "try_environment",
 }

@@ -14,6 +14,8 @@ _API = {
     "serve_model": "tandem.recipes.serve",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
+    "audit_sync": "tandem.obs.audit",
+    "sync_status": "tandem.obs.sync_status",
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",
     "try_environment": "tandem.env.human",

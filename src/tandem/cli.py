@@ -22,12 +22,17 @@ spec_app = typer.Typer(help="What a spec may hold.", no_args_is_help=True)
 env_app = typer.Typer(help="Environments: where tasks and rewards come from.", no_args_is_help=True)
 app.add_typer(spec_app, name="spec")
 app.add_typer(env_app, name="env")
+sync_app = typer.Typer(
+    help="Weights in step: what was proven, what holds now, what each way costs.", no_args_is_help=True
+)
+app.add_typer(sync_app, name="sync")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")
 ]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A run directory, a model directory, or a hub id.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else on stdout.")]
 Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on.")]
 
 
@@ -152,6 +157,36 @@ def env_try(
     from tandem.spec.load import parse_overrides
 
     try_environment(name, parse_overrides(params or ()), split=split, index=index)
+
+
+@sync_app.command("audit")
+def sync_audit(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, finished or not.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say for each version why we know that the engines served it; exit code 1 where we do not."""
+    from tandem.obs.audit import audit_sync
+    from tandem.obs.sync_text import audit_json, audit_text
+
+    audit = audit_sync(run_dir)
+    typer.echo(json.dumps(audit_json(audit), indent=2) if as_json else audit_text(audit))
+    if not audit.proven:
+        raise typer.Exit(1)
+
+
+@sync_app.command("status")
+def sync_status(
+    source: Annotated[str, typer.Argument(metavar="RUN|URL", help="A run directory, or the URL of an engine.")],
+    token_file: Annotated[Path | None, typer.Option(help="With a URL: the file that holds its token.")] = None,
+    last: Annotated[int, typer.Option(min=0, help="How many proofs to show.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Show how trainer and engines are joined, and the last proofs."""
+    from tandem.obs.sync_status import sync_status
+    from tandem.obs.sync_text import status_text
+
+    told = sync_status(source, token_file=token_file, last=last)
+    typer.echo(json.dumps(told, indent=2) if as_json else status_text(told))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, cast
@@ -20,6 +21,32 @@ def read_jsonl(path: Path) -> list[Row]:
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What can be read of a file, and what cannot."""
+
+    rows: dict[int, Row]
+    """By line, counted from 1."""
+    damaged: dict[int, str]
+    """By line: why not."""
+    torn: bool
+    """The last line has no end: its write was cut short."""
+
+
+def salvage_jsonl(path: Path) -> Salvage:
+    """For whoever examines a file that may have been damaged; no file is no rows."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    found = Salvage({}, {}, torn=bool(lines[-1]))
+    for number, line in enumerate(lines[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            found.rows[number] = _parse(line, f"{path.name}:{number}")
+        except RunError as error:
+            found.damaged[number] = str(error)
+    return found
 
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
@@ -53,16 +80,17 @@ class JsonlWriter:
 
 def to_line(row: Mapping[str, Any]) -> str:
     """NaN and infinity have no JSON: they become null, which readers treat as a gap."""
-    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
+    return json.dumps(finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same, with null for what JSON cannot say."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {str(key): finite(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in cast("list[Any]", value)]
+        return [finite(item) for item in cast("list[Any]", value)]
     return value
 
 

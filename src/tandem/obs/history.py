@@ -61,18 +61,29 @@ class Share:
 
 
 def read_history(run_dir: Path) -> History:
-    status, spec = run_dir / "status.json", run_dir / "spec.toml"
-    if not status.exists() and not spec.exists():
-        raise RunError(f"{run_dir} is not a run directory: it has neither status.json nor spec.toml")
     return History(
         directory=run_dir,
-        status=_read_status(status),
+        status=read_status(run_dir),
         rows=[row for row in read_jsonl(run_dir / "metrics.jsonl") if number(row.get("step")) is not None],
         ledger=read_jsonl(run_dir / "sync.jsonl"),
         samples=read_jsonl(run_dir / "samples.jsonl"),
-        spec=_text(spec),
+        spec=_text(run_dir / "spec.toml"),
         log_tail="\n".join(_text(run_dir / "log.txt").splitlines()[-_LOG_LINES:]),
     )
+
+
+def read_status(run_dir: Path) -> Mapping[str, Any]:
+    """RunError for what is no run directory."""
+    path = run_dir / "status.json"
+    if not path.exists():
+        if not (run_dir / "spec.toml").exists():
+            raise RunError(f"{run_dir} is not a run directory: it has neither status.json nor spec.toml")
+        return {}
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is not JSON: {error}") from error
+    return status if isinstance(status, dict) else {}
 
 
 def by_loss(status: Mapping[str, Any]) -> bool:
@@ -138,16 +149,6 @@ def largest(rows: Sequence[Row], key: str) -> float | None:
 
 def _values(rows: Sequence[Row], key: str) -> Iterator[float]:
     return (value for row in rows if (value := number(row.get(key))) is not None)
-
-
-def _read_status(path: Path) -> Mapping[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        status = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is not JSON: {error}") from error
-    return status if isinstance(status, dict) else {}
 
 
 def _text(path: Path) -> str:
