@@ -72,7 +72,7 @@ def make_run(directory: Path, status: dict | None = None, *, attack: str = "hell
                     "mode": "inproc",
                     "verified": "identity",
                     "bytes_moved": 0,
-                    "seconds": 0.001,
+                    "seconds": {"canary": 0.0004, "total": 0.001},
                     "engines": ["boot-1"],
                 }
             )

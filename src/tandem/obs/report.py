@@ -134,15 +134,16 @@ def _sync(history: History) -> list[tuple[str, str]]:
     modes = sorted({str(row.get("mode", "unknown")) for row in ledger})
     unproven = sum(row.get("verified") in (None, "none") for row in ledger)
     engines = {str(engine) for row in ledger for engine in row.get("engines") or ()}
+    seconds = [took for row in ledger if (took := number((row.get("seconds") or {}).get("total"))) is not None]
     facts = [
         ("versions published", f"{len(ledger):,}"),
         ("path", ", ".join(modes)),
         ("proven to be the trainer's weights", f"{len(ledger) - unproven:,} of {len(ledger):,}"),
         ("bytes moved", _bytes(total(ledger, "bytes_moved"))),
-        ("time", f"{total(ledger, 'seconds') / len(ledger) * 1000:.1f} ms each"),
     ]
-    if (slowest := largest(ledger, "seconds")) is not None:
-        facts.append(("slowest", f"{slowest * 1000:.1f} ms"))
+    if seconds:
+        facts.append(("time", f"{sum(seconds) / len(seconds) * 1000:.1f} ms each"))
+        facts.append(("slowest", f"{max(seconds) * 1000:.1f} ms"))
     if engines:
         facts.append(("engine starts", f"{len(engines)}"))
     return facts
