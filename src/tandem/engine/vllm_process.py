@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 
-import tandem
 from tandem.errors import EngineError, EngineLost
 from tandem.io.child import Child
 
@@ -90,7 +89,7 @@ class VllmProcess:
     def _environment(self, folder: Path) -> dict[str, str]:
         path = folder / "path"
         path.mkdir()
-        (path / "tandem").symlink_to(Path(tandem.__file__).parent, target_is_directory=True)
+        (path / "tandem").symlink_to(Path(__file__).parents[1], target_is_directory=True)
         return {
             "PYTHONPATH": str(path),
             "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it

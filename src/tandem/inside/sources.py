@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.errors import SyncError
 from tandem.protocols import WeightSource
 
 
-def open_source(link: Mapping[str, Any]) -> WeightSource:
+class EngineEnd(WeightSource, Protocol):
+    @property
+    def reply(self) -> Mapping[str, Any]: ...  # what `attached` was told, and what this end adds: handles
+
+
+def open_source(link: Mapping[str, Any]) -> EngineEnd:
     match link.get("mode"):
         case "shared":
             from tandem.bridge.shared import engine as end
@@ -21,6 +26,8 @@ def open_source(link: Mapping[str, Any]) -> WeightSource:
             from tandem.bridge.adapter import engine as end
         case "disk":
             from tandem.bridge.disk import engine as end
+        case "restart":  # tells the trainer what is served; versions come by a new start
+            from tandem.bridge.restart import engine as end
         case unknown:
             raise SyncError(f"link.mode = {unknown!r}: this engine knows no such bridge")
     return end.open(link)

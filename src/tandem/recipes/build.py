@@ -1,4 +1,4 @@
-"""The composition root: the only file that knows which class stands behind which protocol."""
+"""The composition root: with build_engine.py the only one that knows which class stands behind which protocol."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer, WeightBridge
-from tandem.publish import Call, Canary, Publisher, on_this_thread
+from tandem.protocols import Algorithm, Environment, Optimizer, Producer, RolloutStore, Trainer
+from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
-from tandem.spec.engine import EngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
 from tandem.spec.run import RlSpec, RunSpec
-from tandem.spec.sync import SyncSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
-from tandem.types import Batch, Group, Message, Metrics, Proof, Task, Trajectory
+from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,67 +182,6 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
         engaged = torch.are_deterministic_algorithms_enabled()
         found.append(("deterministic", True, engaged, "" if engaged else "equal bytes are had on a CPU only"))
     return found
-
-
-def engine(spec: EngineSpec, model: Model, *, deterministic: bool) -> Engine:
-    from tandem.engine.hf import EmbeddedEngine
-    from tandem.engine.pool import EnginePool
-
-    engines = [
-        EmbeddedEngine(
-            model.policy.module,
-            num_ids=model.num_ids,
-            end_ids=model.renderer.end_ids,
-            decode=model.renderer.decode,
-            max_running=spec.max_running,
-            max_context=model.context,
-            kv_gib=spec.kv_gib / spec.replicas,
-            inline=deterministic,
-        )
-        for _ in range(spec.replicas)
-    ]
-    return engines[0] if spec.replicas == 1 else EnginePool(engines)
-
-
-def bridge(spec: SyncSpec) -> WeightBridge:
-    return inproc_bridge(spec.deadline_s)
-
-
-def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
-    from tandem.bridge.inproc import InprocBridge
-
-    return InprocBridge(deadline_s)
-
-
-def publisher(
-    spec: SyncSpec, bridge: WeightBridge, engine: Engine, model: Model, call: Call, on_proof: Callable[[Proof], None]
-) -> Publisher:
-    return Publisher(
-        bridge,
-        engine,
-        deadline_s=spec.deadline_s,
-        canary=canary(model),
-        call=call,
-        on_proof=on_proof,
-    )
-
-
-def canary(model: Model) -> Canary:
-    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache."""
-    import torch
-
-    rng = random.Random("canary")
-    prompt = tuple(rng.randrange(model.num_ids) for _ in range(33))
-    exact = next(model.policy.module.parameters()).dtype == torch.float32
-    return Canary(prompt, floor=1e-4, ceiling=1e-2) if exact else Canary(prompt, floor=0.05, ceiling=0.1)
-
-
-def no_publisher(call: Call) -> Publisher:
-    """For stages that train on recordings."""
-    from tandem.bridge.null import NullBridge
-    from tandem.engine.null import NullEngine
-
-    return Publisher(NullBridge(), NullEngine(), call=call)
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Environment, Trainer
-from tandem.recipes import build
+from tandem.recipes import build, build_engine
 from tandem.recipes.supervised import checked_rows, due, recordings_of, supervised_stage
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
@@ -12,6 +12,7 @@ from tandem.rollout.guard import why_not
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
 from tandem.spec.data import Demonstrations
+from tandem.spec.engine import HfEngineSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
 from tandem.types import Metrics, Sampling, Trajectory
@@ -25,15 +26,14 @@ class RlRun:
     def __init__(self, spec: RlSpec, run: Run, environment: Environment) -> None:
         self.spec, self.run, self.environment = spec, run, environment
         self.model = build.model(
-            spec.model, spec.precision, spec.seed, build.settle_torch(spec), spec.engine.max_context
+            spec.model, spec.precision, spec.seed, build.settle_torch(spec), getattr(spec.engine, "max_context", 0)
         )
-        self.engine = build.engine(spec.engine, self.model, deterministic=spec.deterministic)
-        self.bridge = build.bridge(spec.sync)
-        self.call = build.caller(spec.deterministic)
-        self.publisher = build.publisher(spec.sync, self.bridge, self.engine, self.model, self.call, run.synced)
+        self.joined = build_engine.join(spec, self.model, run.directory / "engines")
+        self.call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+        self.publisher = build_engine.publisher(self.joined, self.model, spec.sync.deadline_s, self.call, run.synced)
         self.setting = Setting(
             environment,
-            self.engine,
+            self.joined.engine,
             self.model.renderer,
             Sampling(max_tokens=spec.train.max_tokens, temperature=spec.train.temperature, top_p=spec.train.top_p),
             self.model.context,
@@ -75,8 +75,8 @@ class RlRun:
         )
 
     async def close(self) -> None:
-        await self.engine.close()
-        self.bridge.close()
+        await self.joined.engine.close()
+        self.joined.bridge.close()
 
     async def _warm_up(self, stage: WarmupStage) -> int:
         trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0, self.spec.seed)

@@ -11,7 +11,7 @@ from tandem.data.load import Row, Split
 from tandem.errors import DataError, TemplateError
 from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Trainer
-from tandem.recipes import build
+from tandem.recipes import build, build_engine
 from tandem.rollout.recorded import record
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
@@ -75,7 +75,7 @@ async def recorded_stage(
 
     await run_loop(
         trainer=trainer,
-        publisher=build.no_publisher(call),
+        publisher=build_engine.no_publisher(call),
         store=store,
         producers=[build.recordings(groups, store, seed)],
         make_batch=build.batches(stage, model, algorithm),

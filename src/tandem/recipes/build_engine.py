@@ -1,0 +1,344 @@
+"""The composition root's other half: engines, bridges, and what joins them. With build.py the only one that knows who
+stands behind which protocol."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import SpecError
+from tandem.protocols import Engine, WeightBridge
+from tandem.publish import Call, Canary, Publisher
+from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.model import PathModel
+from tandem.spec.run import RlSpec
+from tandem.spec.sync import (
+    AdapterBroadcastSync,
+    AdapterSync,
+    BroadcastSync,
+    DiskSync,
+    InprocSync,
+    RestartSync,
+    SharedSync,
+)
+from tandem.types import Proof
+
+if TYPE_CHECKING:
+    from tandem.engine.hf import EmbeddedEngine
+    from tandem.recipes.build import Model
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An engine, a bridge to it, and whether they are to be taken back when one is lost."""
+
+    engine: Engine
+    bridge: WeightBridge
+    retries: int
+
+
+def join(spec: RlSpec, model: Model, home: Path) -> Joined:
+    """`home`: where engines' logs and files lie, and versions that travel by file."""
+    if isinstance(spec.engine, HfEngineSpec):
+        engine = embedded(spec.engine, model, inline=spec.deterministic)
+        return Joined(engine, bridge(spec, model, home, Path()), 0)  # one process: what is lost is lost together
+    start = Path()
+    if not isinstance(spec.engine, RemoteEngineSpec):
+        start = starting_model(spec, model, home)
+    return Joined(outside(spec, model, home, start), bridge(spec, model, home, start), spec.sync.retries)
+
+
+# --- engines
+
+
+def embedded(spec: HfEngineSpec, model: Model, *, inline: bool) -> Engine:
+    """In this process, on the trainer's own module."""
+    from tandem.engine.hf import EmbeddedEngine
+    from tandem.engine.pool import EnginePool
+
+    engines = [
+        EmbeddedEngine(
+            model.policy.module,
+            num_ids=model.num_ids,
+            end_ids=model.renderer.end_ids,
+            decode=model.renderer.decode,
+            max_running=spec.max_running,
+            max_context=model.context,
+            kv_gib=spec.kv_gib / spec.replicas,
+            inline=inline,
+        )
+        for _ in range(spec.replicas)
+    ]
+    return engines[0] if spec.replicas == 1 else EnginePool(engines)
+
+
+def engine_alone(spec: ServerEngineSpec, model: Model) -> EmbeddedEngine:
+    """As the one thing that its process does: it is looked into, and forward passes leave the event loop."""
+    from tandem.engine.hf import EmbeddedEngine
+
+    return EmbeddedEngine(
+        model.policy.module,
+        num_ids=model.num_ids,
+        end_ids=model.renderer.end_ids,
+        decode=model.renderer.decode,
+        max_running=spec.max_running,
+        max_context=model.context,
+        kv_gib=spec.kv_gib,
+        inline=False,
+        on_update=spec.on_update,
+    )
+
+
+def outside(spec: RlSpec, model: Model, home: Path, start: Path) -> Engine:
+    """In processes of their own, behind a pool: also a single one is waited for when it was lost."""
+    from tandem.engine.pool import EnginePool
+
+    if isinstance(spec.engine, RemoteEngineSpec):
+        from tandem.engine.remote import RemoteEngine
+
+        return EnginePool(
+            [
+                RemoteEngine(
+                    url,
+                    spec.engine.model,
+                    end_ids=model.renderer.end_ids,
+                    key_env=spec.engine.key_env,
+                    on_update=spec.engine.on_update,
+                    deadline_s=spec.engine.deadline_s,
+                    slots=spec.train.max_lag + 2,
+                )
+                for url in spec.engine.urls
+            ]
+        )
+    assert not isinstance(spec.engine, HfEngineSpec)
+    homes = [home / f"engine-{number}" for number in range(spec.engine.replicas)]
+    return EnginePool([_server(spec, spec.engine, model, each, start) for each in homes])
+
+
+def _server(spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, start: Path) -> Engine:
+    from tandem.engine.server import Owned, ServerEngine, Standing
+
+    place: Owned | Standing
+    if engine.url:
+        if not engine.token_file:
+            raise SpecError(f"engine.url = '{engine.url}': it asks for a token; say where with engine.token_file")
+        place = Standing(engine.url, Path(engine.token_file))
+    else:
+        place = Owned(
+            _command_of(spec, engine, model, home),
+            model=str(start),
+            directory=home,
+            environment=_environment(engine),
+            start_deadline_s=engine.start_deadline_s,
+            max_restarts=engine.max_restarts,
+        )
+    return ServerEngine(
+        place,
+        receivers=getattr(engine, "tensor_parallel", 1),
+        deadline_s=spec.sync.deadline_s,
+        shares_memory=isinstance(spec.sync, SharedSync),
+    )
+
+
+def _command_of(
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path
+) -> Callable[[str, int, Path], list[str]]:
+    import torch
+
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    command = engine_command(
+        engine.model_copy(update={"max_context": model.context}),
+        device=model.device.type,
+        dtype="float32" if exact else "bfloat16",
+        thinking=spec.model.thinking,
+        directory=home,
+        readable=_readable(spec, home),
+    )
+    if not isinstance(engine, VllmEngineSpec) or spec.model.lora is None:
+        return command
+    lora = ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
+    return lambda *which: [*command(*which), *lora]
+
+
+def engine_command(
+    spec: ServerEngineSpec | VllmEngineSpec,
+    *,
+    device: str,
+    dtype: str,
+    thinking: bool,
+    directory: Path,
+    readable: Sequence[Path],
+) -> Callable[[str, int, Path], list[str]]:
+    """What starts `tandem engine serve` with a model's directory, its version and a ready file. `directory` keeps its
+    token; `readable` is where versions come from, if they come as files."""
+    options: dict[str, Any] = {
+        "data-dir": directory,
+        "port": 0,
+        "max-running": spec.max_running,
+        "max-context": spec.max_context,
+        "on-update": spec.on_update,
+        "device": device,
+        "dtype": dtype,
+    }
+    flags = ["--thinking" if thinking else "--no-thinking"]
+    if isinstance(spec, VllmEngineSpec):
+        options |= {
+            "kind": "vllm",
+            "python": spec.python or default_python(),
+            "tensor-parallel": spec.tensor_parallel,
+            "memory-share": spec.memory_share,
+            "start-deadline-s": spec.start_deadline_s,
+        }
+        flags += ["--eager"] if spec.eager else []
+    else:
+        options["kv-gib"] = spec.kv_gib
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    words += [*flags, *(str(word) for path in readable for word in ("--allow-dir", path))]
+    program = [sys.executable, "-m", "tandem", "engine", "serve"]
+
+    def command(model: str, version: int, ready_file: Path) -> list[str]:
+        return [*program, model, "--version", str(version), "--ready-file", str(ready_file), *words]
+
+    return command
+
+
+def _readable(spec: RlSpec, home: Path) -> list[Path]:
+    """Where versions come from, if they come as files."""
+    if isinstance(spec.sync, AdapterSync):
+        from tandem.bridge.adapter.trainer import memory_backed
+
+        return [Path(spec.sync.directory).resolve() if spec.sync.directory else memory_backed()]
+    if isinstance(spec.sync, DiskSync | RestartSync):
+        return [_versions(spec.sync, home.parent)]
+    return []
+
+
+def default_python() -> str:
+    """Where `tandem engine install vllm` puts it."""
+    return str(Path.cwd() / ".tandem" / "vllm" / "bin" / "python")
+
+
+def _environment(engine: ServerEngineSpec | VllmEngineSpec) -> Mapping[str, str]:
+    gpus = getattr(engine, "gpus", ())
+    if not gpus:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = seen.split(",") if seen else [str(n) for n in range(max(gpus) + 1)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
+
+
+def starting_model(spec: RlSpec, model: Model, home: Path) -> Path:
+    """What an engine's process loads before the first version comes: the same model, config and tokenizer."""
+    untouched = isinstance(spec.model, PathModel) and spec.model.warm_start is None
+    if untouched and isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir():
+        return Path(spec.model.path).resolve()
+    from tandem.recipes.build import export
+
+    path = (home / "model").resolve()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export(model, path)
+    return path
+
+
+# --- bridges
+
+
+def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
+    sync = spec.sync
+    match sync:
+        case InprocSync():
+            return inproc_bridge(sync.deadline_s)
+        case SharedSync():
+            from tandem.bridge.shared.trainer import SharedBridge
+
+            return SharedBridge(sync.deadline_s)
+        case BroadcastSync():
+            from tandem.bridge.broadcast.trainer import BroadcastBridge
+
+            return BroadcastBridge(
+                _packed_on(sync, model),
+                host=sync.host,
+                bucket_bytes=sync.bucket_mib * 2**20,
+                deadline_s=sync.deadline_s,
+            )
+        case AdapterBroadcastSync():
+            from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+
+            return AdapterBroadcastBridge(_packed_on(sync, model), host=sync.host, deadline_s=sync.deadline_s)
+        case AdapterSync():
+            from tandem.bridge.adapter.trainer import AdapterBridge
+
+            return AdapterBridge(Path(sync.directory) if sync.directory else None, deadline_s=sync.deadline_s)
+        case DiskSync():
+            from tandem.bridge.disk.trainer import DiskBridge
+
+            return DiskBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+        case RestartSync():
+            from tandem.bridge.restart.trainer import RestartBridge
+
+            return RestartBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+
+
+def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
+    from tandem.bridge.inproc import InprocBridge
+
+    return InprocBridge(deadline_s)
+
+
+def _packed_on(sync: BroadcastSync | AdapterBroadcastSync, model: Model) -> str:
+    """NCCL moves what is on a GPU, gloo what is in the host's memory."""
+    return {"auto": model.device.type, "gloo": "cpu", "nccl": "cuda"}[sync.backend]
+
+
+def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:
+    path = Path(sync.directory).resolve() if sync.directory else (home / "versions").resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _buffers(model: Model) -> list[str]:
+    """What engines serve and no checkpoint holds: rotary tables."""
+    module = model.policy.module
+    saved = module.state_dict().keys()
+    return [name for name, _ in module.named_buffers() if name not in saved]
+
+
+# --- publishing
+
+
+def publisher(
+    joined: Joined, model: Model, deadline_s: float, call: Call, on_proof: Callable[[Proof], None]
+) -> Publisher:
+    return Publisher(
+        joined.bridge,
+        joined.engine,
+        deadline_s=deadline_s,
+        retries=joined.retries,
+        canary=canary(model),
+        call=call,
+        on_proof=on_proof,
+    )
+
+
+def canary(model: Model) -> Canary:
+    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache."""
+    import torch
+
+    rng = random.Random("canary")
+    prompt = tuple(rng.randrange(model.num_ids) for _ in range(33))
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    return Canary(prompt, floor=1e-4, ceiling=1e-2) if exact else Canary(prompt, floor=0.05, ceiling=0.1)
+
+
+def no_publisher(call: Call) -> Publisher:
+    """For stages that train on recordings."""
+    from tandem.bridge.null import NullBridge
+    from tandem.engine.null import NullEngine
+
+    return Publisher(NullBridge(), NullEngine(), call=call)
