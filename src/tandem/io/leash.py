@@ -1,0 +1,80 @@
+"""Runs a program that ends with its owner: `python leash.py OWNER_FD PROGRAM ARGUMENT...`, a process of its own.
+
+The owner holds the other end of a pipe. When it closes, by the owner's will or by its death of whatever kind, the
+program and all of its process group end: asked first, killed three seconds later. The program needs to know nothing of
+this. Should this process be killed itself, the kernel kills the program (Linux). Standard library alone: it starts in
+30 ms, and without tandem.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+_GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Leash:
+    def __init__(self, owner_fd: int, command: list[str]) -> None:
+        self._owner_fd = owner_fd
+        # Before any thread is started: what runs between fork and exec may not wait for a lock. And on the main thread:
+        # the kernel's signal comes when the thread that forked ends.
+        die = partial(_die_with, os.getpid())
+        self._program = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die)
+        self._unreaped = threading.Lock()  # who holds it may signal: the program's number is nobody else's yet
+        self._asked, self._ended = threading.Event(), threading.Event()
+
+    def hold(self) -> NoReturn:
+        """Until the program has ended; then this process ends with its code, or with 128 and its signal."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to deal with
+        signal.signal(signal.SIGTERM, self._ask)
+        threading.Thread(target=self._watch_owner, daemon=True).start()
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, self._program.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._program.wait()  # an old Python on a Mac: its number might be given anew within microseconds
+        self._ended.set()
+        with self._unreaped:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._kill_group()  # workers that it left behind
+            code = self._program.wait()
+            os._exit(code if code >= 0 else 128 - code)
+
+    def _ask(self, *_: Any) -> None:
+        self._asked.set()
+        os.kill(self._program.pid, signal.SIGTERM)
+
+    def _watch_owner(self) -> None:
+        while os.read(self._owner_fd, 1):
+            pass
+        with self._unreaped:
+            waited_already = self._asked.is_set()  # an owner that asks, waits, and hangs up then, means it
+            if not waited_already:
+                self._ask()
+        if not waited_already:
+            self._ended.wait(_GRACE_S)
+        with self._unreaped:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # it holds nobody, or nobody but the dead
+            os.killpg(self._program.pid, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    Leash(int(sys.argv[1]), sys.argv[2:]).hold()
