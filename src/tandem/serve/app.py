@@ -63,6 +63,8 @@ class Service:
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     close: Callable[[], Awaitable[None]] | None = None
+    why_unfit: Callable[[], str] = lambda: ""
+    """Why it cannot answer, for /health; empty if it can."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
@@ -80,7 +82,8 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+        why = service.why_unfit()
+        return JSONResponse({"status": why}, 503) if why else JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tandem.errors import TandemError
-from tandem.protocols import Engine
+from tandem.protocols import OnToken
 from tandem.serve.app import Refused, Service, as_refused, unless_gone
 from tandem.serve.openai_request import MAX_N, MAX_PROMPTS, ChatRequest, CompletionRequest, parse
 from tandem.serve.text_stream import TextStream, TokenNames, token_bytes
@@ -35,6 +35,22 @@ class Thoughts(Protocol):
     def close(self) -> tuple[str, str]: ...
 
 
+class Sampler(Protocol):
+    """What of an Engine answers requests."""
+
+    @property
+    def version(self) -> int: ...
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion: ...
+    async def close(self) -> None: ...
+
+
 class Renderer(TokenNames, Protocol):
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -44,7 +60,7 @@ class Renderer(TokenNames, Protocol):
 
 
 def openai_service(
-    engine: Engine, renderer: Renderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
+    engine: Sampler, renderer: Renderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
     registry = CollectorRegistry()
@@ -59,7 +75,7 @@ def openai_service(
 
 
 class _Books:
-    def __init__(self, registry: CollectorRegistry, engine: Engine) -> None:
+    def __init__(self, registry: CollectorRegistry, engine: Sampler) -> None:
         self.prompt_tokens = Counter("tandem_prompt_tokens", "Prompt tokens taken in.", registry=registry)
         self.sampled_tokens = Counter("tandem_sampled_tokens", "Tokens sampled and delivered.", registry=registry)
         self.cancelled = Counter("tandem_samples_cancelled", "Samples whose client hung up.", registry=registry)
@@ -206,7 +222,7 @@ _TEXT = _Layout("text_completion", "text_completion", "cmpl-", False, False, _te
 
 @dataclass
 class _Api:
-    engine: Engine
+    engine: Sampler
     renderer: Renderer
     model_id: str
     context: int

@@ -1,0 +1,75 @@
+"""What an engine's server and its client say to each other, written down once for both ends. JSON, and nothing else.
+
+A completion travels as lines: tokens of one version as they are made, `Tokens`, and at last how it ended, `End`, or an
+error. An error keeps its class across the wire.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeAlias, TypedDict, cast
+
+from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
+from tandem.types import FinishReason, Served
+
+Json: TypeAlias = Mapping[str, Any]
+
+FENCED = "fenced"
+"""Another trainer has attached since. Not an error that attaching again may cure: the two would take turns for ever."""
+
+_CLASSES: dict[str, type[TandemError]] = {
+    "sync_timeout": SyncTimeout,
+    "sync": SyncError,
+    "engine_lost": EngineLost,
+    "engine_silent": EngineSilent,
+    "logprob_gap": LogprobGap,
+    "engine": EngineError,
+}
+
+
+class Tokens(TypedDict):
+    ids: list[int]
+    logprobs: list[float]
+    version: int
+
+
+class End(TypedDict):
+    finish_reason: FinishReason
+    spans: list[list[int]]
+    """[version, tokens]. Where a request began again under a new version, tokens before the last ones so counted were
+    forgotten."""
+
+
+def code_of(error: TandemError) -> str:
+    """Empty for a class that has no business on this wire."""
+    return next((code for code, kind in _CLASSES.items() if isinstance(error, kind)), "")
+
+
+def error_of(body: Any, otherwise: str) -> TandemError:
+    """The error that an answer tells of. `otherwise`: its text, if it is no error of ours."""
+    told: Any = cast("Any", body).get("error") if isinstance(body, dict) else None
+    if not isinstance(told, dict):
+        return EngineError(otherwise)
+    told = cast("dict[str, Any]", told)
+    kind = TandemError if told.get("code") == FENCED else _CLASSES.get(str(told.get("code")), EngineError)
+    return kind(str(told.get("message", otherwise)))
+
+
+def served_as_json(served: Served) -> dict[str, Any]:
+    return asdict(served)
+
+
+def served_of(body: Json) -> Served:
+    return Served(
+        int(body["version"]),
+        {str(name): str(fingerprint) for name, fingerprint in body["fingerprints"].items()},
+        tuple(str(name) for name in body["engines"]),
+        int(body["cache_epoch"]),
+        {str(phase): float(seconds) for phase, seconds in body["seconds"].items()},
+    )
+
+
+def line(value: Mapping[str, Any] | Tokens | End) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
