@@ -155,7 +155,7 @@ class Publisher:
         return Proof(
             sent.version,
             sent.mode,
-            sent.how,
+            sent.how if served.read_back else "canary",
             tensors=len(sent.fingerprints),
             bytes_moved=sent.bytes_moved,
             seconds={**sent.seconds, **served.seconds, "canary": now - proving, "total": now - started},
@@ -189,6 +189,11 @@ class Publisher:
             raise SyncError(
                 f"sync: version {version}: the engine serves another '{odd[0]}' than was sent ({len(odd)} of "
                 f"{len(names)} tensors differ)"
+            )
+        if not served.read_back and self._canary is None:
+            raise SyncError(
+                f"sync: version {version}: the engine's memory cannot be read and there is no canary: nothing proves "
+                "what it serves"
             )
         if served.engines != self._engines:
             self._engines, self._epoch, self._band = served.engines, -1, math.nan

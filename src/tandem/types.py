@@ -238,6 +238,8 @@ class Served:
     """Goes up whenever everything that was computed with older weights is forgotten."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """By phase: wait, verify, pause, apply, prove, resume."""
+    read_back: bool = True
+    """False: the engine's memory cannot be read, and fingerprints are of the files that it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +248,10 @@ class Proof:
 
     version: int
     mode: str
-    verified: Literal["digest", "identity", "none"]
+    verified: Literal["digest", "identity", "canary", "none"]
     """digest: both sides computed the same one, of every tensor. identity: every served tensor is the trainer's own
-    memory. none: there is nothing that serves."""
+    memory. canary: the engine was given what was sent; that it serves that, its logprobs alone say. none: there is
+    nothing that serves."""
     tensors: int
     bytes_moved: int
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
