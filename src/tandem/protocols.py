@@ -5,7 +5,7 @@ The loop (`tandem.loop`) talks to these; `tandem.recipes.build` alone knows whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -130,6 +130,7 @@ class Policy(Protocol):
     def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]: ...   # of logits, in forward and backward
     def hides_activations(self) -> bool: ...              # from autograd's hooks, that could count them
     def weights(self, version: int, kind: WeightKind) -> Weights: ...
+    def base(self) -> Iterator[tuple[str, Tensor]]: ...
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...   # the weights move there, and keep their values
     def export(self, path: Path) -> None: ...             # Hugging Face format
 
@@ -149,6 +150,7 @@ class Trainer(Protocol):
     def finish(self) -> None: ...                         # NothingLearned if no step moved a weight
     def export(self, kind: WeightKind) -> Weights: ...
     def score(self, ids: Sequence[int], first: int) -> list[float]: ...   # logprobs of ids[first:], untempered
+    def base(self) -> Iterator[tuple[str, Tensor]]: ...   # what adapters stand upon, and is never sent
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...         # of the policy
     def save(self, path: Path) -> None: ...
     def load(self, path: Path) -> None: ...

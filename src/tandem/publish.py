@@ -16,13 +16,17 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
-from tandem.protocols import Engine, WeightBridge
+from tandem.ops.base import check_base
+from tandem.protocols import Engine, WeightBridge, WeightSource
 from tandem.types import Group, Proof, Sampling, Sent, Served, WeightKind, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +47,8 @@ class Teacher(Protocol):
     def version(self) -> int: ...
     def export(self, kind: WeightKind) -> Weights: ...
     def score(self, ids: Sequence[int], first: int) -> list[float]: ...
-    def live_in(self, storage: Any) -> None: ...
+    def base(self) -> Iterator[tuple[str, Tensor]]: ...
+    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Canary:
     """The least band, in nats: rounding of the served type moves logprobs by so much from one version to the next."""
     ceiling: float
     """A fresh engine that is further away than this does not compute what the trainer computes."""
-    max_tokens: int = 4
+    max_tokens: int = 2
     times: float = 4.0
     """The band is so many times the gap of the fresh engine, or the floor if that is more."""
 
@@ -76,12 +81,14 @@ class Publisher:
         canary: Canary | None = None,
         call: Call = asyncio.to_thread,
         on_proof: Callable[[Proof], None] = lambda proof: None,
+        on_meeting: Callable[[Mapping[str, Any]], None] = lambda meeting: None,
     ) -> None:
-        """`retries`: how often a lost partner is taken back for one version. `on_proof` writes the ledger."""
+        """`retries`: how often a lost partner is taken back for one version. `on_proof` writes the ledger, `on_meeting`
+        what the engines said of themselves."""
         self.lock = asyncio.Lock()
         self._bridge, self._engine = bridge, engine
         self._deadline_s, self._retries, self._canary = deadline_s, retries, canary
-        self._call, self._on_proof = call, on_proof
+        self._call, self._on_proof, self._on_meeting = call, on_proof, on_meeting
         self._attached, self._meetings = False, 0
         self._engines: tuple[str, ...] = ()
         self._band, self._epoch = math.nan, -1
@@ -134,10 +141,7 @@ class Publisher:
     async def _attempt(self, teacher: Teacher) -> Proof:
         started = time.perf_counter()
         if not self._attached:  # how long it may take to start an engine is the engine's own deadline
-            await self._engine.attach(self._bridge.source(self._engine.receivers))
-            if (storage := self._bridge.storage()) is not None:
-                await self._call(teacher.live_in, storage)
-            self._attached, self._meetings = True, self._meetings + 1
+            await self._attach(teacher)
         try:
             async with asyncio.timeout(self._deadline_s):
                 sent, served = await self._meet(teacher.export(self._bridge.carries))
@@ -166,6 +170,16 @@ class Publisher:
             gap_limit=self._band if tokens else 0.0,
             canary_tokens=tokens,
         )
+
+    async def _attach(self, teacher: Teacher) -> None:
+        heard = _Heard(self._bridge.source(self._engine.receivers))
+        await self._engine.attach(heard)
+        if (storage := self._bridge.storage()) is not None:
+            await self._call(teacher.live_in, storage)
+        for reply in heard.replies:
+            await self._call(check_base, teacher.base(), reply)
+        self._on_meeting({"mode": self._bridge.mode, "engines": heard.replies})
+        self._attached, self._meetings = True, self._meetings + 1
 
     async def _meet(self, weights: Weights) -> tuple[Sent, Served]:
         sending = asyncio.ensure_future(self._call(self._bridge.send, weights))  # first: an inline engine waits for it
@@ -243,6 +257,35 @@ class Publisher:
             raise EngineSilent(
                 f"engine: no answer to {what}() within sync.deadline_s = {self._deadline_s:g} s"
             ) from None
+
+
+class _Heard:
+    """A source that remembers what the engines said to it."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.replies: list[Mapping[str, Any]] = []
+
+    @property
+    def carries(self) -> WeightKind:
+        return self._source.carries
+
+    @property
+    def link(self) -> Mapping[str, Any]:
+        return self._source.link
+
+    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        return self._source.house(tensors)
+
+    def attached(self, reply: Mapping[str, Any]) -> None:
+        self._source.attached(reply)
+        self.replies.append(reply)
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        return self._source.receive(version, rank)
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def _all_in_one(sent: Sent) -> str:

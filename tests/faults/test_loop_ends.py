@@ -36,6 +36,9 @@ class Trainer:
     def score(self, ids, first) -> list[float]:
         return [0.0] * (len(ids) - first)
 
+    def base(self):
+        return iter(())
+
     def live_in(self, storage) -> None: ...
     def finish(self) -> None: ...
     def save(self, path) -> None: ...

@@ -133,6 +133,9 @@ class CountingTrainer:
     def score(self, ids, first) -> list[float]:
         return [0.0] * (len(ids) - first)
 
+    def base(self):
+        return iter(())
+
     def live_in(self, storage) -> None: ...
     def finish(self) -> None: ...
     def save(self, path) -> None: ...

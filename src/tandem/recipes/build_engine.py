@@ -313,7 +313,12 @@ def _buffers(model: Model) -> list[str]:
 
 
 def publisher(
-    joined: Joined, model: Model, deadline_s: float, call: Call, on_proof: Callable[[Proof], None]
+    joined: Joined,
+    model: Model,
+    deadline_s: float,
+    call: Call,
+    on_proof: Callable[[Proof], None] = lambda proof: None,
+    on_meeting: Callable[[Mapping[str, Any]], None] = lambda meeting: None,
 ) -> Publisher:
     return Publisher(
         joined.bridge,
@@ -323,6 +328,7 @@ def publisher(
         canary=canary(model),
         call=call,
         on_proof=on_proof,
+        on_meeting=on_meeting,
     )
 
 

@@ -30,7 +30,9 @@ class RlRun:
         )
         self.joined = build_engine.join(spec, self.model, run.directory / "engines")
         self.call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-        self.publisher = build_engine.publisher(self.joined, self.model, spec.sync.deadline_s, self.call, run.synced)
+        self.publisher = build_engine.publisher(
+            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, run.met
+        )
         self.setting = Setting(
             environment,
             self.joined.engine,

@@ -129,6 +129,10 @@ class Run:
         """A row of the ledger."""
         self._ledger.write(asdict(proof))
 
+    def met(self, meeting: Mapping[str, Any]) -> None:
+        """What the engines said of themselves when they were attached."""
+        atomic.write_json(self.directory / "sync-map.json", meeting)
+
     def sample(self, when: str, task: str, messages: Sequence[Message], reward: float) -> None:
         self._samples.write(
             {"when": when, "task": task, "messages": [dict(message) for message in messages], "reward": reward}

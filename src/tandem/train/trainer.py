@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -81,6 +81,9 @@ class PolicyTrainer:
     def score(self, ids: Sequence[int], first: int) -> list[float]:
         """Logprobs of ids[first:], by the untempered model."""
         return self._policy.score(plain_row(ids, first, self._parameters[0][1].device), 1.0).tolist()
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        return self._policy.base()
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
         self._policy.live_in(storage)
