@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from served import MODEL, wait_until
 
 from tandem.errors import SpecError
@@ -69,6 +70,14 @@ def test_sigterm_cuts_long_answers_within_10_s(tmp_path: Path) -> None:
                 list(lines)
             assert process.wait(timeout=10) == 0
             assert time.monotonic() - began < 9
+
+
+def test_an_answer_in_two_writes_does_not_wait_for_an_acknowledgement(tmp_path: Path) -> None:
+    with Server(FastAPI(), Listen(tmp_path), print)._socket() as listening:
+        client = socket.create_connection(listening.getsockname())
+        accepted, _ = listening.accept()
+        with client, accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_the_token_lives_as_long_as_its_directory_and_only_in_private(tmp_path: Path) -> None:
