@@ -106,8 +106,8 @@ class Server(uvicorn.Server):
             listening = socket.create_server((host, port), family=family, backlog=2048)
         except (OSError, OverflowError) as error:
             raise SpecError(f"--port = {port}: cannot listen on {host}: {error}; --port 0 takes a free one") from error
-        # asyncio does this for sockets that it made itself. Without it the second write of an answer waits 40 ms for the
-        # other side to acknowledge the first.
+        # asyncio does this for sockets that it made itself. Without it the second write of an answer waits 40 ms for
+        # the other side to acknowledge the first.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
 
