@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from server_engine import ThreadServerEngine
 
 from tandem.engine.hf import EmbeddedEngine
 from tandem.engine.pool import EnginePool
@@ -16,7 +17,7 @@ from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling
 
 VOCAB, END, CONTEXT = 97, 96, 160
-KINDS = ("inline", "threaded", "pool")
+KINDS = ("inline", "threaded", "pool", "server")
 Request = tuple[list[int], Sampling]
 
 
@@ -119,6 +120,8 @@ def make_engine(kind: str, module: Any, *, num_ids: int = 0, decode: Any = None,
             **options,
         )
 
+    if kind == "server":
+        return ThreadServerEngine(one(False), num_ids=num_ids or module.config.vocab_size)
     return EnginePool([one(False), one(False)]) if kind == "pool" else one(kind == "inline")
 
 

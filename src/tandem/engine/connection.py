@@ -13,8 +13,8 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -46,12 +46,7 @@ class Connection:
         """By us: nothing was lost."""
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._epitaph = epitaph
-        # No proxy of the environment: the token is for this server alone.
-        self._client = httpx.AsyncClient(
-            base_url=url, headers=self._headers, trust_env=False,
-            limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS,
-                                keepalive_expiry=_IDLE_S),
-        )  # fmt: skip
+        self._lanes = _Lanes(url, self._headers)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
         self._loaded = False
@@ -96,7 +91,7 @@ class Connection:
     async def close(self, why: str = "engine: closed") -> None:
         self._closed.set()
         self._set_gone(why)
-        await self._client.aclose()
+        await self._lanes.close()
 
     # --- asking
 
@@ -104,7 +99,8 @@ class Connection:
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
         timeout = httpx.Timeout(connect=_CONNECT_S, read=read_s, write=_WRITE_S, pool=read_s)
         try:
-            answer = await self._client.request(method, route, content=content, timeout=timeout)
+            async with self._lanes.take() as client:
+                answer = await client.request(method, route, content=content, timeout=timeout)
         except httpx.ReadTimeout as error:
             raise EngineSilent(f"engine: {self.url} gave no answer to {route} within {read_s:g} s") from error
         except httpx.TransportError as error:
@@ -115,12 +111,13 @@ class Connection:
         # Tokens are the sign of life, and who waits for them may have to queue: no limit but the watch's.
         timeout = httpx.Timeout(connect=_CONNECT_S, read=None, write=_WRITE_S, pool=None)
         growing = _Growing(on_token)
-        async with self._client.stream("POST", "/engine/generate", content=content, timeout=timeout) as answer:
-            if answer.status_code != 200:
-                await answer.aread()
-                _checked(answer)
-            async for piece in answer.aiter_raw():
-                growing.feed(piece)
+        async with self._lanes.take() as client:
+            async with client.stream("POST", "/engine/generate", content=content, timeout=timeout) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    _checked(answer)
+                async for piece in answer.aiter_raw():
+                    growing.feed(piece)
         if growing.completion is None:
             raise httpx.RemoteProtocolError("the answer has no end")
         return growing.completion
@@ -197,6 +194,42 @@ class Connection:
         self._closed.set()
         for asking in self._under_way:
             asking.cancel()
+
+
+class _Lanes:
+    """Connections that are kept. A client each: for every request, a client looks through all the connections it has,
+    several times over, and hundreds of requests spent more time there than the engine did sampling."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self._url, self._headers = url, headers
+        self._verify = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else False
+        self._left = asyncio.Semaphore(_CONNECTIONS)
+        self._idle: list[httpx.AsyncClient] = []
+        self._all: list[httpx.AsyncClient] = []
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with self._left:
+            client = self._idle.pop() if self._idle else self._new()
+            try:
+                yield client
+            finally:
+                self._idle.append(client)
+
+    async def close(self) -> None:
+        for client in self._all:
+            await client.aclose()
+
+    def _new(self) -> httpx.AsyncClient:
+        client = httpx.AsyncClient(
+            base_url=self._url,
+            headers=self._headers,
+            verify=self._verify,
+            trust_env=False,  # no proxy of the environment: the token is for this server alone
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=_IDLE_S),
+        )
+        self._all.append(client)
+        return client
 
 
 class _Growing:
