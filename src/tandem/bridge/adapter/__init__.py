@@ -1,0 +1,1 @@
+"""adapter: LoRA files in memory-backed storage, under a new name each version."""

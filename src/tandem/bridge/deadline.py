@@ -1,0 +1,65 @@
+"""Waiting that ends.
+
+Some native calls cannot be interrupted: connecting to a process that is stopped, a collective whose partner is gone, a
+write to a file server that went away. They run on threads that can be left behind, and the caller's deadline holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from tandem.errors import SyncError, SyncTimeout
+
+_T = TypeVar("_T")
+_LOOK_S = 0.05  # how often a wait looks whether it was given up
+
+
+class Deadline:
+    def __init__(self, mode: str, seconds: float, given_up: threading.Event | None = None) -> None:
+        """Whoever sets `given_up` ends every wait before its time."""
+        self._mode, self._seconds = mode, seconds
+        self._ends = time.monotonic() + seconds
+        self._given_up = given_up or threading.Event()
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def check(self, what_failed: str) -> None:
+        """`what_failed` as a clause: 'version 3 was not sent'."""
+        if self._given_up.is_set():
+            raise SyncError(f"{self._mode}: {what_failed}: this meeting was given up for a new one")
+        if not self.left_s:
+            raise self.missed(what_failed)
+
+    def missed(self, what_failed: str) -> SyncTimeout:
+        return SyncTimeout(f"{self._mode}: {what_failed} within {self._seconds:g} s")
+
+    def until(self, done: Callable[[], bool], what_failed: str, *, every_s: float = 0.002) -> None:
+        pause_s = min(5e-5, every_s)  # a transfer of a few milliseconds should not wait for the next look
+        while not done():
+            self.check(what_failed)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, every_s)
+
+    def call(self, function: Callable[[], _T], what_failed: str) -> _T:
+        """Its result, or its error. When time is up its thread is left behind; it must not touch anything shared."""
+        future: Future[_T] = Future()
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                future.set_exception(error)
+            ended.set()
+
+        self.check(what_failed)
+        threading.Thread(target=run, name=f"sync {self._mode}", daemon=True).start()
+        while not ended.wait(min(_LOOK_S, self.left_s)):
+            self.check(what_failed)
+        return future.result()

@@ -1,0 +1,126 @@
+"""The wire of files: a version is a directory that appears all at once, in the safetensors format.
+
+`tandem.json` names every file and every tensor, and goes by nothing that is not in it: a file that was cut, changed or
+forgotten is refused. Tensors are read through private mappings: they outlive the directory's deletion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.bridge.end import EngineEnd
+from tandem.bridge.wire import Manifest, check, checksum
+from tandem.errors import SyncError
+from tandem.types import WeightKind, Weights
+
+MANIFEST = "tandem.json"
+_POLL_S = 0.005
+_PREFIX = "v-"
+
+
+def directory_name(version: int) -> str:
+    return f"{_PREFIX}{version:06d}"
+
+
+def version_in(name: str) -> int | None:
+    """None: it is no version's directory, or not a finished one."""
+    digits = name.removeprefix(_PREFIX)
+    return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
+
+
+class FilesSource(EngineEnd):
+    """The engine's end. Any number of receivers read the same files."""
+
+    def __init__(self, link: Mapping[str, Any], mode: str, carries: WeightKind) -> None:
+        super().__init__(link, mode, carries)
+        self._directory = Path(self._need("directory", str))
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        waited_for = f"version {version} was not sent"
+        deadline = self.deadline()
+        deadline.check(waited_for)
+        deadline.until(lambda: self._appeared(version), waited_for, every_s=_POLL_S)
+        path = self._directory / directory_name(version)
+        try:
+            weights = read(path, self._mode, version)
+        except SyncError:
+            raise
+        except OSError as error:
+            raise SyncError(f"{self._mode}: '{path}' cannot be read: {error}") from error
+        check(weights, self._mode)
+        return weights
+
+    def _appeared(self, version: int) -> bool:
+        there = self._versions()
+        if there and version not in there and max(there) > version:
+            raise SyncError(f"{self._mode}: asked for version {version}, sent was {max(there)}")
+        return version in there
+
+    def _versions(self) -> set[int]:
+        try:
+            names = [path.name for path in self._directory.iterdir()]
+        except FileNotFoundError:
+            raise SyncError(
+                f"{self._mode}: '{self._directory}' is not there: the trainer ended, began a new meeting, or its "
+                "storage is not visible here; sync.directory must lie where both ends see it"
+            ) from None
+        return {found for name in names if (found := version_in(name)) is not None}
+
+
+def read(directory: Path, mode: str, version: int) -> Weights:
+    """Everything that can be said against the files without reading the tensors has been said."""
+    manifest = _manifest(directory, mode)
+    if manifest.version != version:
+        raise SyncError(f"{mode}: '{directory}' holds version {manifest.version}, not {version}")
+    for name, (size, head, expected) in manifest.files.items():
+        _check_file(directory, name, size, head, expected, mode)
+    held_in = sorted({entry.file for entry in manifest.tensors.values()})
+    mapped = {name: _map(directory / name, manifest.files[name][0]) for name in held_in}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, entry in manifest.tensors.items():
+            yield name, entry.view(mapped[entry.file])
+
+    return Weights(
+        version,
+        manifest.kind,
+        tensors,
+        adapter=manifest.adapter,
+        expected=manifest.fingerprints,
+        path=str(directory),
+    )
+
+
+def _manifest(directory: Path, mode: str) -> Manifest:
+    try:
+        text = (directory / MANIFEST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SyncError(f"{mode}: '{directory}' has no {MANIFEST}: this bridge did not write it") from None
+    except UnicodeDecodeError:
+        raise SyncError(f"{mode}: '{directory / MANIFEST}' is damaged: it is no text") from None
+    return Manifest.from_text(text, mode)
+
+
+def _check_file(directory: Path, name: str, size: int, head: int, expected: str, mode: str) -> None:
+    path = directory / name
+    if Path(name).name != name:
+        raise SyncError(f"{mode}: the manifest names '{name}', which is not a file of its own directory")
+    try:
+        found = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(head)
+    except FileNotFoundError:
+        raise SyncError(f"{mode}: '{path}' is missing; nothing of this version may be served") from None
+    if found != size:
+        raise SyncError(f"{mode}: '{path}' has {found} bytes instead of {size}: it was cut or written over")
+    if checksum(start) != expected:
+        raise SyncError(f"{mode}: '{path}' is damaged: its checksum does not fit")
+
+
+def _map(path: Path, size: int) -> Tensor:
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

@@ -1,0 +1,12 @@
+"""restart, the engine's end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.bridge.files import FilesSource
+
+
+def open(link: Mapping[str, Any]) -> FilesSource:
+    return FilesSource(link, "restart", carries="full")

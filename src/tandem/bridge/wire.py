@@ -1,0 +1,165 @@
+"""What both wires have in common: the manifest that says what travels, and the check of what arrived.
+
+This runs inside other engines' environments: the standard library, torch, and of Tandem only what imports no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.types import Fingerprints, WeightKind, Weights
+
+FORMAT = 1
+_ALIGNED = 16
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+_T = TypeVar("_T")
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    if name not in _CODES:
+        raise SyncError(f"weights of type {name!r} cannot be carried; known are {', '.join(_CODES)}")
+    return getattr(torch, name)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def safetensors_code(dtype_name: str) -> str:
+    return _CODES[dtype_name]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def fingerprint(name: str, tensor: Tensor) -> str:
+    if not tensor.numel():
+        return f"{0:016x}"
+    if tensor.element_size() == 8:  # `piece` works in place on numbers that are wide enough already
+        tensor = tensor.clone()
+    return f"{digest.piece(tensor, name):016x}"
+
+
+def padded(size_bytes: int) -> int:
+    """Where the next tensor may begin, so that every type is aligned."""
+    return -(-size_bytes // _ALIGNED) * _ALIGNED
+
+
+def need(source: Mapping[str, Any], key: str, kind: type[_T], what: str) -> _T:
+    value = source.get(key)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise SyncError(f"{what}: '{key}' is {value!r}, not of type {kind.__name__}; both ends must be of one release")
+    return cast(_T, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor, in the form in which it is served."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    offset: int
+    file: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
+
+    def view(self, raw: Tensor) -> Tensor:
+        """This tensor within the bytes that it lies in."""
+        mine = raw[self.offset : self.offset + self.size_bytes]
+        return mine.view(dtype_named(self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    mode: str
+    version: int
+    kind: WeightKind
+    tensors: Mapping[str, Entry]
+    adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    files: Mapping[str, tuple[int, int, str]] = field(default_factory=dict[str, tuple[int, int, str]])
+    """Size; over how many bytes from the start the checksum goes (tensors have their own); the checksum."""
+    size_bytes: int = 0
+    """Of the flat bytes that tensors lie in, where they are in no file."""
+    bucket_bytes: int = 0
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        return {name: entry.digest for name, entry in self.tensors.items()}
+
+    def to_text(self) -> str:
+        content = asdict(self)
+        return json.dumps({"format": FORMAT, "checksum": _checksum_of(content), **content})
+
+    @classmethod
+    def from_text(cls, text: str, mode: str) -> Manifest:
+        """SyncError for anything that is not, to the letter, what `to_text` wrote for this mode."""
+        try:
+            content = json.loads(text)
+        except ValueError:
+            raise SyncError(f"{mode}: the manifest is no JSON: it is damaged, or another program wrote it") from None
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
+        if content.pop("checksum", None) != _checksum_of(content):
+            raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
+        tensors = {n: Entry(**{**entry, "shape": tuple(entry["shape"])}) for n, entry in content["tensors"].items()}
+        files = {name: (size, head, checksum) for name, (size, head, checksum) in content["files"].items()}
+        manifest = cls(**{**content, "tensors": tensors, "files": files})
+        if manifest.mode != mode:
+            raise SyncError(f"{mode}: the manifest is of mode '{manifest.mode}'; both ends must use one sync.bridge")
+        manifest._check_places()
+        return manifest
+
+    def _check_places(self) -> None:
+        """Nothing lies outside the bytes that are announced for it, or where its type cannot be read."""
+        for name, entry in self.tensors.items():
+            room = self.files.get(entry.file, (0, 0, ""))[0] if entry.file else self.size_bytes
+            width = dtype_named(entry.dtype).itemsize
+            inside = entry.offset >= 0 and entry.offset + entry.size_bytes <= room
+            if not inside or entry.offset % width or min(entry.shape, default=0) < 0:
+                where = f"bytes {entry.offset} to {entry.offset + entry.size_bytes} of {room}"
+                raise SyncError(f"{self.mode}: version {self.version}: the manifest places '{name}' at {where}")
+
+
+def checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check(weights: Weights, mode: str) -> None:
+    """What arrived is what was sent, tensor by tensor: to the bit, under its name."""
+    arrived = {name: fingerprint(name, tensor) for name, tensor in weights.tensors()}
+    if odd := sorted(arrived.keys() ^ weights.expected.keys()):
+        raise SyncError(f"{mode}: version {weights.version}: {listed(odd)} only announced, or only arrived")
+    if odd := sorted(name for name in arrived if arrived[name] != weights.expected[name]):
+        raise SyncError(
+            f"{mode}: version {weights.version}: what arrived of {listed(odd)} is not what was sent (of {len(arrived)} "
+            f"tensors); digest {arrived[odd[0]]} instead of {weights.expected[odd[0]]}; nothing of it may be served"
+        )
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    text = ", ".join(f"'{name}'" for name in names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    return checksum(json.dumps(content, sort_keys=True).encode())
