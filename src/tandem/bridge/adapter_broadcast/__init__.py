@@ -1,0 +1,1 @@
+"""adapter_broadcast: LoRA tensors in one flat transfer, no disk."""

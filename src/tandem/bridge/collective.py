@@ -1,0 +1,235 @@
+"""The trainer's end of the wire of collectives: two buckets, one that is packed while the other one travels."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.bridge import wire
+from tandem.bridge.deadline import Deadline
+from tandem.bridge.group import CLOSED, CLOSING_S, WAY_OUT, Group, GroupSource, Meeting, Notes
+from tandem.bridge.outgoing import Form, forms, outgoing
+from tandem.errors import SyncError, SyncTimeout
+from tandem.ops.phases import Phases
+from tandem.types import Sent, WeightKind, Weights
+
+
+class CollectiveBridge:
+    """What broadcast and adapter_broadcast share."""
+
+    mode: str
+    carries: WeightKind
+
+    def __init__(self, device: torch.device | str, host: str, bucket_bytes: int, deadline_s: float) -> None:
+        """`device`: where the bytes are packed; cuda sends by NCCL, cpu by gloo. `bucket_bytes`: 0 is all in one."""
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._host, self._bucket_bytes, self._deadline_s = host, bucket_bytes, deadline_s
+        self._host_of: _Host | None = None
+        self._meetings = 0
+
+    def source(self, num_receivers: int = 1) -> GroupSource:
+        self.close()
+        self._meetings += 1
+        listening = socket.create_server((self._host, 0), backlog=128)
+        meeting = Meeting(
+            self.mode,
+            self._host,
+            listening.getsockname()[1],
+            uuid.uuid4().hex,
+            self._meetings,
+            num_receivers + 1,
+            self._device.type,
+            self._deadline_s,
+        )
+        self._host_of = _Host(meeting, listening, self._device, self.carries)
+        return self._host_of.source
+
+    def storage(self) -> Mapping[str, Tensor] | None:
+        return None
+
+    def send(self, weights: Weights) -> Sent:
+        if self._host_of is None:
+            raise SyncError(f"{self.mode}: send() before source(): there is nobody to meet")
+        return self._host_of.send(weights, self._bucket_bytes)
+
+    def close(self) -> None:
+        host, self._host_of = self._host_of, None
+        if host is not None:
+            host.close()
+
+
+class _Host:
+    """The trainer at one meeting: rank 0, and the store's owner."""
+
+    def __init__(self, meeting: Meeting, listening: socket.socket, device: torch.device, carries: WeightKind) -> None:
+        self._meeting, self._device = meeting, device
+        self._notes = Notes(meeting, meeting.host_it(listening), mine=True)
+        self.source = GroupSource(meeting.to_link(), meeting.mode, carries, device if device.type == "cpu" else None)
+        self._given_up = threading.Event()
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        self._sequence, self._ended = 0, ""
+
+    def send(self, weights: Weights, bucket_bytes: int) -> Sent:
+        deadline = Deadline(self._meeting.mode, self._meeting.deadline_s, self._given_up)
+        failed = f"version {weights.version} was not sent"
+        deadline.until(lambda: self._lock.acquire(blocking=False), failed)
+        try:
+            if self._ended:
+                raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
+            phases = Phases()
+            into = forms(weights, self.source.replies, self._meeting.mode)
+            manifest = _manifest(weights, into, self._meeting.mode, bucket_bytes)
+            phases.end("gather")
+            self._gather_everybody(manifest, deadline)
+            phases.end("meet")
+            self._move(weights, into, manifest, deadline)
+            phases.end("move")
+            self._hear_verdicts(manifest, deadline)
+            phases.end("confirm")
+        finally:
+            self._lock.release()
+        return Sent(weights.version, self._meeting.mode, manifest.fingerprints, manifest.size_bytes, phases.seconds)
+
+    def close(self) -> None:
+        self._given_up.set()
+        self.source.close()
+        if not self._lock.acquire(timeout=CLOSING_S):
+            return  # whoever sends finds out, and ends the group itself
+        self._end("it was closed", broken=False)
+        # Receivers wait for the next announcement: it comes, and says that there will be none.
+        deadline = Deadline(self._meeting.mode, CLOSING_S)
+        self._notes.count("the store did not close", deadline, CLOSED)
+        self._notes.write(f"{self._sequence + 1}/manifest", "", deadline)
+        self._lock.release()
+
+    def _gather_everybody(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+        """From here to the end of `_move` both ends walk in step; before it, either may still refuse."""
+        mode, version = self._meeting.mode, manifest.version
+        now = self._sequence = self._notes.count(f"version {version} was not announced", deadline, 1)
+        self._notes.write(f"{now}/manifest", manifest.to_text(), deadline)
+        self._forget(now - 2)
+        refusals: list[str] = []
+        try:
+            answers = self._hear(f"{now}/answer", f"for version {version}, {{}} did not come", deadline)
+            refusals = [f"receiver {rank - 1}: {text}" for rank, text in answers.items() if text]
+            if refusals:
+                raise SyncError(f"{mode}: version {version} was not sent: {'; '.join(refusals)}")
+        except SyncError as error:
+            # Whoever comes late must not wait in a collective for a sender that has gone on.
+            self._notes.write(f"{now}/go", str(error), Deadline(mode, CLOSING_S))
+            raise
+        self._notes.write(f"{now}/go", "", deadline)
+
+    def _move(self, weights: Weights, into: Mapping[str, Form], manifest: wire.Manifest, deadline: Deadline) -> None:
+        try:
+            if self._group is None:
+                self._group = Group(self._meeting, 0, self._notes, self._device, deadline)
+            with self._group.aside():
+                packer = _Packer(self._group, manifest, self._device, deadline)
+                for name, tensor in outgoing(weights, into, self._meeting.mode):
+                    packer.add(wire.as_bytes(tensor), manifest.tensors[name].offset)
+                packer.finish()
+        except SyncError as error:
+            self._end(str(error), broken=True)
+            raise
+
+    def _hear_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+        version = manifest.version
+        try:
+            verdicts = self._hear(f"{self._sequence}/done", f"version {version}: {{}} did not confirm it", deadline)
+        except SyncError as error:  # how far whoever is silent has come, nobody knows
+            self._end(str(error), broken=True)
+            raise
+        if wrong := [f"receiver {rank - 1}: {text}" for rank, text in verdicts.items() if text]:
+            raise SyncError(f"{self._meeting.mode}: version {version} was refused: {'; '.join(wrong)}")
+
+    def _hear(self, key: str, failed: str, deadline: Deadline) -> dict[int, str]:
+        """What every receiver says."""
+        heard: dict[int, str] = {}
+        ranks = range(1, self._meeting.world_size)
+        for rank in ranks:
+            try:
+                heard[rank] = self._notes.read(f"{key}/{rank}", failed.format(f"receiver {rank - 1}"), deadline)
+            except SyncTimeout:
+                silent = [each - 1 for each in ranks if not self._notes.has(f"{key}/{each}")]
+                who = f"receiver{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+                raise deadline.missed(failed.format(who)) from None
+        return heard
+
+    def _forget(self, sequence: int) -> None:
+        ranks = range(1, self._meeting.world_size)
+        notes = [f"{sequence}/{note}/{rank}" for note in ("answer", "done") for rank in ranks]
+        for key in (f"{sequence}/manifest", f"{sequence}/go", *notes):
+            self._notes.store.delete_key(key)
+
+    def _end(self, why: str, *, broken: bool) -> None:
+        group, self._group, self._ended = self._group, None, self._ended or why
+        if group is not None:
+            group.close(broken=broken)
+
+
+class _Packer:
+    """Tensors, one behind the other, into the bucket whose turn it is."""
+
+    def __init__(self, group: Group, manifest: wire.Manifest, device: torch.device, deadline: Deadline) -> None:
+        self._group, self._deadline = group, deadline
+        self._bucket_bytes, self._left = manifest.bucket_bytes, manifest.size_bytes
+        self._failed = f"version {manifest.version} was not taken"
+        rooms = min(2, -(-manifest.size_bytes // max(self._bucket_bytes, 1)))
+        size = min(self._bucket_bytes, manifest.size_bytes)
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(rooms)]
+        self._works: list[Any] = [None] * rooms
+        self._turn = 0
+
+    def add(self, raw: Tensor, position: int) -> None:
+        while raw.numel():
+            bucket, at = divmod(position, self._bucket_bytes)
+            self._go_on_to(bucket)
+            part = raw[: self._bucket_bytes - at]
+            self._buffers[bucket % 2][at : at + part.numel()].copy_(part)
+            raw, position = raw[part.numel() :], position + part.numel()
+
+    def finish(self) -> None:
+        if self._left:
+            self._send()
+        self._group.finish(self._failed, self._deadline)
+
+    def _go_on_to(self, bucket: int) -> None:
+        while self._turn < bucket:
+            self._send()
+
+    def _send(self) -> None:
+        room = self._turn % 2
+        full = min(self._bucket_bytes, self._left)
+        self._works[room] = self._group.broadcast(self._buffers[room][:full], self._deadline)
+        self._left -= full
+        self._turn += 1
+        if self._left and (before := self._works[self._turn % 2]) is not None:
+            self._group.free(before, self._failed, self._deadline)
+
+
+def _manifest(weights: Weights, into: Mapping[str, Form], mode: str, bucket_bytes: int) -> wire.Manifest:
+    """All is gathered and looked at once before anything moves, so that a refusal costs the receivers nothing."""
+    entries: dict[str, wire.Entry] = {}
+    end = 0
+    for name, tensor in outgoing(weights, into, mode):
+        entries[name] = wire.Entry(*into[name], wire.fingerprint(name, tensor), wire.padded(end))
+        end = entries[name].offset + entries[name].size_bytes
+    return wire.Manifest(
+        mode,
+        weights.version,
+        weights.kind,
+        entries,
+        adapter=weights.adapter,
+        size_bytes=end,
+        bucket_bytes=bucket_bytes or max(end, 1),
+    )
