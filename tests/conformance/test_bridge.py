@@ -1,153 +1,388 @@
-"""What any WeightBridge must do, and what the two in-process ones promise beyond it."""
+"""What any WeightBridge must do. Both ends are in this process here; test_bridge_processes.py parts them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from bridges import (
+    BRIDGES,
+    COLLECTIVES,
+    COPYING,
+    FILES,
+    as_served,
+    bits,
+    carry,
+    full_tensors,
+    layout_of,
+    meet,
+    reply,
+    tensors_for,
+    weights_of,
+    while_sending,
+)
 
-from tandem.bridge.inproc import InprocBridge, InprocSource
-from tandem.bridge.null import NullBridge
+from tandem.bridge.broadcast.trainer import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge
-from tandem.types import Weights
-
-BRIDGES: dict[str, Callable[[], WeightBridge]] = {"inproc": lambda: InprocBridge(deadline_s=5.0), "null": NullBridge}
 
 
-def weights(version: int, value: float = 1.0) -> Weights:
-    tensors = {"a": torch.full((2, 3), value), "b": torch.zeros(4)}
-    return Weights(version, "full", lambda: iter(tensors.items()))
-
-
-@pytest.fixture(params=BRIDGES)
-def bridge(request: pytest.FixtureRequest) -> Iterator[WeightBridge]:
-    bridge = BRIDGES[request.param]()
-    assert bridge.mode == request.param
+def _made(name: str, at: Path, deadline_s: float) -> Iterator[WeightBridge]:
+    bridge = BRIDGES[name](at, deadline_s)
+    assert bridge.mode == name
     yield bridge
     bridge.close()
 
 
+@pytest.fixture(params=BRIDGES)
+def bridge(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightBridge]:
+    yield from _made(request.param, tmp_path, 10.0)
+
+
+@pytest.fixture(params=COPYING)
+def copying(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightBridge]:
+    yield from _made(request.param, tmp_path, 10.0)
+
+
+@pytest.fixture(params=COPYING)
+def hasty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightBridge]:
+    yield from _made(request.param, tmp_path, 0.3)
+
+
 def test_every_version_arrives_in_turn(bridge: WeightBridge) -> None:
-    source = bridge.source()
-    for version in range(5):
-        bridge.send(weights(version))
-        received = source.receive(version)
-        assert (received.version, received.kind) == (version, "full")
+    source = meet(bridge)
+    assert source.carries == bridge.carries
+    for version in range(4):
+        sent, (received,) = carry(bridge, source, weights_of(version, bridge.carries))
+        assert (sent.version, sent.mode) == (version, bridge.mode)
+        assert (received.version, received.kind) == (version, bridge.carries)
 
 
 def test_every_receiver_gets_every_version(bridge: WeightBridge) -> None:
-    source = bridge.source(num_receivers=3)
+    source = meet(bridge, num_receivers=3)
     for version in (1, 2):
-        bridge.send(weights(version))
-        assert [source.receive(version, rank).version for rank in (2, 0, 1)] == [version] * 3
+        _, received = carry(bridge, source, weights_of(version, bridge.carries), ranks=(2, 0, 1))
+        assert [each.version for each in received] == [version] * 3
+        assert len({tuple(bits(each.tensors())) for each in received}) == 1
 
 
 def test_weights_can_be_read_again_with_the_same_names(bridge: WeightBridge) -> None:
-    source = bridge.source()
-    bridge.send(weights(1))
-    received = source.receive(1)
-    first, again = ([name for name, _ in received.tensors()] for _ in range(2))
-    assert first == again
+    _, (received,) = carry(bridge, meet(bridge), weights_of(1, bridge.carries))
+    assert bits(received.tensors()) == bits(received.tensors())
 
 
-def test_sending_before_anyone_asked_for_a_source_harms_nobody(bridge: WeightBridge) -> None:
-    bridge.send(weights(1))
-    source = bridge.source()
-    bridge.send(weights(2))
-    assert source.receive(2).version == 2
-
-
-def test_a_receiver_in_another_thread_waits_for_the_sender() -> None:
-    bridge = InprocBridge(deadline_s=5.0)
-    source = bridge.source(num_receivers=2)
-    began = threading.Barrier(3)
-
-    def receive(rank: int) -> tuple[int, float]:
-        began.wait()
+def test_a_receiver_waits_for_the_sender(copying: WeightBridge) -> None:
+    source = meet(copying)
+    with ThreadPoolExecutor(1) as threads:
         started = time.monotonic()
-        return source.receive(4, rank).version, time.monotonic() - started
-
-    with ThreadPoolExecutor(2) as threads:
-        answers = [threads.submit(receive, rank) for rank in (0, 1)]
-        began.wait()
+        answer = threads.submit(source.receive, 4)
         time.sleep(0.1)
-        bridge.send(weights(4))
-        for answer in answers:
-            version, waited_s = answer.result(timeout=5)
-            assert version == 4
-            assert 0.05 < waited_s < 3
+        copying.send(weights_of(4, copying.carries))
+        assert answer.result(timeout=5).version == 4
+        assert 0.1 < time.monotonic() - started < 5
 
 
-def test_inproc_carries_the_very_tensors() -> None:
-    tensor = torch.randn(3)
-    bridge = InprocBridge()
+# --- what a copy is
+
+
+def test_what_arrives_is_what_is_to_be_served_to_the_bit(copying: WeightBridge) -> None:
+    """Empty and 0-dim tensors, 16-bit and integer ones, slices and transposes, larger than a bucket and split by it."""
+    sent, (received,) = carry(copying, meet(copying), weights_of(1, copying.carries))
+    assert bits(received.tensors()) == bits(as_served(copying.carries, 1))
+    assert sent.fingerprints == received.expected
+    assert sent.bytes_moved >= sum(t.nbytes for t in as_served(copying.carries, 1).values())
+    assert {"gather", "move"} <= sent.seconds.keys()
+
+
+def test_sending_leaves_the_trainers_tensors_as_they_are(copying: WeightBridge) -> None:
+    tensors = tensors_for(copying.carries)
+    before = bits(tensors)
+    carry(copying, meet(copying), weights_of(1, copying.carries, tensors))
+    assert bits(tensors) == before
+
+
+def test_what_arrived_stays_when_the_next_version_comes_and_when_all_is_closed(copying: WeightBridge) -> None:
+    source = meet(copying)
+    _, (first,) = carry(copying, source, weights_of(1, copying.carries))
+    for version in (2, 3, 4, 5):
+        carry(copying, source, weights_of(version, copying.carries))
+    copying.close()
+    assert bits(first.tensors()) == bits(as_served(copying.carries, 1))
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter_broadcast"])
+def test_an_adapters_configuration_comes_along_and_its_type_if_the_engine_has_one(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
     source = bridge.source()
-    bridge.send(Weights(1, "full", lambda: iter([("a", tensor)])))
-    ((name, received),) = source.receive(1).tensors()
-    assert name == "a"
-    assert received is tensor
+    source.attached({**reply(), "adapter_dtype": "float16"})
+    _, (received,) = carry(bridge, source, weights_of(1, "adapter"))
+    bridge.close()
+    assert (received.adapter["r"], received.adapter["target_modules"]) == (4, ["q"])
+    assert {tensor.dtype for _, tensor in received.tensors()} == {torch.float16}
 
 
-@pytest.mark.parametrize("left_over", [None, 6])
-def test_inproc_gives_up_on_a_version_that_does_not_come(left_over: int | None) -> None:
-    bridge = InprocBridge(deadline_s=0.1)
-    source = bridge.source()
-    if left_over is not None:
-        bridge.send(weights(left_over))
+def test_many_buckets_of_all_sizes_around_a_tensors_edge(tmp_path: Path) -> None:
+    for bucket_bytes in (16, 48, 4096, 2**20):
+        bridge = BroadcastBridge(bucket_bytes=bucket_bytes, deadline_s=20)
+        _, (received,) = carry(bridge, meet(bridge), weights_of(1, "full"))
+        assert bits(received.tensors()) == bits(as_served("full", 1)), bucket_bytes
+        bridge.close()
+
+
+# --- versions
+
+
+def test_an_older_version_that_was_left_over_is_passed_over(copying: WeightBridge) -> None:
+    source = meet(copying)
+    if copying.mode in FILES:
+        for version in (5, 6):
+            copying.send(weights_of(version, copying.carries))
+        _, (received,) = carry(copying, source, weights_of(7, copying.carries))
+    else:
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(source.receive, 7)
+            with pytest.raises(SyncError, match="asked for version 7, sent was 6"):
+                copying.send(weights_of(6, copying.carries))
+            copying.send(weights_of(7, copying.carries))
+            received = answer.result(timeout=10)
+    assert bits(received.tensors()) == bits(as_served(copying.carries, 7))
+
+
+def test_a_later_version_than_was_asked_for_is_refused(copying: WeightBridge) -> None:
+    source = meet(copying)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 7)
+        if copying.mode in FILES:
+            copying.send(weights_of(8, copying.carries))
+        else:
+            with pytest.raises(SyncError, match="asked for version 7, sent was 8"):
+                copying.send(weights_of(8, copying.carries))
+        with pytest.raises(SyncError, match="asked for version 7, sent was 8"):
+            answer.result(timeout=10)
+    _, (received,) = carry(copying, source, weights_of(9, copying.carries))
+    assert received.version == 9
+
+
+def test_a_version_that_does_not_come_is_given_up_in_time(hasty: WeightBridge) -> None:
+    source = meet(hasty)
     started = time.monotonic()
-    with pytest.raises(SyncTimeout, match=r"version 7 was not sent within 0\.1 s"):
+    with pytest.raises(SyncTimeout, match=r"version 7 was not sent within 0\.3 s"):
         source.receive(7)
     assert time.monotonic() - started < 2
 
 
-def test_inproc_passes_over_what_an_earlier_receive_left_and_refuses_a_later_version() -> None:
-    bridge = InprocBridge(deadline_s=0.1)
-    source = bridge.source()
-    for version in (6, 7, 8):
-        bridge.send(weights(version))
-    assert source.receive(7).version == 7
-    with pytest.raises(SyncError, match="asked for version 7, sent was 8"):
-        source.receive(7)
-
-
-def test_inproc_ends_in_time_for_two_who_wait_as_one_version_comes_at_the_last_moment() -> None:
-    """An engine that gave up, and the same engine asked anew, wait for one rank; 0.9 to 1.1 times the deadline."""
-    deadline_s = 0.004
-    for attempt in range(300):
-        source = InprocBridge(deadline_s).source()
-
-        def receive(source: InprocSource = source) -> None:
-            with suppress(SyncTimeout):
-                source.receive(1)
-
-        waiting = [threading.Thread(target=receive, daemon=True) for _ in range(2)]
-        sent_at = time.perf_counter() + deadline_s * (0.9 + 0.2 * (attempt % 50) / 50)
-        for thread in waiting:
-            thread.start()
-        while time.perf_counter() < sent_at:
-            pass
-        source.offer(weights(1))
-        for thread in waiting:
-            thread.join(5)
-            assert not thread.is_alive()
-
-
-def test_inproc_sends_nothing_to_sources_of_a_closed_bridge() -> None:
-    bridge = InprocBridge(deadline_s=0.05)
-    source = bridge.source()
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_receivers_that_do_not_come_are_named_and_may_come_for_the_next(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 1.0)
+    source = meet(bridge, num_receivers=3)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(source.receive, 1, 1)
+        with pytest.raises(SyncTimeout, match=r"for version 1, receivers 0, 2 did not come within 1 s"):
+            bridge.send(weights_of(1, bridge.carries))
+    _, received = carry(bridge, source, weights_of(2, bridge.carries), ranks=(0, 1, 2))
+    assert [each.version for each in received] == [2, 2, 2]
     bridge.close()
-    bridge.send(weights(1))
-    with pytest.raises(SyncTimeout):
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_receiver_without_a_place_is_refused(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 1.0)
+    with pytest.raises(SyncError, match="receiver 1 has no place"):
+        meet(bridge).receive(1, rank=1)
+    bridge.close()
+
+
+# --- meetings
+
+
+def test_a_new_source_is_a_new_meeting(copying: WeightBridge) -> None:
+    old = meet(copying)
+    carry(copying, old, weights_of(1, copying.carries))
+    new = meet(copying)
+    with pytest.raises(SyncError, match=r"given up|ended|closed"):
+        old.receive(1)
+    _, (received,) = carry(copying, new, weights_of(1, copying.carries))  # the same version, to another engine
+    assert bits(received.tensors()) == bits(as_served(copying.carries, 1))
+
+
+def test_whoever_waits_at_a_meeting_that_is_given_up_stops_waiting(copying: WeightBridge) -> None:
+    source = meet(copying)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 1)
+        time.sleep(0.1)
+        started = time.monotonic()
+        copying.source()
+        with pytest.raises(SyncError):
+            answer.result(timeout=10)
+        assert time.monotonic() - started < 3  # the deadline is 10 s
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_sender_that_waits_stops_when_the_meeting_is_given_up(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 20.0)
+    meet(bridge)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(bridge.send, weights_of(1, bridge.carries))
+        time.sleep(0.1)
+        started = time.monotonic()
+        source = meet(bridge)
+        with pytest.raises(SyncError, match="given up"):
+            answer.result(timeout=10)
+        assert time.monotonic() - started < 3
+    _, (received,) = carry(bridge, source, weights_of(2, bridge.carries))
+    assert received.version == 2
+    bridge.close()
+
+
+def test_one_receives_while_another_who_gave_up_still_waits(copying: WeightBridge) -> None:
+    """An engine's call was cancelled, and its thread goes on waiting; the engine asks anew."""
+    source = meet(copying)
+    threads = [threading.Thread(target=lambda: source.receive(1), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    copying.send(weights_of(1, copying.carries))
+    if copying.mode in COLLECTIVES:
+        copying.send(weights_of(1, copying.carries))
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_closed_bridge_sends_nothing(copying: WeightBridge) -> None:
+    source = meet(copying)
+    copying.close()
+    with pytest.raises(SyncError, match="before source"):
+        copying.send(weights_of(1, copying.carries))
+    with pytest.raises(SyncError):
         source.receive(1)
 
 
-def test_null_carries_no_tensor() -> None:
-    bridge = NullBridge()
-    bridge.send(weights(3))
-    assert list(bridge.source().receive(3).tensors()) == []
+# --- what is refused before anything moves
+
+
+def nothing_was_sent(bridge: WeightBridge, version: int) -> bool:
+    """And the meeting goes on."""
+    source = bridge._source if bridge.mode in FILES else bridge._host_of.source  # pyright: ignore
+    _, (received,) = carry(bridge, source, weights_of(version + 1, bridge.carries))
+    return received.version == version + 1
+
+
+def test_without_an_engine_nobody_knows_what_to_send(copying: WeightBridge) -> None:
+    copying.source()
+    with pytest.raises(SyncError, match="no engine is attached"):
+        copying.send(weights_of(1, copying.carries))
+
+
+FULL_FAULTS = {
+    "a name is missing": (lambda t: t.pop("half"), r"does not send 1 \('half'\)"),
+    "a name is unknown": (lambda t: t.update({"more": torch.ones(2)}), r"sends 1 others \('more'\)"),
+    "a name changed": (lambda t: t.update({"HALF": t.pop("half")}), r"not send 1 \('half'\).* 1 others \('HALF'\)"),
+    "a shape differs": (
+        lambda t: t.update({"half": torch.ones(32).half()}),
+        r"'half' is \[32\] and is served as \[31\]",
+    ),
+    "of the same size": (lambda t: t.update({"brain": t["brain"].reshape(7, 5, 3)}), r"'brain' is \[7, 5, 3\]"),
+    "numbers for integers": (
+        lambda t: t.update({"count": torch.ones(11)}),
+        "'count' is torch.float32 and is served as",
+    ),
+    "wider integers": (lambda t: t.update({"count": t["count"].int()}), "'count' is torch.int32"),
+    "no number": (lambda t: t["brain"].view(-1)[3:4].fill_(float("nan")), "'brain' holds a value that is no number"),
+    "infinite": (lambda t: t["scalar"].fill_(float("-inf")), "'scalar' holds a value"),
+    "too large for the served type": (
+        lambda t: t.update({"half": torch.full((31,), 1e6)}),
+        "'half' holds a value that is no number, or none that torch.float16 can hold",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FULL_FAULTS)
+@pytest.mark.parametrize("name", ["disk", "broadcast"])
+def test_weights_that_are_not_what_is_served_are_refused_before_a_byte_moves(
+    name: str, fault: str, tmp_path: Path
+) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
+    meet(bridge)
+    spoil, says = FULL_FAULTS[fault]
+    tensors = full_tensors(1)
+    spoil(tensors)
+    with pytest.raises(SyncError, match=says):
+        bridge.send(weights_of(1, "full", tensors))
+    assert not list(tmp_path.rglob("v-000001*"))
+    assert nothing_was_sent(bridge, 1)
+    bridge.close()
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter_broadcast"])
+def test_an_adapter_of_another_model_is_refused(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
+    meet(bridge)
+    tensors = {key.replace(".q.", ".query."): tensor for key, tensor in tensors_for("adapter").items()}
+    with pytest.raises(SyncError, match=r"base_model\.model\.query\.lora_A\.weight.* adapt no layer"):
+        bridge.send(weights_of(1, "adapter", tensors))
+    assert nothing_was_sent(bridge, 1)
+    bridge.close()
+
+
+def test_a_tensor_that_is_named_twice_is_refused(copying: WeightBridge) -> None:
+    meet(copying)
+    weights = weights_of(1, copying.carries)
+    first = next(weights.tensors())
+    twice = replace(weights, tensors=lambda: iter([first, *weights.tensors()]))
+    with pytest.raises(SyncError, match=f"named '{first[0]}' twice"):
+        copying.send(twice)
+
+
+@pytest.mark.parametrize("name", ["disk", "broadcast"])
+def test_engines_that_serve_different_things_are_refused(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
+    source = meet(bridge, num_receivers=2)
+    other = reply("engine-2")
+    other["layout"]["half"] = ["float32", [31]]
+    source.attached(other)
+    with pytest.raises(SyncError, match="engines engine-1 and engine-2 do not serve the same: 'half'"):
+        bridge.send(weights_of(1, "full"))
+    bridge.close()
+
+
+def test_a_link_of_another_mode_is_refused(copying: WeightBridge) -> None:
+    from tandem.inside.sources import open_source
+
+    link = dict(copying.source().link)
+    assert open_source(link).carries == copying.carries
+    with pytest.raises(SyncError, match="both ends must be of one release"):
+        open_source({**link, "deadline_s": "soon"})
+    with pytest.raises(SyncError, match="both ends must use one sync"):
+        type(open_source(link))({**link, "mode": "other"}, copying.mode, copying.carries)
+
+
+# --- what is found on the other side
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_difference_between_what_was_announced_and_what_arrived_is_found(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
+    source = meet(bridge)
+    tensors = tensors_for(bridge.carries, 1)
+    spoiled = "brain" if bridge.carries == "full" else next(iter(tensors))
+    lie = while_sending(
+        weights_of(1, bridge.carries, tensors), name, lambda _, named, tensor: -tensor if named == spoiled else tensor
+    )
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 1)
+        with pytest.raises(SyncError, match=f"version 1 was refused: receiver 0: .*'{spoiled}' is not what was sent"):
+            bridge.send(lie)
+        with pytest.raises(SyncError, match=f"'{spoiled}' is not what was sent"):
+            answer.result(timeout=10)
+    assert nothing_was_sent(bridge, 1)
+    bridge.close()
+
+
+def test_layouts_speak_of_types_that_both_wires_know() -> None:
+    assert {dtype for dtype, _ in layout_of(full_tensors(0)).values()} >= {"float32", "bfloat16", "int64", "bool"}
