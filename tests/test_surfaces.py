@@ -29,6 +29,7 @@ PYTHON_FUNCTION = {
     "spec show": "load_spec",
     "sync audit": "audit_sync",
     "sync status": "sync_status",
+    "sync bench": "bench_sync",
     "env new": "new_environment",
     "env try": "try_environment",
 }

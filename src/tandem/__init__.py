@@ -16,6 +16,7 @@ _API = {
     "write_report": "tandem.obs.report",
     "audit_sync": "tandem.obs.audit",
     "sync_status": "tandem.obs.sync_status",
+    "bench_sync": "tandem.recipes.sync_bench",
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",
     "try_environment": "tandem.env.human",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -189,6 +189,35 @@ def sync_status(
     typer.echo(json.dumps(told, indent=2) if as_json else status_text(told))
 
 
+@sync_app.command("bench")
+def sync_bench(
+    shape: Annotated[
+        str, typer.Option(help="tiny, small or medium (presets), qwen3-0.6b or qwen3-1.7b: random weights.")
+    ] = "tiny",
+    bridges: Annotated[
+        list[str] | None, typer.Option("--bridge", help="Only this way, and others named so. Default: all.")
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where trainer and engine compute.")] = "auto",
+    engine: Annotated[
+        Literal["auto", "server", "vllm"], typer.Option(help="What serves in the other process; auto: vLLM on a GPU.")
+    ] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured.")] = 5,
+    png: Annotated[Path | None, typer.Option(help="Draw the table to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish versions in every way that this machine can; say what each costs. Exit code 1: one is not proven."""
+    from tandem.io.atomic import write_bytes
+    from tandem.obs.sync_bench import bench_json, bench_png, bench_text
+    from tandem.recipes.sync_bench import bench_sync
+
+    bench = bench_sync(shape, bridges or (), device=device, engine=engine, rounds=rounds, tell=_to_stderr)
+    typer.echo(json.dumps(bench_json(bench), indent=2) if as_json else bench_text(bench))
+    if png is not None:
+        write_bytes(png, bench_png(bench))
+    if bench.failed:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         _never_fail_on_a_character(stream)
@@ -197,6 +226,10 @@ def main() -> None:
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _to_stderr(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _never_fail_on_a_character(stream: Any) -> None:

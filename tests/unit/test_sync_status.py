@@ -77,7 +77,7 @@ def test_a_run_tells_its_version_its_coverage_and_its_last_proofs(tmp_path: Path
     assert told["engines"][0]["layout"] == LAYOUT
     text = status_text(told)
     assert text.startswith(f"{tmp_path / 'run'}: running; version 3 was served last, by broadcast.\n")
-    assert "engine boot-1: 2 workers, 10 tensors in its layout, 100% mapped of 10 sent" in text
+    assert "engine boot-1: 2 workers, 10 tensors in its layout, 100% of the 10 sent mapped" in text
 
 
 def test_where_an_engine_fuses_tensors_the_pieces_count_and_not_its_layout(tmp_path: Path):
@@ -89,7 +89,15 @@ def test_where_an_engine_fuses_tensors_the_pieces_count_and_not_its_layout(tmp_p
     told = of_run(make_run(tmp_path / "run", engines=engines))
     assert [engine["coverage"] for engine in told["engines"]] == [0.9, 1.0]
     assert told["coverage"] == 0.9
-    assert "90% mapped" in status_text(told)
+    assert "90% of the 10 sent mapped" in status_text(told)
+
+
+def test_of_an_engine_that_takes_adapters_the_base_is_what_must_be_mapped(tmp_path: Path):
+    base = dict.fromkeys(LAYOUT, "00ff")
+    engines = [{"boot_id": "boot-1", "workers": 1, "layout": dict(list(LAYOUT.items())[:5]), "base": base}]
+    told = of_run(make_run(tmp_path / "run", engines=engines))
+    assert told["coverage"] == 0.5
+    assert "50% of the 10 of the base mapped" in status_text(told)
 
 
 def test_a_map_of_another_engine_than_the_last_proof_is_said_to_be_one(tmp_path: Path):

@@ -53,16 +53,18 @@ def _of_run(run_dir: Path, last: int) -> dict[str, Any]:
 
 def _engine(told: Mapping[str, Any], sent: int) -> dict[str, Any]:
     """`pieces` says where each of the trainer's tensors lies in an engine that fuses or shards them; an engine that
-    keeps their names needs none."""
-    layout, pieces = told.get("layout") or {}, told.get("pieces") or {}
-    mapped = len(pieces or layout)
+    keeps their names needs none. Of an engine that takes adapters it is the base that must be mapped; what is sent on
+    top of it, each proof compares."""
+    layout, pieces, base = (told.get(name) or {} for name in ("layout", "pieces", "base"))
+    mapped, wanted = len(pieces or layout), len(base) or sent
     return {
         "boot_id": str(told.get("boot_id", "")),
         "workers": told.get("workers", 1),
         "tensors": len(layout),
         "mapped": mapped,
-        "sent": sent,
-        "coverage": min(mapped / sent, 1.0) if sent else (1.0 if mapped else 0.0),
+        "of": wanted,
+        "is_base": bool(base),
+        "coverage": min(mapped / wanted, 1.0) if wanted else 0.0,
         "layout": layout,
         "pieces": pieces,
         "versions": told.get("versions") or {},

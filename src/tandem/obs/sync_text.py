@@ -13,7 +13,7 @@ from tandem.obs.audit import Audit, Finding, proof_of
 from tandem.obs.wording import printable
 from tandem.types import Proof
 
-_PHASES = ("wait", "gather", "move", "verify", "pause", "apply", "prove", "resume", "canary")
+PHASES = ("wait", "gather", "move", "verify", "pause", "apply", "prove", "resume", "canary")
 _SHOWN_ROWS, _SHOWN_A_RULE = 12, 4
 _HEAD = (
     "version",
@@ -129,7 +129,7 @@ def _row(proof: Proof) -> tuple[str, ...]:
         str(proof.tensors),
         size(proof.bytes_moved),
         _ms(proof.seconds.get("total", math.nan)),
-        " ".join(f"{phase} {_ms(took)}" for phase in _PHASES if (took := proof.seconds.get(phase, 0.0)) >= 5e-5),
+        " ".join(f"{phase} {_ms(took)}" for phase in PHASES if (took := proof.seconds.get(phase, 0.0)) >= 5e-5),
         proof.digest,
         f"{proof.logprob_gap:.1e} / {proof.gap_limit:.1e}" if proof.canary_tokens else "not asked",
         str(proof.attempts),
@@ -161,11 +161,10 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
     serves = "no version is served yet" if version is None else f"version {version} was served last"
     lines = [f"{told['directory']}: {told['state']}; {serves}, by {mode}."]
     for engine in told["engines"]:
-        where = f"{engine['mapped']} mapped" if engine["sent"] == 0 else f"{engine['coverage']:.0%} mapped"
-        lines.append(
-            f"engine {engine['boot_id'][:8]}: {engine['workers']} worker{'s' if engine['workers'] != 1 else ''}, "
-            f"{engine['tensors']} tensors in its layout, {where} of {engine['sent']} sent"
-        )
+        what = "of the base" if engine["is_base"] else "sent"
+        share = f", {engine['coverage']:.0%} of the {engine['of']} {what} mapped" if engine["of"] else ""
+        workers = f"{engine['workers']} worker{'s' if engine['workers'] != 1 else ''}"
+        lines.append(f"engine {engine['boot_id'][:8]}: {workers}, {engine['tensors']} tensors in its layout{share}")
     if not told["engines"]:
         lines.append("no map: no engine has been attached")
     elif told["proofs"] and not told["map_is_of_the_last_proof"]:

@@ -1,0 +1,220 @@
+"""`tandem sync bench`: what each way of moving weights costs on this machine, measured on the real thing.
+
+Every row is what a run would do: the trainer's own policy, the engine in its own process (`inproc` apart), the bridge,
+the publisher with its canary. Between rounds every trained weight moves a little, then the version is published. The
+first publication attaches the engine and warms up; it is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from tandem.errors import SpecError, TandemError
+from tandem.obs.sync_bench import AT_THE_TRAINER, Bench, Row
+from tandem.protocols import Trainer
+from tandem.spec.engine import HfEngineSpec
+from tandem.spec.load import parse_spec
+from tandem.spec.run import RlSpec
+from tandem.types import Proof
+
+if TYPE_CHECKING:
+    from tandem.recipes.build import Model
+
+SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
+BRIDGES = ("inproc", "shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart")
+_OF_ADAPTERS = ("adapter", "adapter_broadcast")
+_ROUNDS_AT_MOST = {"restart": 2}  # each starts a process
+_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a round's change of a weight; of how many of a tensor
+
+
+def bench_sync(
+    shape: str = "tiny",
+    bridges: Sequence[str] = (),
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    engine: Literal["auto", "server", "vllm"] = "auto",
+    rounds: int = 5,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Bench:
+    """`bridges`: none named, all of them. `engine`: what serves outside this process; auto takes vLLM on a GPU."""
+    if shape not in SHAPES:
+        raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
+    if odd := [name for name in bridges if name not in BRIDGES]:
+        raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(BRIDGES)}")
+    from tandem.ops.footprint import copy_bytes_per_s
+    from tandem.recipes import build
+
+    picked = build.pick_device(device).type
+    kind = ("vllm" if picked == "cuda" else "server") if engine == "auto" else engine
+    link, other = _link(picked)
+    link_bytes_per_s = copy_bytes_per_s(picked, other)
+    rows: list[Row] = []
+    parameters = 0
+    with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
+        for name in bridges or BRIDGES:
+            tell(f"{name} ...")
+            row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home))
+            tell(f"{name}: {row.skipped or row.error or f'{row.ms:.1f} ms, {row.how}'}")
+            rows.append(row)
+            parameters = max(parameters, counted)
+    return Bench(picked, shape, parameters, link, link_bytes_per_s / 1e9, tuple(rows))
+
+
+def _link(device: str) -> tuple[str, str]:
+    """What bytes travel over at best, and where a copy that shows it ends."""
+    import torch
+
+    if device == "cuda" and torch.cuda.device_count() > 1:
+        return "one copy from the first GPU to the second", "cuda:1"
+    return f"one copy within the {'GPU' if device == 'cuda' else 'machine'}'s memory, by one call", device
+
+
+def _row(
+    name: str, shape: str, device: str, kind: str, rounds: int, link_bytes_per_s: float, home: Path
+) -> tuple[Row, int]:
+    """And how many parameters the model has."""
+    from tandem.recipes import build
+
+    row = Row(name, "hf" if name == "inproc" else kind)
+    if why_not := _why_not(name, device):
+        return replace(row, skipped=why_not), 0
+    try:
+        spec = _spec(name, shape, device, kind, home)
+    except SpecError as error:
+        return replace(row, skipped=str(error)), 0
+    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
+    parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
+    try:
+        measured = asyncio.run(_publish(spec, model, min(rounds, _ROUNDS_AT_MOST.get(name, rounds)), home / name))
+    except TandemError as error:
+        return replace(row, error=f"{type(error).__name__}: {error}"), parameters
+    return _summed_up(row, *measured, link_bytes_per_s), parameters
+
+
+def _why_not(name: str, device: str) -> str:
+    """Why this machine cannot do it; empty if it can."""
+    import torch
+
+    if device == "cuda" and name == "broadcast" and torch.cuda.device_count() < 2:
+        return "trainer and engine each need a GPU of their own, and there is one; 'shared' is for one"
+    return ""
+
+
+def _spec(name: str, shape: str, device: str, kind: str, home: Path) -> RlSpec:
+    """A whole run's, of which only what concerns weights is used."""
+    model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
+    engine: dict[str, Any] = {"kind": "hf" if name == "inproc" else kind, "max_context": 256}
+    if kind == "vllm" and name == "broadcast":
+        engine["gpus"] = [1]
+    raw = {
+        "recipe": "rl",
+        "name": "sync-bench",
+        "device": device,
+        "model": {**model, "lora": {"rank": 16}} if name in _OF_ADAPTERS else model,
+        "precision": {"weights": "bfloat16", "master": "split"} if device == "cuda" else {"weights": "float32"},
+        "environment": {"name": "guess"},
+        "engine": engine,
+        # No retry: a round that fails is to be seen.
+        "sync": {"bridge": name, "retries": 0},
+        "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8},
+    }
+    return cast("RlSpec", parse_spec(raw))
+
+
+def _checkpoint(shape: str, home: Path) -> Path:
+    from tandem.recipes.shapes import random_checkpoint
+
+    path = home / shape
+    if not path.exists():
+        random_checkpoint(shape, path)
+    return path
+
+
+# --- the rounds
+
+
+async def _publish(spec: RlSpec, model: Model, rounds: int, home: Path) -> tuple[list[Proof], float | None]:
+    """The proofs, and the extra memory in bytes."""
+    from tandem.ops.footprint import DeviceMemory, ProcessMemory
+    from tandem.recipes import build, build_engine
+
+    proofs: list[Proof] = []
+    joined = build_engine.join(spec, model, home)
+    call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+    publisher = build_engine.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
+    trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, spec.seed)
+    on_gpu = model.device.type == "cuda"
+    extra: list[int | None] = []
+    try:
+        if on_gpu:  # the engine is to be there before anything is sent: allocators keep what they took once
+            await joined.engine.attach(joined.bridge.source(joined.engine.receivers))
+        with DeviceMemory() if on_gpu else nullcontext() as devices:
+            await publisher.publish(trainer)
+            for _ in range(rounds):
+                await publisher.rest()
+                async with publisher.lock:
+                    _move_weights(model, trainer)
+                processes = ProcessMemory()
+                await publisher.publish(trainer)
+                extra.append(processes.extra_bytes())
+    finally:
+        await joined.engine.close()
+        joined.bridge.close()
+    return proofs[1:], devices.extra_bytes if devices is not None else _median(extra)
+
+
+def _move_weights(model: Model, trainer: Trainer) -> None:
+    """As little as an optimizer step does, and without its memory: some of every trained tensor."""
+    import torch
+
+    trainer.version += 1
+    generator = torch.Generator(model.device).manual_seed(trainer.version)
+    with torch.no_grad():
+        for _, tensor in model.policy.trainable():
+            some = tensor.view(-1)[:_MOVED]
+            some += _MOVE * torch.randn(some.shape, generator=generator, device=some.device, dtype=some.dtype)
+
+
+# --- figures
+
+
+def _summed_up(row: Row, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> Row:
+    seconds = {phase: median(proof.seconds[phase] for proof in proofs) for phase in proofs[0].seconds}
+    total_s = seconds.pop("total")
+    moved = proofs[0].bytes_moved
+    in_turn_s = sum(took for phase, took in seconds.items() if phase not in AT_THE_TRAINER)
+    bytes_per_s = moved / (total_s - seconds["canary"]) if moved else None
+    return replace(
+        row,
+        verified=_sound(proofs),
+        how=proofs[0].verified,
+        rounds=len(proofs),
+        tensors=proofs[0].tensors,
+        bytes=moved,
+        ms=total_s * 1e3,
+        phases={phase: took * 1e3 for phase, took in seconds.items()},
+        rest_ms=max(0.0, total_s - in_turn_s) * 1e3,
+        gb_s=None if bytes_per_s is None else bytes_per_s / 1e9,
+        link_share=None if bytes_per_s is None else bytes_per_s / link_bytes_per_s,
+        extra_mib=None if extra_bytes is None else extra_bytes / 2**20,
+        gap=max(proof.logprob_gap for proof in proofs),
+    )
+
+
+def _sound(proofs: Sequence[Proof]) -> bool:
+    """Weights moved between any two rounds: equal digests would mean that old ones were sent."""
+    fresh = len({proof.digest for proof in proofs}) == len(proofs) or proofs[0].verified == "identity"
+    asked = all(proof.canary_tokens and proof.logprob_gap <= proof.gap_limit for proof in proofs)
+    return fresh and asked and all(proof.verified != "none" for proof in proofs)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
