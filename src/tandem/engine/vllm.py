@@ -14,6 +14,7 @@ import asyncio
 import json
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,15 +22,17 @@ import httpx
 
 from tandem.engine.pieces import whole
 from tandem.engine.vllm_process import VllmProcess
+from tandem.engine.vllm_versions import refuse_unknown_version
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, FinishReason, Sampling, Served, Span
+from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
 
 _CONTROL_S = 60.0  # for a call that moves no weights
 _WATCH_S = 0.5
+_BASE = "base"
 _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
 
 
@@ -46,12 +49,13 @@ class VllmEngine:
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
         self._process, self._end_ids, self._on_update = process, sorted(end_ids), on_update
-        self._model = "base"
+        self._model = _BASE
         """What requests name: the base, or the adapter of the version served."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._torn = ""
-        self._running = 0
+        self._adapters: list[str] = []
+        self._running: Counter[str] = Counter()
         self._source: WeightSource | None = None
 
     @property
@@ -72,19 +76,20 @@ class VllmEngine:
             await self._gate.wait()
             if self._torn:
                 raise EngineError(f"engine: it serves nothing until a version is loaded: {self._torn}")
-            version = self.version
-            self._running += 1
+            model = self._model
+            self._running[model] += 1
             try:
-                completion = await self._sample(prompt_ids, sampling, version, on_token)
+                completion = await self._sample(prompt_ids, sampling, on_token)
             finally:
-                self._running -= 1
+                self._running[model] -= 1
             if completion is not None:
                 return completion
 
     async def _sample(
-        self, prompt_ids: Sequence[int], sampling: Sampling, version: int, on_token: OnToken | None
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
         """None if it was ended for the sake of an exchange, and is to be asked again."""
+        version = self.version
         ids: list[int] = []
         logprobs: list[float] = []
         reason = ""
@@ -146,39 +151,87 @@ class VllmEngine:
     # --- weights
 
     async def attach(self, source: WeightSource) -> None:
-        replies = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
-        self._source = source
-        first = replies[0]
-        reply = {**first, "boot_id": self.boot_id, "workers": len(replies)}
-        reply.pop("rank", None)
+        answers = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
+        first = answers[0]
+        refuse_unknown_version(first["versions"]["vllm"], self._process.options.python)
+        told = ("layout", "derived", "adapter_dtype", "handles", "versions")
+        reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
+        reply["places"] = [place for answer in answers for place in answer["places"]]
+        if "pieces" in first:
+            shapes = {name: shape for name, (_, shape) in first["layout"].items()}
+            reply["base"] = whole([piece for answer in answers for piece in answer["pieces"]], shapes)
         source.attached(reply)
+        self._source = source
 
     async def load(self, version: int) -> Served:
-        source = self._source
-        if source is None:
+        if self._source is None:
             raise SyncError("engine: load() before attach(): it does not know where weights come from")
-        deadline_s = float(source.link["deadline_s"])
+        deadline_s = float(self._source.link["deadline_s"])
+        if self._source.carries == "adapter":
+            return await self._load_adapter(version, deadline_s)
         phases = Phases()
         await self._shut(deadline_s)
         phases.end("pause")
         try:
-            answers = await self._workers("tandem_load", version, deadline_s, deadline_s=deadline_s + _CONTROL_S)
+            answers = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
+            served = answers[0].get("fingerprints") or _whole(answers)
         except (SyncError, EngineError) as error:
-            if await self._untouched():
-                await self._open()
-            else:
-                self._torn = str(error)
-                self._gate.set()  # to the error, not to wait for ever
+            await self._after_failed_load(str(error))
             raise
         phases.end("load")
-        fingerprints = whole([piece for answer in answers for piece in answer["pieces"]], answers[0]["shapes"])
-        self._model, self._torn = answers[0].get("model") or "base", ""
-        self.version = version
-        self.cache_epoch += 1
+        self._torn, self._model = "", _BASE
+        self._serve(version)
         await self._open()
         phases.end("resume")
-        seconds = {**answers[0]["seconds"], **phases.seconds}
-        return Served(version, fingerprints, (self.boot_id,), self.cache_epoch, seconds)
+        return self._served(served, {**phases.seconds, **answers[0]["seconds"]})
+
+    async def _load_adapter(self, version: int, deadline_s: float) -> Served:
+        """Beside the one that is served, under a name of its own: requests under way end with theirs."""
+        phases = Phases()
+        loaded = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
+        name = loaded[0]["adapter"]
+        phases.end("load")
+        await self._process.post(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": f"tandem:{name}"}, deadline_s=deadline_s
+        )
+        phases.end("apply")
+        served = _whole(await self._workers("tandem_adapter", name, deadline_s=deadline_s))
+        phases.end("digest")
+        if self._on_update == "restart":
+            await self._shut(deadline_s)
+        self._model, self._torn = name, ""
+        self._adapters.append(name)
+        self._serve(version)
+        if self._on_update == "restart":
+            await self._open()
+        await self._drop_unused()
+        phases.end("resume")
+        return self._served(served, {**phases.seconds, **loaded[0]["seconds"]})
+
+    async def _drop_unused(self) -> None:
+        for name in [each for each in self._adapters if each != self._model and not self._running[each]]:
+            self._adapters.remove(name)
+            await self._process.post("/v1/unload_lora_adapter", {"lora_name": name}, deadline_s=_CONTROL_S)
+            await self._workers("tandem_drop", name, deadline_s=_CONTROL_S)
+
+    def _serve(self, version: int) -> None:
+        self.version = version
+        self.cache_epoch += 1
+
+    def _served(self, fingerprints: Mapping[str, str], seconds: Mapping[str, float]) -> Served:
+        return Served(self.version, fingerprints, (self.boot_id,), self.cache_epoch, seconds)
+
+    async def _after_failed_load(self, why: str) -> None:
+        """The version before goes on serving, if no worker has written over it."""
+        if await self._untouched():
+            await self._open()
+        else:
+            self._torn = why
+            self._gate.set()  # to the error, not to wait for ever
+
+    async def fingerprints(self) -> Fingerprints:
+        """Of what is served, computed now."""
+        return _whole(await self._workers("tandem_digest", deadline_s=_CONTROL_S))
 
     async def sleep(self) -> None:
         """Only where the trainer writes into this engine's memory does it matter; elsewhere nobody asks."""
@@ -209,7 +262,7 @@ class VllmEngine:
         mode = "wait" if self._on_update == "finish" else "abort"
         await self._process.post("/pause", deadline_s=deadline_s, mode=mode, clear_cache="true")
         async with asyncio.timeout(deadline_s):
-            while self._running:
+            while self._running.total():
                 await asyncio.sleep(0.001)  # what has ended is still on its way here
 
     async def _open(self) -> None:
@@ -232,3 +285,7 @@ class VllmEngine:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
+
+
+def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return whole([piece for answer in answers for piece in answer["pieces"]], answers[0]["shapes"])

@@ -48,8 +48,9 @@ class SharedEnd:
         return self._tensors
 
     def attached(self, reply: Mapping[str, Any]) -> None:
-        assert self._segment is not None, "house() comes first"
-        self.reply = {**reply, "handles": {**self._segment.handle, **self._exported}}
+        self.reply = dict(reply)
+        if self._segment is not None:  # or else a worker of this engine has housed them, and `reply` holds its handles
+            self.reply["handles"] = {**self._segment.handle, **self._exported}
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         """The trainer has written already; it says so by announcing the version."""
