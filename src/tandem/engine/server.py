@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +294,7 @@ class ServerEngine:
         phases.end("apply")
         served = served_of(await connection.post("/engine/digest", {"version": version}, self._deadline_s))
         phases.end("prove")
-        return Served(served.version, served.fingerprints, served.engines, served.cache_epoch, phases.seconds)
+        return replace(served, seconds=phases.seconds)
 
 
 class _Process:

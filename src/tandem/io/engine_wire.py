@@ -68,6 +68,7 @@ def served_of(body: Json) -> Served:
         tuple(str(name) for name in body["engines"]),
         int(body["cache_epoch"]),
         {str(phase): float(seconds) for phase, seconds in body["seconds"].items()},
+        read_back=bool(body["read_back"]),
     )
 
 

@@ -229,6 +229,9 @@ class _Untold:
     def __init__(self) -> None:
         self._runs: list[Tokens] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
     def add(self, token_id: int, logprob: float, version: int) -> None:
         if not self._runs or self._runs[-1]["version"] != version:
             self._runs.append({"ids": [], "logprobs": [], "version": version})
@@ -257,19 +260,24 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
-            await asyncio.wait((self._answer, gone), timeout=self._flush_s(), return_when=asyncio.FIRST_COMPLETED)
+            await self._news(gone)
+            while not (self._tokens or self._answer.done() or gone.done()):  # until then its status is not known
+                await self._news(gone)
             if self._answer.done() and (error := _error_of(self._answer)) is not None:
                 return await refusal(self._refused(error))(scope, receive, send)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while not (self._answer.done() or gone.done()):
                 if lines := self._tokens.take():
                     await send({"type": "http.response.body", "body": lines, "more_body": True})
-                await asyncio.wait((self._answer, gone), timeout=self._flush_s(), return_when=asyncio.FIRST_COMPLETED)
+                await self._news(gone)
             if self._answer.done():
                 await send({"type": "http.response.body", "body": self._tokens.take() + self._last_line()})
         finally:
             gone.cancel()
             self._answer.cancel()
+
+    async def _news(self, gone: asyncio.Future[None]) -> None:
+        await asyncio.wait((self._answer, gone), timeout=self._flush_s(), return_when=asyncio.FIRST_COMPLETED)
 
     def _last_line(self) -> bytes:
         if (error := _error_of(self._answer)) is not None:
