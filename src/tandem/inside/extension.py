@@ -1,0 +1,74 @@
+"""What vLLM adds to each of its workers (`--worker-extension-cls`): methods that are called through `/collective_rpc`.
+
+Not vLLM's own weight-transfer engines: they answer nothing, so no digest could come back, and they differ from version
+to version. Arguments and answers are plain JSON. A failure is an answer, too: an exception that leaves a worker may end
+the engine with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tandem.errors import EngineError, SyncError, SyncTimeout
+from tandem.inside.plain import keep_weights_plain
+from tandem.inside.worker import Answer, Worker
+
+_log = logging.getLogger(__name__)
+
+# vLLM imports this module when it makes a worker, and offers no other moment between that and loading the model.
+keep_weights_plain()
+
+
+class TandemWorker:
+    """Mixed into vLLM's worker class: `self` is vLLM's worker."""
+
+    def tandem_attach(self, link: dict[str, Any]) -> Answer:
+        return _answer(lambda: _of(self).attach(link))
+
+    def tandem_load(self, version: int) -> Answer:
+        return _answer(lambda: _of(self).load(version))
+
+    def tandem_adapter(self, name: str) -> Answer:
+        return _answer(lambda: _of(self).adapter(name))
+
+    def tandem_drop(self, name: str) -> Answer:
+        return _answer(lambda: _of(self).drop(name))
+
+    def tandem_digest(self) -> Answer:
+        return _answer(lambda: _of(self).digest())
+
+    def tandem_remember(self) -> Answer:
+        return _answer(lambda: _of(self).remember())
+
+    def tandem_intact(self) -> Answer:
+        return _answer(lambda: _of(self).intact())
+
+    def tandem_status(self) -> Answer:
+        return _answer(lambda: _of(self).status())
+
+
+def _of(theirs: Any) -> Worker:
+    """Made when it is first asked for: the model has to be there."""
+    if not hasattr(theirs, "_tandem"):
+        theirs._tandem = Worker(theirs)
+    return theirs._tandem
+
+
+def _answer(work: Callable[[], Answer]) -> Answer:
+    try:
+        return work()
+    except SyncTimeout as error:
+        return _refusal("sync_timeout", error)
+    except SyncError as error:
+        return _refusal("sync", error)
+    except EngineError as error:
+        return _refusal("engine", error)
+    except Exception as error:  # noqa: BLE001  see above
+        _log.exception("a call of the trainer failed")
+        return {"error": {"code": "engine", "message": f"engine: {type(error).__name__}: {error}"}}
+
+
+def _refusal(code: str, error: Exception) -> Answer:
+    return {"error": {"code": code, "message": str(error)}}

@@ -1,0 +1,188 @@
+"""An adapter's tensors into vLLM's slots, without a file: and back out of them, for the digest.
+
+vLLM takes adapters by path alone. The path of one that arrived here is `tandem:<name>`; vLLM's own manager asks for it
+(its `_load_adapter` is the one private method that is replaced), packs, pads and shards it, and gives it a slot. So its
+own copies are right, too: an adapter that was pushed out of its slot comes back as it was.
+
+A name is never used twice: vLLM keys its prefix cache by it.
+R rank, I inputs, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.inside.apply import PieceDigest
+from tandem.inside.layout import Layout, Piece
+from tandem.ops import digest
+
+SCHEME = "tandem:"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Where a checkpoint's linear layer is adapted: one slice of a layer that may be fused."""
+
+    layer: Any
+    index: int
+    base: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    name: str
+    rank: int
+    tensors: Mapping[str, Tensor]
+
+
+class LoraSlots:
+    def __init__(self, manager: Any, layout: Layout, fused: Mapping[str, list[str]]) -> None:
+        """`manager`: vLLM's, of this worker."""
+        config = manager.lora_config
+        if config.fully_sharded_loras:
+            raise SyncError("adapters: --fully-sharded-loras is on; start vLLM without it")
+        self._manager = manager
+        self._slots, self._max_rank, self._dtype = config.max_loras, config.max_lora_rank, config.lora_dtype
+        self._slices = _slices(manager._adapter_manager.modules, layout, fused)
+        self._staged: dict[str, _Staged] = {}
+        self._ids: dict[str, int] = {}
+        self._count = 0
+        self._from_file = manager._load_adapter
+        manager._load_adapter = self._load
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+        """The name under which requests will ask for it. Nothing that is served changes."""
+        rank = self._check(tensors, config)
+        self._count += 1
+        name = f"tandem-{version}-{self._count}"
+        self._staged[SCHEME + name] = _Staged(name, rank, {key: tensor.clone() for key, tensor in tensors.items()})
+        # vLLM may push one out of its slot and ask for it again while a request still runs on it.
+        for old in list(self._staged)[: -2 * self._slots]:
+            del self._staged[old]
+        return name
+
+    @torch.no_grad()
+    def served_pieces(self, name: str) -> list[PieceDigest]:
+        """Read from the slot that requests for `name` use."""
+        staged, slot = self._staged[SCHEME + name], self._slot_of(name)
+        found: list[PieceDigest] = []
+        rank, owners = staged.rank, {_owner(key) for key in staged.tensors}
+        leftovers = []
+        for owner, where in self._slices.items():
+            a_RI = where.layer.lora_a_stacked[where.index][slot, 0]
+            b_OR = where.layer.lora_b_stacked[where.index][slot, 0]
+            if owner not in owners:
+                leftovers.append(b_OR.count_nonzero())  # without B nothing is added
+                continue
+            top, bottom, left, right = where.base.box
+            leftovers += [a_RI[rank:].count_nonzero(), b_OR[:, rank:].count_nonzero()]
+            a_RI, b_OR = a_RI[:rank, : right - left].contiguous(), b_OR[: bottom - top, :rank].contiguous()
+            a_name, b_name = (f"{_PREFIX}{owner}.lora_{side}.weight" for side in "AB")
+            found.append((a_name, 0, rank, left, right, digest.piece(a_RI, a_name, 0, left)))
+            found.append((b_name, top, bottom, 0, rank, digest.piece(b_OR, b_name, top, 0)))
+        if leftovers and int(torch.stack(leftovers).sum()):
+            raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
+        return found
+
+    def shapes(self, name: str) -> dict[str, list[int]]:
+        return {key: list(tensor.shape) for key, tensor in self._staged[SCHEME + name].tensors.items()}
+
+    def drop(self, name: str) -> None:
+        """Frees the slot. No request may be running on it."""
+        self._staged.pop(SCHEME + name, None)
+        if (number := self._ids.pop(SCHEME + name, None)) is not None:
+            self._manager.remove_adapter(number)
+
+    def names(self) -> list[str]:
+        return [staged.name for staged in self._staged.values()]
+
+    def _check(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+        """SyncError if they are no adapter of this model, scaled as it is to be served."""
+        rank = int(config.get("r", 0))
+        if not tensors:
+            raise SyncError("adapters: the one that arrived is empty: the base alone would be served")
+        if not 0 < rank <= self._max_rank:
+            raise SyncError(f"adapters: rank {rank} does not fit --max-lora-rank {self._max_rank}")
+        if config.get("lora_alpha") != rank or config.get("use_rslora") or config.get("use_dora"):
+            raise SyncError(
+                f"adapters: lora_alpha = {config.get('lora_alpha')} with r = {rank}: B must be scaled already"
+            )
+        owners = {_owner(key) for key in tensors}
+        for owner in sorted(owners):
+            if (where := self._slices.get(owner)) is None:
+                raise SyncError(f"adapters: '{owner}' is no layer that this engine can adapt")
+            rows, cols = where.base.full_shape
+            for side, shape in (("A", (rank, cols)), ("B", (rows, rank))):
+                name = f"{_PREFIX}{owner}.lora_{side}.weight"
+                tensor = tensors.get(name)
+                if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != self._dtype:
+                    was = "is missing" if tensor is None else f"arrived as {tensor.dtype} {list(tensor.shape)}"
+                    raise SyncError(f"adapters: '{name}' {was}; it must be {self._dtype} {list(shape)}")
+        if len(tensors) != 2 * len(owners):
+            raise SyncError(f"adapters: {len(tensors)} tensors for {len(owners)} layers: some are of another kind")
+        return rank
+
+    def _load(self, request: Any) -> Any:
+        """Stands where vLLM reads an adapter's files."""
+        path = request.lora_path
+        if not path.startswith(SCHEME):
+            return self._from_file(request)
+        if (staged := self._staged.get(path)) is None:
+            raise SyncError(f"adapters: '{path}' never arrived here, or was dropped")
+        from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+        from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
+
+        modules = sorted({_owner(key).rpartition(".")[2] for key in staged.tensors})
+        device = str(next(iter(staged.tensors.values())).device)
+        model = LoRAModel.from_lora_tensors(
+            request.lora_int_id,
+            dict(staged.tensors),
+            PEFTHelper(r=staged.rank, lora_alpha=staged.rank, target_modules=modules),
+            device=device,
+            dtype=self._dtype,
+        )
+        self._ids[path] = request.lora_int_id
+        return model
+
+    def _slot_of(self, name: str) -> int:
+        slots = self._manager._adapter_manager.lora_index_to_id
+        number = self._ids.get(SCHEME + name)
+        if number is None or number not in slots:
+            raise SyncError(f"adapters: '{name}' is in no slot: vLLM was not asked to load '{SCHEME}{name}'")
+        return slots.index(number)
+
+
+def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
+    """By the checkpoint's name of a linear layer."""
+    slices: dict[str, _Slice] = {}
+    for path, layer in modules.items():
+        if not isinstance(getattr(layer, "lora_a_stacked", None), tuple):
+            continue  # embeddings and the head: a model may share their weights
+        prefix, _, last = path.rpartition(".")
+        owners = [f"{prefix}.{name}" for name in fused.get(last, [last])]
+        if len(owners) != len(layer.lora_a_stacked):
+            continue
+        for index, owner in enumerate(owners):
+            pieces = layout.pieces.get(f"{owner}.weight", [])
+            if len(pieces) == 1:  # or else the checkpoint has it fused, and an adapter of it is of another kind
+                slices[owner] = _Slice(layer, index, pieces[0])
+    return slices
+
+
+def _owner(name: str) -> str:
+    """The linear layer that an adapter's tensor belongs to; empty for a name that is none."""
+    for side in ("A", "B"):
+        if name.startswith(_PREFIX) and name.endswith(f".lora_{side}.weight"):
+            return name.removeprefix(_PREFIX).removesuffix(f".lora_{side}.weight")
+    raise SyncError(f"adapters: '{name}' is no tensor of a LoRA adapter as PEFT names them")
