@@ -19,7 +19,7 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 _CHUNK = {"cpu": 2**18}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @torch.no_grad()
@@ -28,6 +28,10 @@ def piece(tensor: Tensor, name: str, row_start: int = 0, col_start: int = 0) -> 
     values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
     if values_RC.numel() == 0:
         return 0
+    if values_RC.element_size() == 8:
+        # As two columns each: multiplied by an odd weight, the top one of 64 bits stays where it is, and two flipped
+        # signs would cancel.
+        values_RC, col_start = values_RC.contiguous().view(torch.int32), 2 * col_start
     width = values_RC.element_size()
     integers_RC = values_RC.view(_AS_INTEGER[width])
     num_rows, num_cols = values_RC.shape
@@ -38,8 +42,7 @@ def piece(tensor: Tensor, name: str, row_start: int = 0, col_start: int = 0) -> 
     step = max(1, _CHUNK.get(tensor.device.type, 2**26) // num_cols)
     for start in range(0, num_rows, step):
         wide_RC = integers_RC[start : start + step].to(torch.int64)
-        if width < 8:
-            wide_RC &= (1 << 8 * width) - 1  # without a sign: -1 and 1 must not be each other's negation
+        wide_RC &= (1 << 8 * width) - 1  # without a sign: -1 and 1 must not be each other's negation
         total += (wide_RC.mul_(cols_C).sum(1) * rows_R[start : start + step]).sum()
     return int(total.item()) & _MASK
 
