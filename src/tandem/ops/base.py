@@ -17,11 +17,10 @@ def check_base(ours: Iterable[tuple[str, Tensor]], reply: Mapping[str, Any]) -> 
     theirs, layout = reply.get("base"), reply.get("layout", {})
     if theirs is None:
         return
-    found = {
-        name: f"{piece(tensor.detach().to(getattr(torch, layout[name][0])), name):016x}"
-        for name, tensor in ours
-        if name in layout
-    }
+    found: dict[str, str] = {}
+    for name, tensor in ours:
+        dtype, _ = layout.get(name, (None, ()))  # one that the engine lacks makes another model, too
+        found[name] = f"{piece(tensor.detach().to(getattr(torch, dtype)), name):016x}" if dtype else ""
     names = found.keys() | theirs.keys()
     if odd := sorted(name for name in names if found.get(name) != theirs.get(name)):
         raise SyncError(
