@@ -173,8 +173,7 @@ class EmbeddedEngine:
             phases.end("verify")
             await self._pause_for_update()
             phases.end("pause")
-            self._holding.flip(staged)
-            served = self._holding.proven(staged)
+            served = self._holding.flip(staged)
             self._forget()
             self.version = weights.version
             phases.end("apply")

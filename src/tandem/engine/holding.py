@@ -1,6 +1,6 @@
 """What an engine serves from, and how another version takes its place: staged, verified, flipped by pointers alone.
 
-Until `flip` nothing that is served has changed; `flip` itself cannot fail halfway, and takes microseconds.
+Until `flip` nothing that is served has changed; `flip` itself does all of it or nothing, and takes microseconds.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Holding:
         if weights.kind == "live":
             self._check_identity(arrived)
             return Staged("live", {}, dict(weights.expected))
+        self._check_apart(arrived)
+        if weights.path:  # who writes over the files later, or cuts them, must not reach what is served
+            arrived = {name: tensor.clone() for name, tensor in arrived.items()}
         device = next(self._module.parameters()).device
         if weights.kind == "full":
             self._check_fits(arrived)
@@ -60,19 +63,28 @@ class Holding:
             )
         return Staged(weights.kind, staged, found)
 
-    def flip(self, staged: Staged) -> None:
-        if staged.kind == "adapter":
-            self._adapter.use(staged.tensors)
+    def flip(self, staged: Staged) -> Fingerprints:
+        """The proof that forward passes now read the memory that was verified, and no other; or they read what they did
+        before."""
+        adapter, tensors = self._adapter.serving(), {name: tensor.data for name, tensor in self._live().items()}
+        self._point_at(staged)
+        serving = self._adapter.serving() if staged.kind == "adapter" else self._live()
+        odd = [name for name in staged.tensors if whereabouts(staged.tensors[name]) != whereabouts(serving[name])]
+        if odd:
+            self._adapter.use(adapter)
+            for name, tensor in self._live().items():
+                tensor.data = tensors[name]
+            raise SyncError(
+                f"'{odd[0]}' would be served from other memory than was verified ({len(odd)} of {len(staged.tensors)} "
+                "tensors); the version before goes on serving"
+            )
+        return staged.fingerprints
+
+    def _point_at(self, staged: Staged) -> None:
+        # An adapter that stayed when whole weights come would be served on top of them: they hold one already, merged.
+        self._adapter.use(staged.tensors if staged.kind == "adapter" else {})
         for name, tensor in self._live().items() if staged.kind == "full" else ():
             tensor.data = staged.tensors[name]
-
-    def proven(self, staged: Staged) -> Fingerprints:
-        """After the flip: forward passes read the memory that was verified, and no other."""
-        serving = self._adapter.serving() if staged.kind == "adapter" else self._live()
-        for name, tensor in staged.tensors.items():
-            if whereabouts(tensor) != whereabouts(serving[name]):
-                raise SyncError(f"'{name}' is served from other memory than was verified")
-        return staged.fingerprints
 
     def fingerprints(self) -> Fingerprints:
         """Of the whole module, computed now."""
@@ -98,6 +110,15 @@ class Holding:
             if whereabouts(tensor) != whereabouts(theirs[name]):
                 raise SyncError(f"single copy: '{name}' is not the trainer's memory; it would serve old weights")
 
+    def _check_apart(self, arrived: Mapping[str, Tensor]) -> None:
+        """A buffer that is used again, while the version in it is served, has torn that version."""
+        served = {_storage(tensor) for tensor in (*self._live().values(), *self._adapter.serving().values())}
+        if odd := [name for name, tensor in arrived.items() if tensor.numel() and _storage(tensor) in served]:
+            raise SyncError(
+                f"'{odd[0]}' arrived in the very memory that is served ({len(odd)} of {len(arrived)} tensors): the "
+                "version before was written over while it answered; every version needs memory of its own"
+            )
+
     def _check_fits(self, theirs: Mapping[str, Tensor]) -> None:
         ours = self._live()
         if odd := sorted(ours.keys() ^ theirs.keys()):
@@ -114,6 +135,10 @@ class Holding:
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{number:016x}" for name, number in digest.digests(tensors.items())}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _name_of(dtype: torch.dtype) -> str:
