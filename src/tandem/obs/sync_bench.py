@@ -27,7 +27,7 @@ _COLORS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way. Figures are medians of the rounds, in the units that their names say."""
+    """One way. Times are those of the median round, in the units that their names say."""
 
     bridge: str
     engine: str
