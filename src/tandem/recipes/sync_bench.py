@@ -8,6 +8,7 @@ first publication attaches the engine and warms up; it is not counted.
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -63,8 +64,18 @@ def bench_sync(
             row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home))
             tell(f"{name}: {row.skipped or row.error or f'{row.ms:.1f} ms, {row.how}'}")
             rows.append(row)
+            _let_go()
             parameters = max(parameters, counted)
     return Bench(picked, shape, parameters, link, link_bytes_per_s / 1e9, tuple(rows))
+
+
+def _let_go() -> None:
+    """Of the model that was measured last, before the next one is made."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _link(device: str) -> tuple[str, str]:
@@ -93,7 +104,7 @@ def _row(
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
         measured = asyncio.run(_publish(spec, model, min(rounds, _ROUNDS_AT_MOST.get(name, rounds)), home / name))
-    except TandemError as error:
+    except (TandemError, RuntimeError) as error:  # RuntimeError: torch's own, out of memory for one
         return replace(row, error=f"{type(error).__name__}: {error}"), parameters
     return _summed_up(row, *measured, link_bytes_per_s), parameters
 
