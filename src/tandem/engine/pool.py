@@ -1,45 +1,77 @@
 """Several engines that are one Engine: requests go to the least busy, versions to all of them.
 
-An engine that is lost is left out, and its requests are asked again elsewhere; when it was the only one, they wait
-until it, or another, was taken back by `attach` and `load`. Sampling is a function of prompt, weights and seed, so
-asking again does no harm; whoever listens token by token then hears the new ones after the old.
+An engine that is lost, silent, or could not take a version is left out, and its requests are asked again elsewhere;
+when it was the only one, they wait. Sampling is a function of prompt, weights and seed, so asking again does no harm;
+whoever listens token by token then hears the new ones after the old.
+
+    in ──(lost, silent, or refused a version that others took)──> out ──(found, or its time has come)──> due
+     ^                                                                                                    │
+     └──────────────────── load <── joined <── attach ────────────────────────────────────────────────────┘
+
+What left and what was found again is told by `lost`, so that whoever publishes attaches anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import Tensor
 
-from tandem.errors import EngineLost, SyncError, TandemError
+from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError, TandemError
 from tandem.protocols import Engine, OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 _SESSIONS_KEPT = 100_000
-_TRY_AGAIN_S = 30.0  # after this, an engine that was left out is looked for at the next `attach`
+_TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
+_MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
+_GONE = (EngineLost, EngineSilent)
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    engine: Engine
+    name: str
+    state: Literal["in", "out", "due", "joined"] = "in"
+    life: int = 0
+    """How often it was left out: what is heard of an earlier life says nothing about this one."""
+    failures: int = 0
+    """Since it last took a version."""
+    took: int | None = None
+    """The last version that it took."""
+    asked: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+    search: asyncio.Task[None] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """It was started anew, and nobody noticed."""
+        return self.took is not None and self.engine.version != self.took
 
 
 class EnginePool:
     def __init__(self, engines: Sequence[Engine]) -> None:
-        self._engines = list(engines)
-        self._busy = [0] * len(self._engines)
-        self._out: dict[int, float] = {}
-        self._home: dict[str, int] = {}
-        self._back, self._went = asyncio.Event(), asyncio.Event()
+        self._members = [_Member(engine, f"{n} of {len(engines)}") for n, engine in enumerate(engines, 1)]
+        self._home: dict[str, _Member] = {}
+        self._attached = self._closed = False
+        self._came = asyncio.Event()
+        """Somebody may be asked."""
+        self._changed = asyncio.Event()
+        """Somebody else is to be watched."""
+        self._meet_again = asyncio.Event()
+        """Who is here is no more who was attached."""
 
     @property
     def version(self) -> int:
         """The oldest that any of them serves."""
-        return min(engine.version for engine in self._in() or self._engines)
+        return min(member.engine.version for member in self._those("in") or self._members)
 
     @property
     def receivers(self) -> int:
-        return sum(self._engines[index].receivers for index in self._candidates())
+        return sum(member.engine.receivers for member in self._expected())
 
     async def generate(
         self,
@@ -49,49 +81,94 @@ class EnginePool:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
-        while True:
-            index = await self._pick(session)
-            self._busy[index] += 1
+        why = ""
+        for _ in range(_MOST_ASKED):
+            member = await self._pick(session)
+            life, cut = member.life, asyncio.timeout(None)
             try:
-                return await self._engines[index].generate(prompt_ids, sampling, session=session, on_token=on_token)
-            except EngineLost as error:
-                self._leave_out(index, error)
-            finally:
-                self._busy[index] -= 1
+                async with cut:
+                    member.asked.add(cut)
+                    try:
+                        return await member.engine.generate(prompt_ids, sampling, session=session, on_token=on_token)
+                    finally:
+                        member.asked.discard(cut)  # before it ends: only a running one can be cut
+            except _GONE as error:
+                why = str(error)
+                self._leave_out(member, life, error)
+            except TimeoutError:
+                if not cut.expired():
+                    raise
+                why = f"engine {member.name} was left out meanwhile"
+        raise EngineLost(
+            f"pool: a request was put to {_MOST_ASKED} engines, and all were lost over it; the last: {why}"
+        )
 
     async def attach(self, source: WeightSource) -> None:
         """All that `receivers` counted, or an error; those that failed are then not counted for a while."""
-        rank, candidates, errors = 0, self._candidates(), list[TandemError]()
-        for index in candidates:
-            engine = self._engines[index]
-            try:
-                await engine.attach(_Rank(source, rank))
-                self._out.pop(index, None)
-            except TandemError as error:
-                errors.append(error)
-                self._leave_out(index, error)
-            rank += engine.receivers
-        if errors:
-            raise errors[0]
+        self._attached = True
+        self._meet_again.clear()
+        expected = self._expected()
+        lives = [member.life for member in expected]
+        ranks = [_Rank(source, sum(each.engine.receivers for each in expected[:n])) for n in range(len(expected))]
+        attaching = (member.engine.attach(rank) for member, rank in zip(expected, ranks, strict=True))
+        errors = await asyncio.gather(*attaching, return_exceptions=True)
+        for member, life, error in zip(expected, lives, errors, strict=True):
+            if isinstance(error, TandemError):
+                self._leave_out(member, life, error)
+            elif error is None and member.life == life and (member.state != "in" or member.is_new):
+                self._move(member, "joined")
+        for error in errors:
+            if error is not None:
+                raise error
+        if odd := [member for member, life in zip(expected, lives, strict=True) if member.life != life]:
+            raise EngineLost(f"pool: engine {odd[0].name} was lost while others were attached")
+        for reply in (reply for rank in ranks for reply in rank.replies):
+            source.attached(reply)
 
     async def load(self, version: int) -> Served:
-        there = [index for index in range(len(self._engines)) if index not in self._out]
-        loads = await asyncio.gather(*(self._engines[index].load(version) for index in there), return_exceptions=True)
-        served: list[Served] = []
-        for index, load in zip(there, loads, strict=True):
-            if isinstance(load, EngineLost):
-                self._leave_out(index, load)
-            elif isinstance(load, BaseException):
-                raise load  # not sooner: an engine that still waits would take what is sent next
-            else:
-                served.append(load)
-        if not served:
+        """What those say that took it. Who did not, though others did, is left out: no two versions serve as one."""
+        asked = [(member, member.life) for member in self._those("in", "joined")]
+        if not asked:
             raise EngineLost("pool: no engine is left")
-        for other in served[1:]:
-            if (other.version, other.fingerprints) != (served[0].version, served[0].fingerprints):
-                raise SyncError(f"pool: asked for version {version}, and the engines hold different weights")
-        self._back.set()
+        loads = [asyncio.ensure_future(_load(member, version)) for member, _ in asked]
+        try:
+            await asyncio.wait(loads)  # for all: one that still waited would take what is sent next
+        except asyncio.CancelledError:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+            self._settle(asked, loads)
+            raise
+        served, errors = self._settle(asked, loads)
+        for error in errors:
+            if not served or not isinstance(error, TandemError):
+                raise error
+        if len({(each.version, *sorted(each.fingerprints.items())) for each in served}) > 1:
+            for member, life in asked:
+                self._leave_out(member, life, SyncError("engines hold different weights, and say that they agree"))
+            raise SyncError(f"pool: asked for version {version}, and the engines hold different weights")
+        self._came.set()
         return _merged(served)
+
+    def _settle(
+        self, asked: Collection[tuple[_Member, int]], loads: Sequence[asyncio.Future[Served]]
+    ) -> tuple[list[Served], list[BaseException]]:
+        """Who took the version serves it. If nobody did, those that are there serve what they had."""
+        served, failed = list[Served](), list[tuple[_Member, int, BaseException]]()
+        for (member, life), load in zip(asked, loads, strict=True):
+            error = SyncError("it was not done in time") if load.cancelled() else load.exception()
+            if error is None and member.life == life:
+                served.append(load.result())
+                member.failures, member.took = 0, load.result().version
+                self._move(member, "in")
+            else:
+                failed.append((member, life, error or EngineLost("it was lost as it took a version")))
+        for member, life, error in failed:
+            if served or isinstance(error, _GONE):
+                self._leave_out(member, life, error)
+            elif member.state == "joined":
+                self._move(member, "due")
+        return served, [error for _, _, error in failed]
 
     async def sleep(self) -> None:
         await self._all(lambda engine: engine.sleep())
@@ -100,39 +177,50 @@ class EnginePool:
         await self._all(lambda engine: engine.wake())
 
     async def lost(self) -> None:
-        """Returns once any of them is."""
-        watching: list[asyncio.Future[Any]] = [asyncio.ensure_future(engine.lost()) for engine in self._in()]
-        watching.append(asyncio.ensure_future(self._went.wait()))
-        try:
-            await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for watch in watching:
-                watch.cancel()
-        self._went.clear()
+        """Returns once it would do good to attach anew: somebody is lost, or somebody lost was found again."""
+        while not self._meet_again.is_set():
+            self._changed.clear()
+            watched = [(member, member.life) for member in self._those("in", "joined")]
+            watches = [asyncio.ensure_future(member.engine.lost()) for member, _ in watched]
+            events = [asyncio.ensure_future(event.wait()) for event in (self._changed, self._meet_again)]
+            try:
+                await asyncio.wait([*watches, *events], return_when=asyncio.FIRST_COMPLETED)
+                ended = [each for each, watch in zip(watched, watches, strict=True) if watch.done()]
+            finally:
+                for wait in (*watches, *events):
+                    wait.cancel()
+                await asyncio.gather(*watches, *events, return_exceptions=True)
+            for member, life in ended:
+                self._leave_out(member, life, EngineLost("it does not answer, or is another than was attached"))
 
     async def close(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self._engines))
+        self._closed = True
+        self._came.set()
+        searches = [member.search for member in self._members if member.search is not None]
+        for search in searches:
+            search.cancel()
+        await asyncio.gather(*searches, return_exceptions=True)
+        await asyncio.gather(*(member.engine.close() for member in self._members))
 
-    # --- who is in
+    # --- who is here
 
-    def _candidates(self) -> list[int]:
-        """Those that are in, and those whose turn to be tried again has come; all, if there would be none."""
-        now = time.monotonic()
-        ready = [i for i in range(len(self._engines)) if i not in self._out or now - self._out[i] > _TRY_AGAIN_S]
-        return ready or list(range(len(self._engines)))
+    def _those(self, *states: str) -> list[_Member]:
+        return [member for member in self._members if member.state in states]
 
-    def _in(self) -> list[Engine]:
-        return [engine for index, engine in enumerate(self._engines) if index not in self._out]
+    def _expected(self) -> list[_Member]:
+        """Of the next attach: all but those that are out; if that is nobody, everybody."""
+        return self._those("in", "joined", "due") or self._members
 
-    async def _pick(self, session: str | None) -> int:
+    async def _pick(self, session: str | None) -> _Member:
         """A session stays where its prefix is cached; everything else goes to the least busy."""
-        while len(self._out) == len(self._engines):
-            self._back.clear()
-            await self._back.wait()
-        home = self._home.get(session, -1) if session else -1
-        if home in self._out or home < 0:
-            there = (index for index in range(len(self._engines)) if index not in self._out)
-            home = min(there, key=self._busy.__getitem__)
+        while not self._closed and not self._those("in"):
+            self._came.clear()
+            await self._came.wait()
+        if self._closed:
+            raise EngineError("engine: closed")
+        home = self._home.get(session) if session else None
+        if home is None or home.state != "in":
+            home = min(self._those("in"), key=lambda member: len(member.asked))
         if session:
             self._home.pop(session, None)
             self._home[session] = home  # last in: the ones not asked for longest are forgotten first
@@ -140,20 +228,61 @@ class EnginePool:
                 del self._home[next(iter(self._home))]
         return home
 
-    def _leave_out(self, index: int, error: BaseException) -> None:
-        if index not in self._out:
-            _log.warning("pool: engine %d of %d is left out: %s", index + 1, len(self._engines), error)
-            self._out[index] = time.monotonic()
-            self._went.set()
+    def _move(self, member: _Member, state: Literal["in", "out", "due", "joined"]) -> None:
+        if member.state != state:
+            member.state = state
+            self._changed.set()
+        if state != "out" and member.search is not None and member.search is not asyncio.current_task():
+            member.search.cancel()
+            member.search = None
 
-    async def _all(self, ask: Callable[[Engine], Any]) -> None:
-        there = [index for index in range(len(self._engines)) if index not in self._out]
-        answers = await asyncio.gather(*(ask(self._engines[index]) for index in there), return_exceptions=True)
-        for index, answer in zip(there, answers, strict=True):
-            if isinstance(answer, EngineLost) and len(there) > 1:
-                self._leave_out(index, answer)
+    def _leave_out(self, member: _Member, life: int, error: BaseException) -> None:
+        if member.life != life or member.state == "out" or self._closed:
+            return
+        _log.warning("pool: engine %s is left out: %s", member.name, error)
+        member.life += 1
+        member.failures += 1
+        self._move(member, "out")
+        self._meet_again.set()
+        now = asyncio.get_running_loop().time()
+        for cut in member.asked:
+            if not cut.expired():
+                cut.reschedule(now)
+        member.search = asyncio.create_task(self._search(member, at_once=isinstance(error, _GONE)), name="pool search")
+
+    async def _search(self, member: _Member, *, at_once: bool) -> None:
+        """Till it may be tried again. An engine can say itself when it is there: `found`."""
+        found: Callable[[], Coroutine[Any, Any, None]] | None = getattr(member.engine, "found", None)
+        waits = member.failures - 1 if found is not None and at_once else member.failures
+        if waits:  # one that fails over and over disturbs all others each time
+            await asyncio.sleep(min(_TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
+        if found is not None:
+            await found()
+        _log.info("pool: engine %s is tried again", member.name)
+        if self._attached:
+            self._move(member, "due")
+            self._meet_again.set()
+        else:  # nobody publishes: it has what it had
+            self._move(member, "in")
+            self._came.set()
+
+    async def _all(self, ask: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        there = [(member, member.life) for member in self._those("in")]
+        answers = await asyncio.gather(*(ask(member.engine) for member, _ in there), return_exceptions=True)
+        for (member, life), answer in zip(there, answers, strict=True):
+            if isinstance(answer, _GONE):
+                self._leave_out(member, life, answer)
             elif isinstance(answer, BaseException):
                 raise answer
+        if there and not self._those("in"):
+            raise EngineLost("pool: no engine is left")
+
+
+async def _load(member: _Member, version: int) -> Served:
+    served = await member.engine.load(version)
+    if served.version != version:
+        raise SyncError(f"asked for version {version}, and it serves {served.version}")
+    return served
 
 
 def _merged(served: Sequence[Served]) -> Served:
@@ -164,14 +293,16 @@ def _merged(served: Sequence[Served]) -> Served:
         tuple(name for each in served for name in each.engines),
         min(each.cache_epoch for each in served),
         {name: max(each.seconds.get(name, 0.0) for each in served) for name in phases},
+        all(each.read_back for each in served),
     )
 
 
 class _Rank:
-    """One engine's share of a source that expects several receivers."""
+    """One engine's share of a source that expects several receivers. What it says is kept until all have spoken."""
 
     def __init__(self, source: WeightSource, rank: int) -> None:
         self._source, self._rank = source, rank
+        self.replies: list[Mapping[str, Any]] = []
 
     @property
     def carries(self) -> WeightKind:
@@ -185,7 +316,7 @@ class _Rank:
         return self._source.house(tensors)
 
     def attached(self, reply: Mapping[str, Any]) -> None:
-        self._source.attached(reply)
+        self.replies.append(reply)
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         return self._source.receive(version, self._rank + rank)
