@@ -26,6 +26,8 @@ sync_app = typer.Typer(
     help="Weights in step: what was proven, what holds now, what each way costs.", no_args_is_help=True
 )
 app.add_typer(sync_app, name="sync")
+engine_app = typer.Typer(help="Engines in processes of their own.", no_args_is_help=True)
+app.add_typer(engine_app, name="engine")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
 Overrides = Annotated[
@@ -157,6 +159,60 @@ def env_try(
     from tandem.spec.load import parse_overrides
 
     try_environment(name, parse_overrides(params or ()), split=split, index=index)
+
+
+@engine_app.command("serve")
+def engine_serve(
+    source: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a hub id, or a run directory.")],
+    kind: Annotated[Literal["server", "vllm"], typer.Option(help="The embedded engine, or vLLM.")] = "server",
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Of the weights on the disk. Default: a run's steps, else 0.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 0,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Keeps the token. Default: serve/ in a run, else .tandem/serve.")
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's [engine]: --set max_running=64"),
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes.")] = "auto",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the weights are held in.")] = "float32",
+    thinking: Thinking = False,
+    adapter_slots: Annotated[
+        int, typer.Option(min=0, help="With vllm: versions of an adapter in use at a time; 0 for none.")
+    ] = 0,
+    max_rank: Annotated[int, typer.Option(min=1, help="With vllm: the highest rank of an adapter.")] = 16,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A trainer's machine that versions may come from, beyond this one.")
+    ] = None,
+    allow_dir: Annotated[
+        list[Path] | None, typer.Option(help="A directory that versions may be read from, with all below it.")
+    ] = None,
+) -> None:
+    """Serve an engine that a trainer in another process keeps in step; users ask it at /v1, as with `serve`."""
+    from tandem.recipes.serve import default_data_dir, serve_engine
+    from tandem.serve.run import Listen
+    from tandem.spec.load import parse_engine
+
+    serve_engine(
+        source,
+        Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure),
+        parse_engine(kind, option or ()),
+        version=version,
+        device=device,
+        dtype=dtype,
+        thinking=thinking,
+        adapter_slots=adapter_slots,
+        max_rank=max_rank,
+        allow_hosts=allow_host or (),
+        allow_directories=allow_dir or (),
+    )
 
 
 @sync_app.command("audit")

@@ -82,7 +82,7 @@ class FakeEngine:
     async def wake(self) -> None:
         self.awake.set()
 
-    def fingerprints(self) -> Mapping[str, str]:
+    async def fingerprints(self) -> Mapping[str, str]:
         return {"w": "00ff"}
 
     async def remember(self) -> None:

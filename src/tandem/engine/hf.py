@@ -202,9 +202,9 @@ class EmbeddedEngine:
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args) if self._inline else await asyncio.to_thread(function, *args)
 
-    def fingerprints(self) -> Fingerprints:
+    async def fingerprints(self) -> Fingerprints:
         """Of what is served, computed now."""
-        return self._holding.fingerprints()
+        return await self._call(self._holding.fingerprints)
 
     async def remember(self) -> None:
         """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""

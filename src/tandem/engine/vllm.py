@@ -16,7 +16,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -42,13 +42,14 @@ class VllmEngine:
         process: VllmProcess,
         *,
         end_ids: frozenset[int],
-        on_update: Literal["finish", "restart"] = "finish",
+        restarts: bool = False,
         version: int = -1,
     ) -> None:
+        """`restarts`: requests under way are ended for a new version and asked again, not waited for."""
         self.version = version
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
-        self._process, self._end_ids, self._on_update = process, sorted(end_ids), on_update
+        self._process, self._end_ids, self._restarts = process, sorted(end_ids), restarts
         self._model = _BASE
         """What requests name: the base, or the adapter of the version served."""
         self._gate = asyncio.Event()
@@ -170,9 +171,9 @@ class VllmEngine:
         if self._source.carries == "adapter":
             return await self._load_adapter(version, deadline_s)
         phases = Phases()
-        await self._shut(deadline_s)
-        phases.end("pause")
         try:
+            await self._shut(deadline_s)
+            phases.end("pause")
             answers = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
             served = answers[0].get("fingerprints") or _whole(answers)
         except (SyncError, EngineError) as error:
@@ -197,12 +198,12 @@ class VllmEngine:
         phases.end("apply")
         served = _whole(await self._workers("tandem_adapter", name, deadline_s=deadline_s))
         phases.end("digest")
-        if self._on_update == "restart":
+        if self._restarts:
             await self._shut(deadline_s)
         self._model, self._torn = name, ""
         self._adapters.append(name)
         self._serve(version)
-        if self._on_update == "restart":
+        if self._restarts:
             await self._open()
         await self._drop_unused()
         phases.end("resume")
@@ -215,6 +216,7 @@ class VllmEngine:
             await self._workers("tandem_drop", name, deadline_s=_CONTROL_S)
 
     def _serve(self, version: int) -> None:
+        """`restarts`: requests under way are ended for a new version and asked again, not waited for."""
         self.version = version
         self.cache_epoch += 1
 
@@ -259,7 +261,7 @@ class VllmEngine:
     async def _shut(self, deadline_s: float) -> None:
         """Afterwards nothing runs, nothing waits inside vLLM, and its caches are empty."""
         self._gate.clear()
-        mode = "wait" if self._on_update == "finish" else "abort"
+        mode = "abort" if self._restarts else "wait"
         await self._process.post("/pause", deadline_s=deadline_s, mode=mode, clear_cache="true")
         async with asyncio.timeout(deadline_s):
             while self._running.total():

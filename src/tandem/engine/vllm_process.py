@@ -20,6 +20,9 @@ from tandem.errors import EngineError, EngineLost
 from tandem.io.child import Child
 
 _POLL_S = 0.2
+# GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
+_ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_BASE_URL = "http://vllm"
 _EXTENSION = "tandem.inside.extension.TandemWorker"
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
 
@@ -31,6 +34,7 @@ class VllmOptions:
     model: str
     python: str
     dtype: str = "auto"
+    device: str = "cuda"
     tensor_parallel: int = 1
     memory_share: float = 0.9
     max_running: int = 256
@@ -58,7 +62,7 @@ class VllmOptions:
         if self.adapter_slots:
             given += ["--enable-lora", "--max-loras", str(self.adapter_slots), "--max-cpu-loras",
                       str(self.adapter_slots), "--max-lora-rank", str(self.max_rank)]  # fmt: skip
-        if self.environment.get("VLLM_TARGET_DEVICE") != "cpu":
+        if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
         return [*given, *self.extra]
 
@@ -80,7 +84,7 @@ class VllmProcess:
         )
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=None)),
-            base_url="http://vllm",
+            base_url=_BASE_URL,
             timeout=httpx.Timeout(30.0, read=None, pool=None),
             follow_redirects=False,
             trust_env=False,
@@ -95,6 +99,7 @@ class VllmProcess:
             "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            **(_ON_CPU if self.options.device == "cpu" else {}),
             **self.options.environment,
         }
 
@@ -102,17 +107,20 @@ class VllmProcess:
     def running(self) -> bool:
         return self._child.exit_code is None
 
-    async def wait_ready(self, deadline_s: float) -> None:
+    def wait_ready(self, deadline_s: float) -> None:
+        """Blocks. EngineError if it ends before it is ready, or takes longer; it is stopped then."""
         until = time.monotonic() + deadline_s
-        while time.monotonic() < until:
-            if not self.running:
-                raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
-            try:
-                if (await self._http.get("/health", timeout=5.0)).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass  # not yet
-            await asyncio.sleep(_POLL_S)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url=_BASE_URL) as client:
+            while time.monotonic() < until:
+                if not self.running:
+                    raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
+                try:
+                    if client.get("/health", timeout=5.0).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass  # not yet
+                time.sleep(_POLL_S)
+        self._child.stop(grace_s=0.0)
         raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:

@@ -3,19 +3,21 @@ stands behind which protocol."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tandem.errors import SpecError
 from tandem.protocols import Engine, WeightBridge
 from tandem.publish import Call, Canary, Publisher
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import PathModel
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.spec.run import RlSpec
 from tandem.spec.sync import (
     AdapterBroadcastSync,
@@ -29,8 +31,12 @@ from tandem.spec.sync import (
 from tandem.types import Proof
 
 if TYPE_CHECKING:
-    from tandem.engine.hf import EmbeddedEngine
     from tandem.recipes.build import Model
+    from tandem.text.renderer import Renderer
+
+
+# What a spec's [engine] says to the run that owns the engine, and not to the engine.
+_OF_THE_OWNER = ("url", "token_file", "max_restarts", "replicas", "gpus", "deadline_s")
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,27 @@ def embedded(spec: HfEngineSpec, model: Model, *, inline: bool) -> Engine:
     return engines[0] if spec.replicas == 1 else EnginePool(engines)
 
 
-def engine_alone(spec: ServerEngineSpec, model: Model) -> EmbeddedEngine:
-    """As the one thing that its process does: it is looked into, and forward passes leave the event loop."""
-    from tandem.engine.hf import EmbeddedEngine
+@dataclass(frozen=True)
+class Alone:
+    """An engine as the one thing that its process does."""
 
-    return EmbeddedEngine(
+    engine: Any
+    renderer: Renderer
+    context: int
+    num_ids: int
+    model: Any = None
+    """What the embedded one computes with."""
+
+
+def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str, thinking: bool) -> Alone:
+    """Forward passes leave the event loop: the server must answer meanwhile."""
+    from tandem.engine.hf import EmbeddedEngine
+    from tandem.recipes import build
+
+    precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")  # nothing is trained
+    picked = build.pick_device(cast("Any", device))
+    model = build.model(PathModel(path=path, thinking=thinking), precision, 0, picked, spec.max_context)
+    engine = EmbeddedEngine(
         model.policy.module,
         num_ids=model.num_ids,
         end_ids=model.renderer.end_ids,
@@ -92,6 +114,50 @@ def engine_alone(spec: ServerEngineSpec, model: Model) -> EmbeddedEngine:
         inline=False,
         on_update=spec.on_update,
     )
+    return Alone(engine, model.renderer, model.context, model.num_ids, model)
+
+
+def vllm_alone(
+    spec: VllmEngineSpec,
+    path: str,
+    home: Path,
+    *,
+    version: int,
+    device: str,
+    dtype: str,
+    thinking: bool,
+    adapter_slots: int,
+    max_rank: int,
+) -> Alone:
+    """With its process, once that is ready."""
+    from transformers import AutoConfig
+
+    from tandem.engine.vllm import VllmEngine
+    from tandem.engine.vllm_process import VllmOptions, VllmProcess
+    from tandem.text.renderer import Renderer
+    from tandem.text.tokenizer import load_tokenizer
+
+    made_for = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
+    context = min(spec.max_context or made_for, made_for)
+    options = VllmOptions(
+        path,
+        spec.python or default_python(),
+        dtype=dtype,
+        device=device,
+        tensor_parallel=spec.tensor_parallel,
+        memory_share=spec.memory_share,
+        max_running=spec.max_running,
+        max_context=context,
+        eager=spec.eager or device == "cpu",
+        adapter_slots=adapter_slots,
+        max_rank=max_rank,
+    )
+    renderer = Renderer(load_tokenizer(path), thinking=thinking)
+    process = VllmProcess(options, home)
+    process.wait_ready(spec.start_deadline_s)
+    restarts = spec.on_update == "restart"
+    engine = VllmEngine(process, end_ids=renderer.end_ids, restarts=restarts, version=version)
+    return Alone(engine, renderer, context, len(renderer.tokenizer))
 
 
 def outside(spec: RlSpec, model: Model, home: Path, start: Path) -> Engine:
@@ -176,29 +242,12 @@ def engine_command(
 ) -> Callable[[str, int, Path], list[str]]:
     """What starts `tandem engine serve` with a model's directory, its version and a ready file. `directory` keeps its
     token; `readable` is where versions come from, if they come as files."""
-    options: dict[str, Any] = {
-        "data-dir": directory,
-        "port": 0,
-        "max-running": spec.max_running,
-        "max-context": spec.max_context,
-        "on-update": spec.on_update,
-        "device": device,
-        "dtype": dtype,
-    }
-    flags = ["--thinking" if thinking else "--no-thinking"]
-    if isinstance(spec, VllmEngineSpec):
-        options |= {
-            "kind": "vllm",
-            "python": spec.python or default_python(),
-            "tensor-parallel": spec.tensor_parallel,
-            "memory-share": spec.memory_share,
-            "start-deadline-s": spec.start_deadline_s,
-        }
-        flags += ["--eager"] if spec.eager else []
-    else:
-        options["kv-gib"] = spec.kv_gib
+    options = {"kind": spec.kind, "data-dir": directory, "port": 0, "device": device, "dtype": dtype}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    words += [*flags, *(str(word) for path in readable for word in ("--allow-dir", path))]
+    for name, value in spec.model_dump(exclude={"kind", *_OF_THE_OWNER}, exclude_defaults=True).items():
+        words += ["--set", f"{name}={json.dumps(value)}"]
+    words += ["--thinking" if thinking else "--no-thinking"]
+    words += [str(word) for path in readable for word in ("--allow-dir", path)]
     program = [sys.executable, "-m", "tandem", "engine", "serve"]
 
     def command(model: str, version: int, ready_file: Path) -> list[str]:

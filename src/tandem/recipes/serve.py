@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from tandem.errors import RunError
 from tandem.protocols import Engine
-from tandem.recipes import build
+from tandem.recipes import build, build_engine
 from tandem.serve.chat import chat_loop
 from tandem.serve.run import Listen, serve_forever
-from tandem.spec.engine import EngineSpec, HfEngineSpec
+from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import Float32Precision
 from tandem.types import Sampling
 
 
-def serve_model(source: str, listen: Listen, spec: EngineSpec | None = None, *, thinking: bool = False) -> None:
+def serve_model(source: str, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False) -> None:
     """Until SIGTERM or Ctrl-C."""
     from tandem.serve.app import create_app
     from tandem.serve.openai import openai_service
@@ -26,6 +28,51 @@ def serve_model(source: str, listen: Listen, spec: EngineSpec | None = None, *, 
     # Forward passes leave the event loop: HTTP must answer while the model works.
     model, engine = _load(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     service = openai_service(engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids)
+    serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
+
+
+def serve_engine(
+    source: str,
+    listen: Listen,
+    spec: ServerEngineSpec | VllmEngineSpec | None = None,
+    *,
+    version: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    thinking: bool = False,
+    adapter_slots: int = 0,
+    max_rank: int = 16,
+    allow_hosts: Sequence[str] = (),
+    allow_directories: Sequence[Path] = (),
+) -> None:
+    """An engine for a trainer in another process, until SIGTERM or Ctrl-C. It answers with what lies on the disk, as
+    `version`, until a trainer attaches and loads another. vLLM needs to know how many versions of an adapter may be in
+    use at a time (`adapter_slots`), and of which rank."""
+    from tandem.inside.sources import open_source
+    from tandem.serve.app import create_app
+    from tandem.serve.engine import engine_service
+    from tandem.serve.engine_link import Allowed
+
+    path, name, found = find_model(source)
+    spec, version = spec or ServerEngineSpec(), found if version is None else version
+    device = build.pick_device(device).type
+    if isinstance(spec, VllmEngineSpec):
+        alone = build_engine.vllm_alone(
+            spec, path, listen.data_dir, version=version, device=device, dtype=dtype, thinking=thinking,
+            adapter_slots=adapter_slots, max_rank=max_rank,
+        )  # fmt: skip
+    else:
+        alone = build_engine.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
+        _publish(alone.model, alone.engine, version)
+    service = engine_service(
+        alone.engine,
+        open_source,
+        renderer=alone.renderer,
+        model_id=name,
+        context=alone.context,
+        num_ids=alone.num_ids,
+        allowed=Allowed(hosts=frozenset(allow_hosts), directories=tuple(allow_directories)),
+    )
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
 
 
@@ -62,15 +109,20 @@ def find_model(source: str) -> tuple[str, str, int]:
     return str(export), path.name, int(status.get("steps_done", 0))
 
 
-def _load(path: str, version: int, spec: EngineSpec, *, thinking: bool, inline: bool) -> tuple[build.Model, Engine]:
+def _load(path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool) -> tuple[build.Model, Engine]:
     device = build.pick_device("auto")
     model = build.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
-    engine, bridge = build.engine(spec, model, deterministic=inline), build.inproc_bridge()
+    engine = build_engine.embedded(spec, model, inline=inline)
+    _publish(model, engine, version)
+    return model, engine
+
+
+def _publish(model: build.Model, engine: Engine, version: int) -> None:
+    bridge = build_engine.inproc_bridge()
 
     async def publish() -> None:
-        await engine.attach(bridge.source(spec.replicas))
+        await engine.attach(bridge.source(engine.receivers))
         bridge.send(model.policy.weights(version, "live"))
         await engine.load(version)
 
     asyncio.run(publish())
-    return model, engine

@@ -37,7 +37,7 @@ class LocalEngine(Engine, Protocol):
     def boot_id(self) -> str: ...
     @property
     def cache_epoch(self) -> int: ...
-    def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now; blocks
+    async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
     async def remember(self) -> None: ...  # somebody is about to write into its memory
     async def intact(self) -> bool: ...  # nobody has, since
 
@@ -220,7 +220,7 @@ class Control:
         async with self._turn:
             if version != self.version:
                 raise SyncError(f"engine: asked for version {version}, serving {self.version}")
-            found = await asyncio.to_thread(self._engine.fingerprints)
+            found = await self._engine.fingerprints()
             return Served(version, found, (self._engine.boot_id,), self._engine.cache_epoch)
 
     async def close(self) -> None:

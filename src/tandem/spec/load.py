@@ -7,16 +7,20 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, cast
 
 import tomli_w
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tandem.errors import SpecError
+from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 Table: TypeAlias = dict[str, Any]
 
+_ENGINE: TypeAdapter[ServerEngineSpec | VllmEngineSpec] = TypeAdapter(
+    Annotated[ServerEngineSpec | VllmEngineSpec, Field(discriminator="kind")]
+)
 _ADAPTER: TypeAdapter[RlSpec | SftSpec | PreferenceSpec] = TypeAdapter(RunSpec)
 _NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
@@ -55,6 +59,17 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         _apply(raw, override)
     return raw
+
+
+def parse_engine(kind: str, overrides: Sequence[str]) -> ServerEngineSpec | VllmEngineSpec:
+    """An engine that serves alone, from a command line: what a spec's `[engine]` would say."""
+    raw = {"kind": kind, **parse_overrides(overrides)}
+    try:
+        return _ENGINE.validate_python(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"][1:])
+        raise SpecError(f"--set {field} = {_show(first['input'])}: {first['msg']}") from error
 
 
 def parse_seeds(text: str) -> list[int]:
