@@ -32,6 +32,7 @@ _CONNECTIONS = 512  # files are not without end; who comes later waits for one o
 _IDLE_S = 4.0  # less than the server keeps them: none is used as it is being closed
 _CONNECT_S, _WRITE_S, _STATUS_S = 5.0, 30.0, 5.0
 _TRIES = 3
+_LAST_WORDS_S = 0.2  # how a process ended is known a moment after its connections broke
 
 T = TypeVar("T")
 
@@ -143,6 +144,7 @@ class Connection:
         try:
             status = await self.status()
         except EngineError:
+            await asyncio.sleep(_LAST_WORDS_S)
             self._set_gone(self._describe(error))
         else:
             if status["boot_id"] != self.boot_id:

@@ -60,7 +60,8 @@ class Child:
     @property
     def exit_code(self) -> int | None:
         """None while it runs. Above 128: the signal that ended it, and 128."""
-        return self._leash.poll()
+        code = self._leash.poll()
+        return 128 - code if code is not None and code < 0 else code
 
     def wait_ready(self, deadline_s: float) -> Ready:
         """EngineError if it ends before it is ready, or takes longer; it is stopped then."""

@@ -1,0 +1,340 @@
+"""An engine in a process of its own is killed, stopped and started anew, and its trainer gets on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_child import runs, wait_until
+
+from tandem.engine.server import Owned, ServerEngine, Standing
+from tandem.errors import EngineError, EngineLost, SyncError
+from tandem.types import Completion, Sampling, Weights
+
+PROGRAM = str(Path(__file__).with_name("engine_program.py"))
+LONG, SHORT = Sampling(max_tokens=500), Sampling(max_tokens=5)
+
+
+class Source:
+    """The trainer's end, as far as an engine sees it."""
+
+    carries = "full"
+
+    def __init__(self, directory: Path, mode: str = "disk") -> None:
+        self.link: Mapping[str, Any] = {"mode": mode, "directory": str(directory)}
+        self.directory, self.replies = directory, list[Mapping[str, Any]]()
+
+    def house(self, tensors: Any) -> None:
+        return None
+
+    def attached(self, reply: Mapping[str, Any]) -> None:
+        self.replies.append(reply)
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        return Weights(version, "full", lambda: iter(()), path=str(self.directory / f"v{version}"))
+
+    def close(self) -> None:
+        pass
+
+
+def command(model: str, version: int, ready_file: Path) -> list[str]:
+    return [sys.executable, PROGRAM, str(version), str(ready_file), str(ready_file.parent)]
+
+
+def owned(directory: Path, **options: Any) -> ServerEngine:
+    return ServerEngine(Owned(command, str(directory), directory, start_deadline_s=30, **options), deadline_s=10)
+
+
+def pid_of(directory: Path) -> int:
+    return json.loads((directory / "ready.json").read_text())["pid"]
+
+
+def play(work: Callable[[], Any]) -> Any:
+    async def go() -> Any:
+        return await asyncio.wait_for(work(), 60)
+
+    return asyncio.run(go())
+
+
+@asynccontextmanager
+async def closing(engine: ServerEngine) -> AsyncIterator[ServerEngine]:
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def under_way(engine: ServerEngine, on_token: Any = None) -> asyncio.Task[Completion]:
+    """A long request, of which tokens have come."""
+    told = asyncio.Event()
+
+    def tell(*token: Any) -> None:
+        told.set()
+        if on_token is not None:
+            on_token(*token)
+
+    task = asyncio.create_task(engine.generate([1], LONG, on_token=tell))
+    await told.wait()
+    return task
+
+
+def test_a_killed_engine_is_lost_started_again_and_serves_what_is_loaded(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(owned(tmp_path, max_restarts=1)) as engine:
+            source = Source(tmp_path)
+            await engine.attach(source)
+            await engine.load(7)
+            first = source.replies[-1]["boot_id"]
+            request, lost = await under_way(engine), asyncio.create_task(engine.lost())
+            began = time.monotonic()
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            with pytest.raises(EngineLost, match="signal 9"):
+                await request
+            await lost
+            assert time.monotonic() - began < 3
+            with pytest.raises(EngineLost):
+                await engine.generate([1], SHORT)
+            await engine.attach(source)
+            assert source.replies[-1]["boot_id"] != first
+            assert engine.version == 0
+            early = asyncio.create_task(engine.generate([1], SHORT))
+            await asyncio.sleep(0.3)
+            assert not early.done(), "what a fresh process has are other weights"
+            served = await engine.load(8)
+            assert served.engines == (source.replies[-1]["boot_id"],)
+            assert (await early).versions == [8] * 5
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await engine.lost()
+            with pytest.raises(EngineError, match=r"max_restarts = 1 times.*signal 9"):
+                await engine.attach(source)
+
+    play(work)
+
+
+def test_an_event_loop_that_stands_still_is_no_lost_engine(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(owned(tmp_path)) as engine:
+            await engine.attach(Source(tmp_path))
+            await engine.load(7)
+            for _ in range(4):
+                await asyncio.sleep(0)
+                time.sleep(1.7)  # a trainer that computes on this thread
+            assert (await engine.generate([1], SHORT)).versions == [7] * 5
+
+    play(work)
+
+
+# --- somebody else's engine
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = start_standing(tmp_path)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_standing(directory: Path) -> subprocess.Popen[bytes]:
+    (directory / "ready.json").unlink(missing_ok=True)
+    process = subprocess.Popen(command("", 3, directory / "ready.json"), stdout=subprocess.DEVNULL)
+    wait_until((directory / "ready.json").exists, 30)
+    return process
+
+
+def place(directory: Path, patience_s: float = 0.3) -> Standing:
+    ready = json.loads((directory / "ready.json").read_text())
+    return Standing(ready["url"], Path(ready["token_file"]), patience_s=patience_s)
+
+
+async def idle_owned(directory: Path) -> None:
+    async with closing(owned(directory)) as engine:
+        await engine.attach(Source(directory))
+        await engine.load(7)
+        stopped = pid_of(directory)
+        os.kill(stopped, signal.SIGSTOP)
+        began = time.monotonic()
+        await engine.lost()
+        assert time.monotonic() - began < 10
+        await engine.attach(Source(directory))
+        assert not runs(stopped)
+        await engine.load(8)
+        assert (await engine.generate([1], SHORT)).versions == [8] * 5
+
+
+async def busy_standing(directory: Path, process: subprocess.Popen[bytes]) -> None:
+    async with closing(ServerEngine(place(directory), deadline_s=10)) as engine:
+        source = Source(directory)
+        await engine.attach(source)
+        await engine.load(7)
+        request = await under_way(engine)
+        began = time.monotonic()
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(EngineLost):
+            await request
+        await engine.lost()
+        assert time.monotonic() - began < 10
+        with pytest.raises(EngineLost, match="none answers"):
+            await engine.attach(source)
+        process.send_signal(signal.SIGCONT)
+        await engine.attach(source)
+        assert source.replies[0]["boot_id"] == source.replies[-1]["boot_id"]
+        assert (await engine.generate([1], SHORT)).versions == [7] * 5, "it has what was loaded into it"
+        await engine.attach(Source(directory, "restart"))
+        with pytest.raises(SyncError, match="not ours to end"):
+            await engine.load(8)
+
+
+def test_engines_that_were_stopped_are_lost_within_10_s_and_only_our_own_is_replaced(
+    tmp_path: Path, standing: subprocess.Popen[bytes]
+) -> None:
+    async def work() -> None:
+        await asyncio.gather(idle_owned(tmp_path / "owned"), busy_standing(tmp_path, standing))
+
+    play(work)
+    assert standing.poll() is None, "it was closed, and it is not ours"
+
+
+def test_a_foreign_engine_that_was_started_anew_is_another_one(
+    tmp_path: Path, standing: subprocess.Popen[bytes]
+) -> None:
+    async def work() -> None:
+        first = place(tmp_path, patience_s=10)
+        port = first.url.rpartition(":")[2]
+        engine = ServerEngine(first, deadline_s=10)
+        async with closing(engine):
+            source = Source(tmp_path)
+            await engine.attach(source)
+            await engine.load(7)
+            standing.kill()
+            await asyncio.to_thread(standing.wait)
+            again = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", SAME_PORT.format(path=str(Path(PROGRAM).parent)), port, str(tmp_path),
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            try:
+                await engine.lost()
+                await engine.attach(source)
+                assert source.replies[0]["boot_id"] != source.replies[-1]["boot_id"]
+                await engine.load(8)
+                assert (await engine.generate([1], SHORT)).versions == [8] * 5
+            finally:
+                again.kill()
+                await again.wait()
+
+    play(work)
+
+
+SAME_PORT = """
+import sys
+sys.path.insert(0, {path!r})
+import engine_program, tandem.serve.run as run
+init = run.Listen.__init__
+run.Listen.__init__ = lambda self, data_dir, **options: init(self, data_dir, port=int(sys.argv[1]), **options)
+from pathlib import Path
+engine_program.main(3, Path(sys.argv[2], "ready.json"), Path(sys.argv[2]))
+"""
+
+
+# --- by a new start
+
+
+def test_a_version_by_restart_keeps_who_asks_waiting_and_loses_nobody(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(owned(tmp_path, max_restarts=0)) as engine:
+            for version in (7, 8):
+                (tmp_path / f"v{version}").mkdir()
+            source = Source(tmp_path, "restart")
+            await engine.attach(source)
+            lost = asyncio.create_task(engine.lost())
+            first = await engine.load(7)
+            request = await under_way(engine)
+            pid = pid_of(tmp_path)
+            second = await engine.load(8)
+            assert not runs(pid)
+            assert (await request).versions == [8] * 500, "asked again from the beginning"
+            assert (first.version, second.version, engine.version) == (7, 8, 8)
+            assert second.fingerprints == {"w": f"{8:016x}"}
+            assert first.engines != second.engines
+            assert not lost.done()
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await lost
+
+    play(work)
+
+
+# --- the real thing, by its command line
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tandem.model.presets import make_model
+    from tandem.text.tokenizer import byte_tokenizer
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer()
+    make_model("tiny", tokenizer, seed=0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def real(model: str, version: int, ready_file: Path) -> list[str]:
+    options = ["--version", version, "--ready-file", ready_file, "--data-dir", ready_file.parent, "--device", "cpu"]
+    return [sys.executable, "-m", "tandem", "engine", "serve", model, *map(str, options)]
+
+
+def test_the_real_engine_shares_its_memory_survives_a_kill_and_ends_in_time(model: Path, tmp_path: Path) -> None:
+    import torch
+
+    from tandem.bridge.shared.trainer import SharedBridge
+
+    bridge = SharedBridge(deadline_s=10)
+
+    async def step(engine: ServerEngine, version: int, change: float) -> Completion:
+        """Writes into the engine's memory, as a trainer does; the canary is what the engine says afterwards."""
+        await engine.sleep()
+        tensors = bridge.storage()
+        assert tensors is not None
+        with torch.no_grad():
+            tensors["model.norm.weight"].add_(change)
+        bridge.send(Weights(version, "live", lambda: iter(tensors.items())))
+        served = await engine.load(version)
+        assert served.version == version
+        return await engine.generate([5, 6, 7], Sampling(max_tokens=6, temperature=0.0))
+
+    async def work() -> None:
+        place = Owned(real, str(model), tmp_path, environment={"OMP_NUM_THREADS": "1"}, start_deadline_s=60)
+        async with closing(ServerEngine(place, deadline_s=20, shares_memory=True, lease_s=1.0)) as engine:
+            await engine.attach(bridge.source())
+            first = await step(engine, 1, 0.0)
+            second = await step(engine, 2, 0.5)
+            assert (first.versions, second.versions) == ([1] * 6, [2] * 6)
+            assert first.logprobs != second.logprobs
+            await engine.sleep()
+            await asyncio.sleep(2.5)  # longer than its lease: it is renewed
+            again = await step(engine, 3, 0.0)
+            assert again.logprobs == pytest.approx(second.logprobs, abs=1e-5)
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await engine.lost()
+            await engine.attach(bridge.source())
+            assert (await step(engine, 4, 0.0)).logprobs == pytest.approx(first.logprobs, abs=1e-5)
+            waiting = asyncio.create_task(engine.load(5))  # which nobody sends
+            await asyncio.sleep(0.3)
+            began = time.monotonic()
+            os.kill(pid_of(tmp_path), signal.SIGTERM)
+            with pytest.raises(EngineLost):
+                await waiting
+            await engine.lost()
+            assert time.monotonic() - began < 10
+
+    play(work)
