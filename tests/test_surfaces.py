@@ -23,6 +23,7 @@ PYTHON_FUNCTION = {
     "train": "run",
     "sweep": "sweep",
     "serve": "serve_model",
+    "engine serve": "serve_engine",
     "chat": "chat_with",
     "report": "write_report",
     "spec schema": "json_schema",

@@ -12,6 +12,7 @@ _API = {
     "run": "tandem.recipes",
     "sweep": "tandem.recipes.sweep",
     "serve_model": "tandem.recipes.serve",
+    "serve_engine": "tandem.recipes.serve",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
     "audit_sync": "tandem.obs.audit",
