@@ -104,6 +104,26 @@ def test_logprob_bytes_are_the_text(served: Served) -> None:
     assert raw.decode("utf-8", "replace").removesuffix("<|end|>") == choice.message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_id_to_stop_at_ends_the_answer_and_is_not_in_its_text(
+    served: Served, make_engine: Any, stream: bool
+) -> None:
+    ids = served.renderer.encode("once upon")
+    (whole,) = direct(make_engine, ids, Sampling(max_tokens=30, temperature=0))
+    stop_id = whole.ids[6]
+    expected = whole.ids[: whole.ids.index(stop_id) + 1]
+    extra = {"return_token_ids": True, "stop_token_ids": [5, stop_id]}
+    with served.openai() as client:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": ids, "temperature": 0, "max_tokens": 30, "extra_body": extra}
+        made = client.completions.create(**asked, stream=stream)
+        choices = [choice for part in (made if stream else [made]) for choice in part.choices]
+    assert [token_id for choice in choices for token_id in choice.token_ids] == expected
+    assert choices[-1].finish_reason == "stop"
+    assert "".join(choice.text for choice in choices) == served.renderer.decode(expected[:-1])
+    refused = served.post({"model": MODEL, "prompt": ids, "stop_token_ids": [-1]}, "/v1/completions")
+    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "stop_token_ids.0")
+
+
 def test_completions_take_text_ids_and_lists(served: Served, make_engine: Any) -> None:
     ids = served.renderer.encode("once upon")
     with served.openai() as client:

@@ -127,7 +127,7 @@ class _Piece:
 class _Choice:
     def __init__(self, index: int, renderer: Renderer, job: _Job, *, parts_thoughts: bool) -> None:
         self.version, self.num_tokens = -1, 0
-        self._end_ids, self._offsets_wanted = renderer.end_ids, job.logprobs
+        self._end_ids, self._offsets_wanted = renderer.end_ids.union(job.sampling.stop_ids), job.logprobs
         self._text = TextStream(renderer.decode, job.sampling.stop)
         self._thoughts = renderer.thoughts() if parts_thoughts else None
         self.piece = _Piece(index, opens=True)
@@ -267,7 +267,10 @@ class _Api:
         for prompt in prompts:
             self._check_prompt(prompt, max_tokens, named)
         seed = secrets.randbits(48) if asked.seed is None else asked.seed
-        sampling = Sampling(max_tokens, asked.temperature, asked.top_p, asked.top_k, stop=tuple(asked.stop), seed=seed)
+        sampling = Sampling(
+            max_tokens, asked.temperature, asked.top_p, asked.top_k, stop=tuple(asked.stop),
+            stop_ids=tuple(asked.stop_token_ids), seed=seed,
+        )  # fmt: skip
         job = _Job(
             prompts, one_prompt, asked.n, sampling,
             stream=asked.stream,

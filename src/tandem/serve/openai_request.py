@@ -103,6 +103,7 @@ class _Request(_Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=2**31 - 1)
     stop: Stop = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=256)
     seed: int | None = Field(None, ge=0, le=2**53)
     stream: bool = False
     stream_options: StreamOptions | None = None
