@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
-from tandem.ops.base import check_base
 from tandem.protocols import Engine, WeightBridge, WeightSource
 from tandem.types import Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
@@ -122,7 +121,15 @@ class Publisher:
 
     def check(self, groups: Sequence[Group]) -> None:
         """A batch with a token of a version that nobody proved is refused."""
-        versions = {v for group in groups for each in group for v in each.versions if v >= 0}
+        trajectories = [each for group in groups for each in group]
+        versions = {version for each in trajectories for version in each.versions if version >= 0}
+        for each in trajectories:
+            tokens = zip(each.trained, each.versions, strict=True)
+            if each.status != "recorded" and any(trained and version < 0 for trained, version in tokens):
+                raise SyncError(
+                    f"sync: a batch holds a sampled token of no version ({each.task_id or 'no task'}): whatever engine "
+                    "made it had no weights of this trainer"
+                )
         if missing := sorted(versions - self._proven):
             raise SyncError(
                 f"sync: a batch holds tokens of version {missing[0]}, and nothing proves that an engine served it; "
@@ -172,6 +179,8 @@ class Publisher:
         )
 
     async def _attach(self, teacher: Teacher) -> None:
+        from tandem.ops.base import check_base  # brings torch, which a wrong spec need not wait for
+
         heard = _Heard(self._bridge.source(self._engine.receivers))
         await self._engine.attach(heard)
         if (storage := self._bridge.storage()) is not None:
@@ -183,6 +192,9 @@ class Publisher:
 
     async def _meet(self, weights: Weights) -> tuple[Sent, Served]:
         sending = asyncio.ensure_future(self._call(self._bridge.send, weights))  # first: an inline engine waits for it
+        await asyncio.sleep(0)
+        if sending.done():
+            sending.result()  # refused on this thread: nothing will come that could be loaded
         loading = asyncio.ensure_future(self._engine.load(weights.version))
         try:
             return await asyncio.gather(sending, loading)
@@ -231,16 +243,15 @@ class Publisher:
             )
         ours = await self._call(teacher.score, [*prompt, *answer.ids], len(prompt))
         gap = sum(abs(a - b) for a, b in zip(ours, answer.logprobs, strict=True)) / len(ours)
-        fresh = math.isnan(self._band)
-        if fresh:
-            self._band = max(canary.floor, canary.times * gap)
-        limit = canary.ceiling if fresh else self._band
+        limit = canary.ceiling if math.isnan(self._band) else self._band
         if not gap <= limit:
             raise LogprobGap(
                 f"sync: version {teacher.version}: trainer and engine differ by {gap:.4f} nats a token about a fixed "
                 f"prompt, and the limit is {limit:.4f}: equal weights, and yet another model is computed, or keys and "
                 "values of older weights are in use; see docs/troubleshooting.md"
             )
+        if math.isnan(self._band):  # not of a gap that was refused: whoever asked again would then be let in
+            self._band = max(canary.floor, canary.times * gap)
         return gap, len(ours)
 
     async def _answered(self, call: Awaitable[None], what: str) -> None:

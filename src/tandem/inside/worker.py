@@ -58,7 +58,7 @@ class Worker:
             "rank": self._rank,
             "world": self._world,
             "device": _device_name(self._theirs.device),
-            "versions": {"vllm": _vllm_version(), "torch": torch.__version__},
+            "versions": {"vllm": _vllm_version(), "torch": str(torch.__version__)},
             "layout": self._layout.forms(),
             "derived": sorted(self._layout.tables()),
             "tied": dict(self._layout.aliases),
