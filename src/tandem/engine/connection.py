@@ -75,7 +75,12 @@ class Connection:
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None, on_token: OnToken | None
     ) -> Completion:
         """EngineLost once the engine is. Where only the connection broke, it is asked again from the beginning."""
-        body = {"prompt_ids": list(prompt_ids), "sampling": asdict(sampling), "session": session}
+        body = {
+            "prompt_ids": list(prompt_ids),
+            "sampling": asdict(sampling),
+            "session": session,
+            "boot_id": self.boot_id,  # one that was started anew has other weights, and the watch sees it a beat late
+        }
         content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         for _ in range(_TRIES):
             try:

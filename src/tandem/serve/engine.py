@@ -90,6 +90,8 @@ class GenerateBody(_Strict):
     prompt_ids: Ids
     sampling: SamplingBody = SamplingBody()
     session: str | None = Field(default=None, max_length=256)
+    boot_id: str = Field(default="", max_length=128)
+    """Of the engine that is meant; left out: whichever is here."""
 
 
 class AttachBody(_Strict):
@@ -134,6 +136,8 @@ class _Api:
 
     async def generate(self, request: Request) -> Response:
         body = await parse(GenerateBody, request)
+        if body.boot_id:
+            self.control.check_boot(body.boot_id)
         sampling = body.sampling.sampling()
         self._check(body.prompt_ids, sampling)
         tokens = _Untold()

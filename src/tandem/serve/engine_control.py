@@ -141,6 +141,11 @@ class Control:
             "mapping": self._mapping,
         }
 
+    def check_boot(self, boot_id: str) -> None:
+        if boot_id != self._engine.boot_id:
+            text = "engine: this is another one than you attached to: it has started anew"
+            raise Refused(409, text, field="boot_id", code="engine_lost")
+
     def _refuse_if_unfit(self) -> None:
         self._watch_engine()
         if self._torn:
@@ -241,9 +246,7 @@ class Control:
             yield
 
     def _check(self, caller: Caller) -> None:
-        if caller.boot_id != self._engine.boot_id:
-            text = "engine: this is another one than you attached to: it has started anew"
-            raise Refused(409, text, field="boot_id", code="engine_lost")
+        self.check_boot(caller.boot_id)
         if caller.attachment > self._attachment:
             raise Refused(422, f"there was no attachment {caller.attachment}", field="attachment")
         if caller.attachment < self._attachment:
