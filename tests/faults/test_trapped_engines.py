@@ -1,0 +1,550 @@
+"""Traps in the engine: what arrived is not what is served, or what is served is computed with otherwise.
+
+Each is planted in the real parts, and the first sync with it is refused; docs/traps.md says who paid for which.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trap_rig import (
+    LAYER,
+    LORA,
+    STAGED,
+    Rig,
+    arriving,
+    leaving,
+    llama,
+    make_engine,
+    make_group,
+    make_trainer,
+    saying,
+    served_memory,
+)
+
+from tandem.engine.adapter import Adapter
+from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.pool import EnginePool
+from tandem.errors import EngineError, LogprobGap, SyncError, SyncTimeout
+from tandem.model import serving
+from tandem.spec.model import LoraSpec
+from tandem.types import Completion, Served, Span
+
+Q = f"{LAYER}q_proj.weight"
+ADAPTERS = ("adapter", "adapter_broadcast")
+SCALE = LORA.alpha / LORA.rank
+ANOTHER_MODEL = "equal weights, and yet another model is computed"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plant_and_refuse(rig: Rig, plant: Callable[[Rig], None], kind: type[Exception], *words: str) -> None:
+    async def scenario() -> None:
+        await rig.begin()
+        plant(rig)
+        await rig.refused(kind, *words)
+
+    rig.play(scenario)
+
+
+def plant_and_keep(rig: Rig, plant: Callable[[Rig], None], kind: type[Exception], *words: str) -> None:
+    """As above, and the version before is served as if nothing had been."""
+
+    async def scenario() -> None:
+        await rig.begin()
+        plant(rig)
+        await rig.refused(kind, *words)
+        await rig.serves_the_proven_one()
+
+    rig.play(scenario)
+
+
+# --- loaded, and not served
+
+
+@pytest.mark.parametrize("mode", ["disk", "broadcast"])
+def test_an_update_of_half_the_tensors_is_taken_back(mode: str, tmp_path: Path) -> None:
+    def half(rig: Rig) -> None:
+        holding = rig.engine._holding
+        right = holding._point_at
+        holding._point_at = lambda staged: right(
+            replace(staged, tensors={**dict(list(staged.tensors.items())[:8]), **dict(list(live(rig).items())[8:])})
+        )
+
+    def live(rig: Rig) -> dict[str, Tensor]:
+        return {name: tensor.data for name, tensor in served_memory(rig).items()}
+
+    rig = Rig(mode, tmp_path)
+    words = ("would be served from other memory than was verified", "the version before goes on serving")
+    plant_and_keep(rig, half, SyncError, *words)
+
+
+@pytest.mark.parametrize("mode", STAGED)
+def test_a_version_that_was_received_and_never_put_in_place_is_refused(mode: str, tmp_path: Path) -> None:
+    def never(rig: Rig) -> None:
+        rig.engine._holding._point_at = lambda staged: None
+
+    plant_and_keep(Rig(mode, tmp_path), never, SyncError, "would be served from other memory than was verified")
+
+
+class CountsOn(EmbeddedEngine):
+    """200 OK, and its version is the one that was asked for."""
+
+    async def load(self, version: int) -> Served:
+        if version < 2:
+            return await super().load(version)
+        self.version, self.cache_epoch = version, self.cache_epoch + 1
+        return Served(version, self._holding.fingerprints(), (self.boot_id,), self.cache_epoch)
+
+
+def test_an_engine_that_only_counts_is_refused(tmp_path: Path) -> None:
+    rig = Rig("disk", tmp_path, engine=make_engine(llama(), CountsOn))
+    plant_and_refuse(rig, lambda rig: None, SyncError, "the engine serves another", "than was sent")
+
+
+def test_a_counter_that_advances_though_old_weights_are_sent_is_refused(tmp_path: Path) -> None:
+    """Both ends agree, about weights that the trainer does not have any more."""
+
+    def stale(rig: Rig) -> None:
+        old = {name: tensor.clone() for name, tensor in rig.trainer.export("full").tensors()}
+        leaving(rig, lambda tensors: old)
+
+    plant_and_refuse(Rig("broadcast", tmp_path), stale, LogprobGap, ANOTHER_MODEL)
+
+
+def test_a_version_that_was_never_sent_is_waited_for_no_longer_than_the_deadline(tmp_path: Path) -> None:
+    def silent(rig: Rig) -> None:
+        right = rig.bridge.send
+        rig.bridge.send = lambda weights: right(replace(weights, version=1))  # type: ignore[method-assign]
+
+    plant_and_keep(Rig("disk", tmp_path, deadline_s=1.0), silent, SyncTimeout, "version 2")
+
+
+def test_a_receiver_that_never_comes_ends_the_send_by_its_deadline(tmp_path: Path) -> None:
+    def deaf(rig: Rig) -> None:
+        def receive(version: int, rank: int = 0) -> Any:
+            time.sleep(1.5)
+            raise SyncError("it was stuck elsewhere")
+
+        rig.engine._source.receive = receive
+
+    plant_and_keep(Rig("broadcast", tmp_path, deadline_s=1.0), deaf, SyncTimeout, "version 2")
+
+
+def test_an_answer_under_another_version_s_name_is_refused(tmp_path: Path) -> None:
+    def misname(rig: Rig) -> None:
+        right = rig.engine.generate
+
+        async def generate(*args: Any, **kwargs: Any) -> Completion:
+            answer = await right(*args, **kwargs)
+            return replace(answer, spans=[Span(span.version - 1, span.count) for span in answer.spans])
+
+        rig.engine.generate = generate
+
+    plant_and_refuse(Rig("disk", tmp_path), misname, SyncError, "version 2 is loaded, and the engine answers with [1]")
+
+
+# --- keys and values of older weights
+
+
+@pytest.mark.parametrize("mode", ["disk", "adapter", "inproc"])
+def test_an_engine_that_does_not_forget_is_refused(mode: str, tmp_path: Path) -> None:
+    def remembering(rig: Rig) -> None:
+        rig.engine._forget = lambda: None
+
+    words = ("the engine's cache epoch is still 2", "older weights may be in use")
+    plant_and_refuse(Rig(mode, tmp_path), remembering, SyncError, *words)
+
+
+def _slots(cache: Any) -> Any:
+    return cache.layers
+
+
+class KeepsPrefixes(EmbeddedEngine):
+    """A prefix cache that is keyed by the prompt alone. Its epoch rises like everybody's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+
+    def _prefill(self, wave: Any) -> Tensor:
+        logits = super()._prefill(wave)
+        [request] = wave
+        last, row = len(request.prompt) - 1, len(self._running)
+        layers = [(layer.keys[row, :, :last], layer.values[row, :, :last]) for layer in _slots(self._cache)]
+        old = self.kept.setdefault(tuple(request.prompt), [(keys.clone(), values.clone()) for keys, values in layers])
+        for (keys, values), (old_keys, old_values) in zip(layers, old, strict=True):
+            keys.copy_(old_keys)
+            values.copy_(old_values)
+        # The last token of the prompt goes through the model again, as after a hit of all that is before it.
+        self._running.append(request)
+        self._last_S[row], self._position_S[row] = request.prompt[-1], last
+        logits[-1] = self._decode_step()[-1]
+        self._running.pop()
+        return logits
+
+
+@pytest.mark.parametrize("mode", [*STAGED, "shared"])
+def test_a_prefix_cached_under_older_weights_is_noticed_by_the_canary(mode: str, tmp_path: Path) -> None:
+    rig = Rig(mode, tmp_path, engine=make_engine(llama(), KeepsPrefixes))
+
+    async def scenario() -> None:
+        await rig.publish()
+        await rig.refused(LogprobGap, "keys and values of older weights are in use")
+
+    rig.play(scenario)
+
+
+# --- equal weights, another computation
+
+
+class PackedHead(torch.nn.Module):
+    def __init__(self, weight_VH: Tensor) -> None:
+        super().__init__()
+        self.packed = weight_VH.detach().clone()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden, self.packed)
+
+
+def test_a_packed_copy_of_the_tied_head_that_stays_old_is_noticed_by_the_canary(tmp_path: Path) -> None:
+    def pack(rig: Rig) -> None:
+        rig.engine._head.linear = PackedHead(rig.engine._head.linear.weight)
+
+    plant_and_refuse(Rig("disk", tmp_path), pack, LogprobGap, ANOTHER_MODEL)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("rms_norm_eps", 1e-1), ("hidden_act", "gelu")])
+def test_another_model_of_the_same_tensors_is_refused_when_it_is_met(setting: str, value: Any, tmp_path: Path) -> None:
+    rig = Rig("disk", tmp_path, theirs=llama(**{setting: value}))
+
+    async def scenario() -> None:
+        for _ in range(2):  # and asking again does not make it right
+            with pytest.raises(LogprobGap, match=rf"limit is 0\.0100: {ANOTHER_MODEL}"):
+                await rig.publish()
+        with pytest.raises(SyncError, match="nothing proves"):
+            rig.publisher.check([make_group(0, 0)])
+
+    rig.play(scenario)
+
+
+def test_other_heads_in_tensors_of_the_same_shape_are_refused_for_their_rotary_table(tmp_path: Path) -> None:
+    rig = Rig("disk", tmp_path, theirs=llama(num_attention_heads=4, num_key_value_heads=4))
+
+    async def scenario() -> None:
+        await rig.refused(SyncError, "'model.rotary_emb.inv_freq' is [8] and is served as [4]")
+
+    rig.play(scenario)
+
+
+@pytest.mark.parametrize("mode", ["disk", "adapter"])
+def test_weights_that_sleep_dropped_are_noticed_by_the_canary(mode: str, tmp_path: Path) -> None:
+    """Level 2: after waking, memory is there again and nothing is in it."""
+
+    def forgetful(rig: Rig) -> None:
+        right = rig.engine.wake
+
+        async def wake() -> None:
+            with torch.no_grad():
+                for tensor in rig.engine._module.parameters():
+                    tensor.zero_()
+            await right()
+
+        rig.engine.wake = wake
+
+    plant_and_refuse(Rig(mode, tmp_path), forgetful, LogprobGap, ANOTHER_MODEL)
+
+
+# --- adapters
+
+
+def without_hooks(rig: Rig) -> None:
+    for hook in rig.engine._holding._adapter._hooks:
+        hook.remove()
+
+
+def hooked_twice(rig: Rig) -> None:
+    adapter: Adapter = rig.engine._holding._adapter
+    held, adapter._held, adapter._hooks = adapter._held, {}, []
+    adapter.use(held)
+
+
+def scaled_again(rig: Rig) -> None:
+    """As an engine does that multiplies by alpha / r what was multiplied already."""
+    adapter: Adapter = rig.engine._holding._adapter
+    add = adapter._add
+
+    def again(owner: str, layer: Any, inputs: Any, output: Tensor) -> Tensor:
+        return output + SCALE * (add(owner, layer, inputs, output) - output)
+
+    adapter._add = again  # type: ignore[method-assign]
+    held = dict(adapter.serving())
+    adapter.use({})
+    adapter.use(held)
+
+
+def not_scaled(rig: Rig) -> None:
+    leaving(rig, lambda tensors: {name: each / SCALE if ".lora_B." in name else each for name, each in tensors.items()})
+
+
+def zero(rig: Rig) -> None:
+    leaving(rig, lambda tensors: {name: each * (".lora_A." in name) for name, each in tensors.items()})
+
+
+@pytest.mark.parametrize("mode", ADAPTERS)
+@pytest.mark.parametrize("plant", [without_hooks, hooked_twice, scaled_again, not_scaled, zero])
+def test_an_adapter_that_is_not_applied_as_trained_is_noticed_by_the_canary(
+    plant: Any, mode: str, tmp_path: Path
+) -> None:
+    plant_and_refuse(Rig(mode, tmp_path), plant, LogprobGap, ANOTHER_MODEL)
+
+
+def one_matrix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each for name, each in tensors.items() if not name.endswith(f"{LAYER}q_proj.lora_B.weight")}
+
+
+def of_no_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.1.", "layers.7."): each for name, each in tensors.items()}
+
+
+def of_a_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.1.self_attn.q_proj", "norm"): each for name, each in tensors.items()}
+
+
+def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("base_model.model."): each for name, each in tensors.items()}
+
+
+def of_smaller_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each[:2] if ".lora_A." in name else each[:, :2] for name, each in tensors.items()}
+
+
+def empty(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {}
+
+
+NO_ADAPTERS = {
+    one_matrix: "q_proj' has only one of its two matrices",
+    of_no_layer: "adapt no layer that the engine serves",
+    of_a_norm: "'base_model.model.model.norm' names no linear layer of this model",
+    without_prefix: "adapt no layer that the engine serves",
+    of_smaller_rank: "rank 4 here needs",
+    empty: "the adapter that arrived is empty: the base alone would be served",
+}
+
+
+@pytest.mark.parametrize("mode", ADAPTERS)
+@pytest.mark.parametrize("change", NO_ADAPTERS, ids=lambda change: change.__name__)
+def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(
+    change: Any, mode: str, tmp_path: Path
+) -> None:
+    plant_and_keep(Rig(mode, tmp_path), lambda rig: leaving(rig, change), SyncError, NO_ADAPTERS[change])
+
+
+def test_an_adapter_that_is_lost_or_damaged_on_the_way_is_refused(tmp_path: Path) -> None:
+    def halve(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each / 2 if name.endswith("q_proj.lora_B.weight") else each for name, each in tensors.items()}
+
+    plant_and_keep(
+        Rig("adapter", tmp_path), lambda rig: arriving(rig, halve), SyncError, "q_proj.lora_B.weight' is not"
+    )
+
+
+@pytest.mark.parametrize("mode", ADAPTERS)
+@pytest.mark.parametrize("theirs", ["another rope theta", "one other weight"])
+def test_an_adapter_is_not_put_on_another_base(theirs: str, mode: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    module = llama(rope_parameters=rope) if theirs == "another rope theta" else llama()
+    name = "model.rotary_emb.inv_freq"
+    if theirs == "one other weight":
+        name = Q
+        module.get_parameter(Q).data[0, 0] += 1e-6
+    rig = Rig(mode, tmp_path, theirs=module)
+
+    async def scenario() -> None:
+        words = (f"'{name}' differs", "another than the trainer's", "load the same model, in the same precision")
+        await rig.refused(SyncError, *words)
+        assert rig.engine.version == -1
+
+    rig.play(scenario)
+
+
+def test_an_adapter_of_an_earlier_trainer_does_not_stay_on_whole_weights(tmp_path: Path) -> None:
+    first = Rig("adapter", tmp_path)
+    second = Rig("broadcast", tmp_path, engine=first.engine)
+    second.trainer = make_trainer(second.module, LoraSpec(rank=2))  # merged as it is sent
+
+    async def scenario() -> None:
+        await first.begin()
+        await second.begin()
+        await second.serves_the_proven_one()
+        adapter: Adapter = second.engine._holding._adapter
+        right, stays = adapter.use, first.trainer.export("adapter")
+        adapter.use = lambda tensors: right(dict(stays.tensors()))  # type: ignore[method-assign]
+        await second.refused(LogprobGap, ANOTHER_MODEL)
+
+    second.play(scenario)
+    first.bridge.close()
+
+
+def test_the_base_in_place_of_the_merged_weights_is_noticed_by_the_canary(tmp_path: Path) -> None:
+    """Every rollout of the model before training: names, shapes and digests are as they should be."""
+    rig = Rig("broadcast", tmp_path)
+    rig.trainer = make_trainer(rig.module, LORA)
+    plant_and_refuse(rig, lambda rig: leaving(rig, lambda _: dict(serving.base(rig.module))), LogprobGap, ANOTHER_MODEL)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "adapter_broadcast"])
+def test_a_version_that_arrives_does_not_change_the_one_that_is_served_or_staged(mode: str, tmp_path: Path) -> None:
+    """As many as there may be at a time; none is in memory that another one lies in."""
+    rig = Rig(mode, tmp_path)
+    held: list[tuple[Any, dict[str, Tensor]]] = []
+
+    async def scenario() -> None:
+        await rig.begin()
+        source = rig.engine._source
+        right = source.receive
+
+        def receive(version: int, rank: int = 0) -> Any:
+            weights = right(version, rank)
+            held.append((weights, {name: tensor.clone() for name, tensor in weights.tensors()}))
+            return weights
+
+        source.receive = receive
+        for _ in range(3):
+            rig.step()
+            await rig.publish()
+            await rig.serves_the_proven_one()
+
+    rig.play(scenario)
+    assert len(held) == 3
+    for weights, then in held:
+        assert all(torch.equal(tensor, then[name]) for name, tensor in weights.tensors())
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "adapter_broadcast"])
+def test_a_receive_buffer_that_is_used_again_is_refused(mode: str, tmp_path: Path) -> None:
+    def reuse(rig: Rig) -> None:
+        source = rig.engine._source
+        right = source.receive
+        buffer: dict[str, Tensor] = {}
+
+        def receive(version: int, rank: int = 0) -> Any:
+            weights = right(version, rank)
+            for name, tensor in weights.tensors():
+                buffer.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+            return replace(weights, tensors=lambda: iter(buffer.items()))
+
+        source.receive = receive
+
+    rig = Rig(mode, tmp_path)
+
+    async def scenario() -> None:
+        await rig.publish()
+        reuse(rig)
+        rig.step()
+        await rig.publish()
+        await rig.refused(SyncError, "arrived in the very memory that is served", "needs memory of its own")
+
+    rig.play(scenario)
+
+
+def test_an_engine_on_a_copy_of_the_trainer_s_module_is_refused(tmp_path: Path) -> None:
+    module = llama()
+    rig = Rig("inproc", tmp_path, ours=module, theirs=copy.deepcopy(module))
+
+    async def scenario() -> None:
+        await rig.refused(SyncError, "single copy", "is not the trainer's memory")
+
+    rig.play(scenario)
+
+
+@pytest.mark.parametrize("mode", ["shared", "inproc"])
+def test_a_tensor_that_left_the_single_copy_is_refused(mode: str, tmp_path: Path) -> None:
+    """The engine packs or moves a weight, as one that is compiled or quantised may."""
+
+    def move(rig: Rig) -> None:
+        if mode == "inproc":
+            rig.engine._holding._module = copy.deepcopy(rig.module)
+        tensor = rig.engine._holding._module.get_parameter(Q)
+        tensor.data = tensor.data.clone()
+
+    plant_and_refuse(Rig(mode, tmp_path), move, SyncError, "single copy", "it would serve old weights")
+
+
+def test_a_trainer_s_tensor_that_left_the_single_copy_is_refused(tmp_path: Path) -> None:
+    def move(rig: Rig) -> None:
+        tensor = rig.module.get_parameter(Q)
+        tensor.data = tensor.data.clone()
+
+    words = (f"not in the engine's memory, as '{Q}'", "would never be served")
+    plant_and_refuse(Rig("shared", tmp_path, deadline_s=1.0), move, SyncError, *words)
+
+
+@pytest.mark.parametrize("mode", ["shared", "inproc"])
+def test_weights_that_are_not_finite_in_the_single_copy_answer_nothing(mode: str, tmp_path: Path) -> None:
+    """Nothing is sent that could be looked at. The canary is the first to ask."""
+    rig = Rig(mode, tmp_path)
+
+    def spoil(rig: Rig) -> None:
+        step = rig.step
+
+        def spoiled() -> None:
+            step()
+            with torch.no_grad():
+                rig.module.model.norm.weight[0] = float("nan")
+
+        rig.step = spoiled  # type: ignore[method-assign]
+
+    plant_and_refuse(rig, spoil, EngineError, "not finite (version 2)")
+
+
+# --- a pool
+
+
+class ReachesOne(EnginePool):
+    async def load(self, version: int) -> Served:
+        if version < 2:
+            return await super().load(version)
+        return await self._members[0].engine.load(version)
+
+
+def test_a_load_that_reaches_one_replica_only_is_refused(tmp_path: Path) -> None:
+    rig = Rig("disk", tmp_path, engine=ReachesOne([make_engine(llama()), make_engine(llama())]))
+
+    async def scenario() -> None:
+        await rig.publish()
+        rig.step()
+        await rig.publish()
+        await rig.refused(SyncError, "the engine proves 2 and serves 1")
+
+    rig.play(scenario)
+
+
+def test_a_replica_that_only_counts_is_refused(tmp_path: Path) -> None:
+    rig = Rig("disk", tmp_path, engine=EnginePool([make_engine(llama()), make_engine(llama(), CountsOn)]))
+
+    async def scenario() -> None:
+        await rig.publish()
+        rig.step()
+        await rig.publish()
+        await rig.refused(SyncError, "asked for version 2, and the engines hold different weights")
+
+    rig.play(scenario)
+
+
+def test_the_engine_s_word_for_another_version_is_refused(tmp_path: Path) -> None:
+    def misreport(rig: Rig) -> None:
+        saying(rig, lambda served: replace(served, version=served.version - 1))
+
+    plant_and_refuse(Rig("disk", tmp_path), misreport, SyncError, "sent version 2, the engine proves 1 and serves 2")
