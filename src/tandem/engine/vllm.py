@@ -22,7 +22,6 @@ import httpx
 
 from tandem.engine.pieces import whole
 from tandem.engine.vllm_process import VllmProcess
-from tandem.engine.vllm_versions import refuse_unknown_version
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
@@ -154,7 +153,6 @@ class VllmEngine:
     async def attach(self, source: WeightSource) -> None:
         answers = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
         first = answers[0]
-        refuse_unknown_version(first["versions"]["vllm"], self._process.options.python)
         told = ("layout", "derived", "adapter_dtype", "handles", "versions")
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]

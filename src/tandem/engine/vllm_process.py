@@ -7,6 +7,7 @@ trainer's own packages must not become vLLM's.
 from __future__ import annotations
 
 import asyncio
+import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,12 @@ from typing import Any
 
 import httpx
 
+from tandem.engine.vllm_versions import refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io.child import Child
 
 _POLL_S = 0.2
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
 # GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
@@ -47,7 +50,7 @@ class VllmOptions:
     extra: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def arguments(self, socket: Path) -> list[str]:
+    def arguments(self, socket: Path, version: str) -> list[str]:
         given = [
             *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
             *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
@@ -60,8 +63,10 @@ class VllmOptions:
         given += ["--max-model-len", str(self.max_context)] if self.max_context else []
         given += ["--enforce-eager"] if self.eager else []
         if self.adapter_slots:
-            given += ["--enable-lora", "--max-loras", str(self.adapter_slots), "--max-cpu-loras",
-                      str(self.adapter_slots), "--max-lora-rank", str(self.max_rank)]  # fmt: skip
+            slots, rank = str(self.adapter_slots), next(rank for rank in _RANKS if rank >= self.max_rank)
+            given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
+        if version >= "0.32":  # token ids in and out have to be asked for
+            given += ["--enable-scale-out"]
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
         return [*given, *self.extra]
@@ -76,8 +81,10 @@ class VllmProcess:
         self.socket = Path(self._folder.name) / "socket"
         if len(str(self.socket)) > _SOCKET_BYTES:
             raise EngineError(f"engine: '{self.socket}' is too long a name for a socket; set TMPDIR to a shorter one")
+        version = version_of(options.python)
+        refuse_unknown_version(version, options.python)
         self._child = Child(
-            [options.python, "-m", "vllm.entrypoints.openai.api_server", *options.arguments(self.socket)],
+            [options.python, "-m", "vllm.entrypoints.openai.api_server", *options.arguments(self.socket, version)],
             ready_file=home / "vllm-ready.json",
             log=home / "vllm.log",
             environment=self._environment(Path(self._folder.name)),
@@ -115,7 +122,7 @@ class VllmProcess:
                 if not self.running:
                     raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
                 try:
-                    if client.get("/health", timeout=5.0).status_code == 200:
+                    if _listens(self.socket) and client.get("/health", timeout=5.0).status_code == 200:
                         return
                 except httpx.HTTPError:
                     pass  # not yet
@@ -133,7 +140,8 @@ class VllmProcess:
             raise EngineLost(f"engine: vLLM is gone: {error!r}: {self._child.epitaph()}") from error
         if answer.status_code != 200:
             raise EngineError(f"engine: vLLM answers {path} with {answer.status_code}: {answer.text[:500]}")
-        return answer.json() if answer.content else {}
+        told = answer.headers.get("content-type", "").startswith("application/json")
+        return answer.json() if told else {}
 
     def stream(self, path: str, body: Any) -> Any:
         return self._http.stream("POST", path, json=body)
@@ -142,3 +150,13 @@ class VllmProcess:
         await self._http.aclose()
         await asyncio.to_thread(self._child.stop)
         self._folder.cleanup()
+
+
+def _listens(path: Path) -> bool:
+    """httpx does not close a socket that it could not connect."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

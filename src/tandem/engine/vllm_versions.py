@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,22 @@ def refuse_unknown_version(version: str, python: str) -> None:
             f"engine: vLLM {version} has not passed the conformance suite; {', '.join(known)} have. Run `tandem engine "
             f"check --python {python}`, or install one of these with `tandem engine install vllm`"
         )
+
+
+def version_of(python: str) -> str:
+    """Which vLLM an interpreter has. Reads its metadata, and imports nothing of it."""
+    try:
+        asked = subprocess.run(
+            [python, "-c", "from importlib.metadata import version; print(version('vllm'))"],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(
+            f"engine.python = '{python}': cannot be run ({error}); `tandem engine install vllm` makes one that can"
+        ) from error
+    if asked.returncode:
+        raise EngineError(f"engine.python = '{python}': has no vLLM; `tandem engine install vllm` makes one that has")
+    return asked.stdout.strip()
 
 
 def passed_here(python: str) -> list[str]:

@@ -311,7 +311,7 @@ def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
             from tandem.bridge.broadcast.trainer import BroadcastBridge
 
             return BroadcastBridge(
-                _packed_on(sync, model),
+                _packed_on(spec, sync, model),
                 host=sync.host,
                 bucket_bytes=sync.bucket_mib * 2**20,
                 deadline_s=sync.deadline_s,
@@ -319,7 +319,7 @@ def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
         case AdapterBroadcastSync():
             from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
 
-            return AdapterBroadcastBridge(_packed_on(sync, model), host=sync.host, deadline_s=sync.deadline_s)
+            return AdapterBroadcastBridge(_packed_on(spec, sync, model), host=sync.host, deadline_s=sync.deadline_s)
         case AdapterSync():
             from tandem.bridge.adapter.trainer import AdapterBridge
 
@@ -340,9 +340,10 @@ def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
     return InprocBridge(deadline_s)
 
 
-def _packed_on(sync: BroadcastSync | AdapterBroadcastSync, model: Model) -> str:
-    """NCCL moves what is on a GPU, gloo what is in the host's memory."""
-    return {"auto": model.device.type, "gloo": "cpu", "nccl": "cuda"}[sync.backend]
+def _packed_on(spec: RlSpec, sync: BroadcastSync | AdapterBroadcastSync, model: Model) -> str:
+    """NCCL moves what is on a GPU, gloo what is in the host's memory. Two ranks of NCCL on one GPU do not work."""
+    apart = bool(getattr(spec.engine, "gpus", ())) or bool(getattr(spec.engine, "url", ""))
+    return {"auto": model.device.type if apart else "cpu", "gloo": "cpu", "nccl": "cuda"}[sync.backend]
 
 
 def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:

@@ -122,6 +122,8 @@ def _spec(name: str, shape: str, device: str, kind: str, home: Path) -> RlSpec:
     """A whole run's, of which only what concerns weights is used."""
     model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
     engine: dict[str, Any] = {"kind": "hf" if name == "inproc" else kind, "max_context": 256}
+    if kind == "vllm" and name != "inproc":
+        engine["memory_share"] = 0.5  # the trainer is there first
     if kind == "vllm" and name == "broadcast":
         engine["gpus"] = [1]
     raw = {

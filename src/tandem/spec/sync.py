@@ -35,7 +35,7 @@ class _Collective(_Sync):
     host: str = "127.0.0.1"
     """Where trainer and engines meet; an address of the trainer's machine that the engines reach."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: NCCL between GPUs, gloo between CPUs."""
+    """auto: NCCL if the engine has GPUs of its own (engine.gpus, engine.url), else gloo, by way of the host."""
 
 
 class BroadcastSync(_Collective):
