@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from vllm_cpu import Vllm, gap, small_model
+from vllm_cpu import Vllm, adapted, gap, small_model
 
 from tandem.bridge.adapter.trainer import AdapterBridge
 from tandem.engine.pieces import whole
@@ -17,24 +16,6 @@ from tandem.types import Weights
 
 PROMPT = [5, 17, 33, 90, 121, 7, 64]
 NEAR, FAR = 0.001, 0.05  # float32
-
-
-def adapted(
-    module: Any, seed: int, rank: int = 4, targets: str | list[str] = "all-linear", rslora: bool = False
-) -> Any:
-    """`module` with adapters that do something."""
-    from peft import LoraConfig
-
-    from tandem.model.lora import attach
-
-    config = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM")
-    wrapped = attach(copy.deepcopy(module), config)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if ".lora_" in name:
-                parameter.copy_(0.1 * torch.randn_like(parameter))
-    return wrapped
 
 
 class Pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -111,6 +112,24 @@ def small_model(kind: str = "Qwen3", seed: int = 0, dtype: torch.dtype = torch.b
                 parameter.add_(0.3 * torch.randn_like(parameter))
             parameter.data = parameter.data.to(dtype)  # not model.to(): rotary frequencies stay exact, as when loaded
     return model.eval()
+
+
+def adapted(
+    module: Any, seed: int, rank: int = 4, targets: str | list[str] = "all-linear", rslora: bool = False
+) -> Any:
+    """`module` with adapters that do something."""
+    from peft import LoraConfig
+
+    from tandem.model.lora import attach
+
+    config = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM")
+    wrapped = attach(copy.deepcopy(module), config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    return wrapped
 
 
 def full(module: Any, version: int) -> Weights:

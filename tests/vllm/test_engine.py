@@ -1,0 +1,148 @@
+"""A real vLLM server as an Engine, with every bridge that a CPU allows: published with proof, and sampled from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_cpu import PYTHON, adapted, full, gap, small_model
+
+from tandem.bridge.adapter.trainer import AdapterBridge
+from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+from tandem.bridge.broadcast.trainer import BroadcastBridge
+from tandem.bridge.disk.trainer import DiskBridge
+from tandem.engine.vllm import VllmEngine
+from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.errors import SyncError
+from tandem.model import serving
+from tandem.types import Completion, Sampling, Sent, Served, Weights
+
+PROMPT = [5, 17, 33, 90, 121, 7, 64]
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+NEAR, FAR = 0.001, 0.05  # float32
+
+
+class Rig:
+    """A server and an event loop to talk to it from."""
+
+    def __init__(self, path: Path, module: Any) -> None:
+        self.path, self.module, self.version = path, module, 0
+        self.loop = asyncio.new_event_loop()
+        options = VllmOptions(
+            str(path),
+            str(PYTHON),
+            dtype="float32",
+            device="cpu",
+            max_running=16,
+            max_context=128,
+            eager=True,
+            adapter_slots=2,
+            max_rank=8,
+            extra=["--skip-tokenizer-init"],
+            environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+        )
+        process = VllmProcess(options, path)
+        process.wait_ready(300)
+        self.engine = VllmEngine(process, end_ids=frozenset())
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    def bridge(self, mode: str) -> Any:
+        buffers = [name for name, _ in self.module.named_buffers()]
+        made: Any = {
+            "disk": lambda: DiskBridge(self.path / "versions", self.path, buffers=buffers, deadline_s=20),
+            "broadcast": lambda: BroadcastBridge("cpu", deadline_s=20),
+            "adapter": lambda: AdapterBridge(deadline_s=20),
+            "adapter_broadcast": lambda: AdapterBroadcastBridge("cpu", deadline_s=20),
+        }[mode]()
+        self.run(self.engine.attach(made.source(self.engine.receivers)))
+        return made
+
+    def publish(self, bridge: Any, trained: Any) -> tuple[Sent, Served]:
+        self.version += 1
+        if bridge.carries == "adapter":
+            config = serving.adapter_config(trained)
+            weights = Weights(self.version, "adapter", lambda: serving.adapter(trained.base_model.model), config)
+        else:
+            weights = full(trained, self.version)
+
+        async def both() -> tuple[Sent, Served]:
+            return await asyncio.gather(asyncio.to_thread(bridge.send, weights), self.engine.load(self.version))
+
+        return self.run(both())
+
+    def sample(self, sampling: Sampling = GREEDY) -> Completion:
+        return self.run(self.engine.generate(PROMPT, sampling))
+
+    def gap(self, module: Any, told: Completion) -> float:
+        return gap(module, PROMPT, {"ids": told.ids, "logprobs": told.logprobs})
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: Any) -> Iterator[Rig]:
+    path = tmp_path_factory.mktemp("base")
+    module = small_model(dtype=torch.float32, tie_word_embeddings=True, eos_token_id=None)
+    module.save_pretrained(path)
+    made = Rig(path, module)
+    yield made
+    made.run(made.engine.close())
+    made.loop.close()
+
+
+@pytest.mark.parametrize("mode", ["adapter", "adapter_broadcast", "broadcast", "disk"])
+def test_versions_are_published_with_equal_fingerprints_and_served(rig: Rig, mode: str):
+    bridge = rig.bridge(mode)
+    for seed in (1, 2):
+        if bridge.carries == "adapter":
+            trained = adapted(rig.module, seed=seed)
+        else:
+            trained = small_model(seed=seed, dtype=torch.float32, tie_word_embeddings=True)
+        sent, served = rig.publish(bridge, trained)
+        assert sent.fingerprints == served.fingerprints
+        told = rig.sample()
+        assert set(told.versions) == {rig.version}
+        assert rig.gap(trained, told) < NEAR
+        assert rig.gap(rig.module, told) > FAR
+    bridge.close()
+    if bridge.carries == "full":  # what the others start from
+        back = rig.bridge("disk")
+        rig.publish(back, rig.module)
+        back.close()
+
+
+def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(rig: Rig):
+    bridge = rig.bridge("disk")
+    rig.publish(bridge, rig.module)
+    bridge.close()
+    told = rig.sample(Sampling(max_tokens=16, temperature=0.7, top_p=0.6, seed=3))
+    with torch.no_grad():
+        logits = rig.module(torch.tensor([[*PROMPT, *told.ids]])).logits[0, len(PROMPT) - 1 : -1] / 0.7
+    for row, token, logprob in zip(logits.double(), told.ids, told.logprobs, strict=True):
+        probability, order = row.softmax(-1).sort(descending=True)
+        kept = order[probability.cumsum(-1) - probability < 0.6]
+        assert abs(row[kept].log_softmax(-1)[kept.tolist().index(token)].item() - logprob) < 0.001
+
+
+def test_the_base_that_adapters_stand_upon_is_told(rig: Rig):
+    from tandem.bridge.wire import fingerprint
+
+    bridge = AdapterBridge(deadline_s=20)
+    source = bridge.source()
+    rig.run(rig.engine.attach(source))
+    assert source.reply["base"] == {name: fingerprint(name, tensor) for name, tensor in serving.base(rig.module)}
+    bridge.close()
+
+
+def test_a_version_that_is_refused_leaves_the_one_before_serving(rig: Rig):
+    bridge = rig.bridge("adapter")
+    before = rig.engine.version
+    with pytest.raises(SyncError, match="--max-lora-rank"):
+        rig.publish(bridge, adapted(rig.module, seed=9, rank=16))
+    assert rig.engine.version == before
+    assert rig.gap(rig.module, rig.sample()) < NEAR
+    bridge.close()
