@@ -1,6 +1,7 @@
 """An engine's server without a model, for being killed: it starts in a second. `engine_program.py VERSION READY DATA`.
 
-It counts from 1 with 10 ms a token, and takes every version that it is told to load.
+It counts from 1 with 10 ms a token, and takes every version that it is told to load. A file DATA/torn says that
+somebody wrote into its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tandem.types import Completion, Sampling, Served, Span
 class Counting:
     receivers = 1
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, torn: Path) -> None:
+        self.torn = torn
         self.version, self.cache_epoch, self.boot_id = version, 0, uuid.uuid4().hex
 
     async def generate(
@@ -52,7 +54,7 @@ class Counting:
         pass
 
     async def intact(self) -> bool:
-        return True
+        return not self.torn.exists()
 
     async def lost(self) -> None:
         await asyncio.Event().wait()
@@ -83,8 +85,8 @@ def main(version: int, ready_file: Path, data_dir: Path) -> None:
     listen = Listen(data_dir, ready_file=ready_file)
     no_renderer: Any = None  # nobody asks in words
     service = engine_service(
-        Counting(version), End, renderer=no_renderer, model_id="counting", context=10**6, num_ids=1000,
-        allowed=Allowed(directories=(data_dir,)),
+        Counting(version, data_dir / "torn"), End, renderer=no_renderer, model_id="counting", context=10**6,
+        num_ids=1000, allowed=Allowed(directories=(data_dir,)),
     )  # fmt: skip
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
 

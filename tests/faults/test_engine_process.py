@@ -18,7 +18,7 @@ import pytest
 from test_child import runs, wait_until
 
 from tandem.engine.server import Owned, ServerEngine, Standing
-from tandem.errors import EngineError, EngineLost, SyncError
+from tandem.errors import EngineError, EngineLost, SyncError, TandemError
 from tandem.types import Completion, Sampling, Weights
 
 PROGRAM = str(Path(__file__).with_name("engine_program.py"))
@@ -126,7 +126,7 @@ def test_an_event_loop_that_stands_still_is_no_lost_engine(tmp_path: Path) -> No
         async with closing(owned(tmp_path)) as engine:
             await engine.attach(Source(tmp_path))
             await engine.load(7)
-            for _ in range(4):
+            for _ in range(5):
                 await asyncio.sleep(0)
                 time.sleep(1.7)  # a trainer that computes on this thread
             assert (await engine.generate([1], SHORT)).versions == [7] * 5
@@ -244,6 +244,46 @@ run.Listen.__init__ = lambda self, data_dir, **options: init(self, data_dir, por
 from pathlib import Path
 engine_program.main(3, Path(sys.argv[2], "ready.json"), Path(sys.argv[2]))
 """
+
+
+def test_a_trainer_that_was_replaced_ends_and_does_not_take_turns(
+    tmp_path: Path, standing: subprocess.Popen[bytes]
+) -> None:
+    async def work() -> None:
+        async with closing(ServerEngine(place(tmp_path))) as zombie, closing(ServerEngine(place(tmp_path))) as heir:
+            await zombie.attach(Source(tmp_path))
+            await zombie.load(7)
+            await heir.attach(Source(tmp_path))
+            with pytest.raises(TandemError, match="another trainer") as raised:
+                await zombie.load(8)
+            assert not isinstance(raised.value, (SyncError, EngineError)), "those are tried again"
+            assert (await heir.load(9)).version == 9
+
+    play(work)
+
+
+def test_weights_that_were_left_torn_are_a_lost_engine_until_they_are_loaded(
+    tmp_path: Path, standing: subprocess.Popen[bytes]
+) -> None:
+    async def work() -> None:
+        engine = ServerEngine(place(tmp_path), shares_memory=True, lease_s=0.4)
+        async with closing(engine):
+            await engine.attach(Source(tmp_path))
+            await engine.load(7)
+            await engine.sleep()
+            await asyncio.sleep(0.6)
+            assert (await engine.load(8)).version == 8, "it was renewed"
+            await engine.sleep()
+            await engine._stop_renewing()  # as if this process had been stopped
+            (tmp_path / "torn").touch()
+            await asyncio.wait_for(engine.lost(), 4)
+            with pytest.raises(EngineLost, match="cut short"):
+                await engine.generate([1], SHORT)
+            await engine.attach(Source(tmp_path))
+            await engine.load(9)
+            assert (await engine.generate([1], SHORT)).versions == [9] * 5
+
+    play(work)
 
 
 # --- by a new start

@@ -62,15 +62,17 @@ def test_nobody_comes_in_without_the_token_the_name_and_the_type(served: EngineS
 
 GARBAGE: list[Any] = [
     b"", b"{", b"null", b"[]", b'"x"', b"1", b"{}", b'{"a":1}', b"\xff\xfe", b"[" * 5000, b'{"prompt_ids":[NaN]}',
-    {"prompt_ids": []}, {"prompt_ids": [-1]}, {"prompt_ids": [10**30]}, {"prompt_ids": [300]}, {"prompt_ids": ["1"]},
-    {"prompt_ids": [1.5]}, {"prompt_ids": [True]}, {"prompt_ids": [[1]]}, {"prompt_ids": None},
-    {"prompt_ids": [1] * 400},
-    *({"prompt_ids": [1], "sampling": sampling} for sampling in (
-        [], {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 10**20}, {"max_tokens": CONTEXT}, {"temperature": -1},
+    *({"prompt_ids": ids, "sampling": {"max_tokens": 4}} for ids in (
+        [], [-1], [10**30], [300], ["1"], [1.5], [True], [[1]], None, "1", [1] * 400,
+    )),
+    *({"prompt_ids": [1], "sampling": {"max_tokens": 4} | sampling} for sampling in (
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 10**20}, {"max_tokens": CONTEXT}, {"temperature": -1},
         {"temperature": 10**400}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"stop": "x"}, {"stop": [""]},
         {"stop": ["x"] * 100}, {"stop_ids": [-1]}, {"stop_ids": [9999]}, {"seed": 2**70}, {"seed": "1"}, {"odd": 1},
     )),
-    {"prompt_ids": [1], "session": 5}, {"prompt_ids": [1], "session": "x" * 300},
+    *({"prompt_ids": [1], "sampling": {"max_tokens": 4}} | more for more in (
+        {"sampling": []}, {"session": 5}, {"session": "x" * 300}, {"boot_id": "b" * 200}, {"odd": 1},
+    )),
     {"link": {}}, {"link": []}, {"link": {"mode": "disk"}, "lease_s": 0}, {"link": {"mode": None}},
     {"link": {"mode": "disk"}, "lease_s": 1e9}, {"link": {"mode": ["disk"]}}, {"link": {"mode": {}}},
     {"version": 1, "attachment": 0, "boot_id": "boot-a"}, {"version": 1, "attachment": 99, "boot_id": "boot-a"},
