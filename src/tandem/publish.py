@@ -123,13 +123,11 @@ class Publisher:
         """A batch with a token of a version that nobody proved is refused."""
         trajectories = [each for group in groups for each in group]
         versions = {version for each in trajectories for version in each.versions if version >= 0}
-        for each in trajectories:
-            tokens = zip(each.trained, each.versions, strict=True)
-            if each.status != "recorded" and any(trained and version < 0 for trained, version in tokens):
-                raise SyncError(
-                    f"sync: a batch holds a sampled token of no version ({each.task_id or 'no task'}): whatever engine "
-                    "made it had no weights of this trainer"
-                )
+        if odd := next((each for each in trajectories if each.num_unstamped), None):
+            raise SyncError(
+                f"sync: a batch holds a sampled token of no version ({odd.task_id or 'no task'}): whatever engine made it "
+                "had no weights of this trainer"
+            )
         if missing := sorted(versions - self._proven):
             raise SyncError(
                 f"sync: a batch holds tokens of version {missing[0]}, and nothing proves that an engine served it; "

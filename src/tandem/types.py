@@ -120,6 +120,13 @@ class Trajectory:
     def num_trained(self) -> int:
         return sum(self.trained)
 
+    @property
+    def num_unstamped(self) -> int:
+        """Of the trained ones: neither recorded nor sampled by a version."""
+        if self.status == "recorded":
+            return 0
+        return sum(trained and version < 0 for trained, version in zip(self.trained, self.versions, strict=True))
+
 
 Group: TypeAlias = list[Trajectory]
 """Siblings: trajectories of one task, compared with each other."""
