@@ -125,8 +125,8 @@ class Publisher:
         versions = {version for each in trajectories for version in each.versions if version >= 0}
         if odd := next((each for each in trajectories if each.num_unstamped), None):
             raise SyncError(
-                f"sync: a batch holds a sampled token of no version ({odd.task_id or 'no task'}): whatever engine made it "
-                "had no weights of this trainer"
+                f"sync: a batch holds a sampled token of no version ({odd.task_id or 'no task'}): whatever engine made "
+                "it had no weights of this trainer"
             )
         if missing := sorted(versions - self._proven):
             raise SyncError(
