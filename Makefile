@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test lint format types bench test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm lint format types bench test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -35,6 +35,10 @@ types: install
 
 bench: install
 	$(BIN)/python benchmarks/all.py
+
+# With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
+test-vllm: install
+	$(BIN)/python -m pytest -rs tests/vllm
 
 # On a machine with an NVIDIA GPU and a CUDA build of torch.
 test-gpu: install

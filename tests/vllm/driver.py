@@ -67,5 +67,22 @@ def plant(llm: Any, code: str) -> str:
     return ""
 
 
+def refusal(llm: Any, code: str) -> str:
+    """What the layout says of the model after `code` has changed it; `undo`, which `code` may define, ends it."""
+    from tandem.errors import SyncError
+    from tandem.inside.layout import layout_of
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    names: dict[str, Any] = {"model": model, "layer": model.model.layers[0]}
+    exec("import torch\n" + code, names)
+    try:
+        layout_of(model)
+    except SyncError as error:
+        return str(error)
+    finally:
+        exec(names.get("undo", ""), names)
+    return ""
+
+
 if __name__ == "__main__":
     main()

@@ -29,7 +29,7 @@ NEAR, FAR = 0.001, 0.05  # float32
 class Rig:
     """A server and an event loop to talk to it from."""
 
-    def __init__(self, path: Path, module: Any) -> None:
+    def __init__(self, path: Path, module: Any, tensor_parallel: int = 1) -> None:
         self.path, self.module, self.version = path, module, 0
         self.loop = asyncio.new_event_loop()
         options = VllmOptions(
@@ -37,6 +37,7 @@ class Rig:
             str(PYTHON),
             dtype="float32",
             device="cpu",
+            tensor_parallel=tensor_parallel,
             max_running=16,
             max_context=128,
             eager=True,
@@ -51,6 +52,10 @@ class Rig:
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self.loop.close()
 
     def bridge(self, mode: str) -> Any:
         buffers = [name for name, _ in self.module.named_buffers()]
@@ -90,8 +95,7 @@ def rig(tmp_path_factory: Any) -> Iterator[Rig]:
     module.save_pretrained(path)
     made = Rig(path, module)
     yield made
-    made.run(made.engine.close())
-    made.loop.close()
+    made.close()
 
 
 @pytest.mark.parametrize("mode", ["adapter", "adapter_broadcast", "broadcast", "disk"])

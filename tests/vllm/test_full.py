@@ -161,6 +161,38 @@ def test_the_digest_of_the_trainer_does_not_depend_on_how_the_engine_lays_it_out
     assert places["model.embed_tokens.weight"][1:] == (0, 200, 0, 64)
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (
+            "l = layer.mlp.down_proj; kept = l.cpu_linear; l.cpu_linear = lambda *a: 0; undo = 'l.cpu_linear = kept'",
+            "packed copy",
+        ),
+        (
+            "l = layer.mlp.down_proj; kept = l.weight.data; l.weight.data = kept[:0]; undo = 'l.weight.data = kept'",
+            "was packed away",
+        ),
+        (
+            "l = layer.mlp.down_proj; kept = l.quant_method; l.quant_method = object(); undo = 'l.quant_method = kept'",
+            "only unquantised",
+        ),
+        ("layer.extra = torch.nn.Linear(2, 2); undo = 'del layer.extra'", "'model.layers.0.extra.weight'"),
+        (
+            "layer.mlp.register_buffer('scale', torch.ones(1)); undo = 'del layer.mlp.scale'",
+            "'model.layers.0.mlp.scale'",
+        ),
+        (
+            "class FusedMoE(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        "
+            "self.w13 = torch.nn.Parameter(torch.ones(2))\nlayer.experts = FusedMoE()\nundo = 'del layer.experts'",
+            "mixture of experts",
+        ),
+    ],
+)
+def test_a_model_that_is_not_understood_in_full_is_refused_by_name(pair: Pair, code: str, told: str):
+    assert told in pair.vllm.do("refusal", code=code)
+    assert pair.vllm.do("refusal", code="") == ""
+
+
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama", "Mistral"])
 def test_other_families_are_read_by_vllms_own_classes(kind: str, start: Callable[..., Vllm], tmp_path: Any):
     settings: dict[str, Any] = {"Llama": {"attention_bias": True, "mlp_bias": True}}.get(kind, {})
