@@ -1,4 +1,4 @@
-"""One end of a bridge in a process of its own. It answers each line of JSON with one."""
+"""One end of a bridge, either one, in a process of its own. It answers each line of JSON with one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,52 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_WATCHED = ("tandem", "transformers", "safetensors", "pydantic", "peft", "tokenizers")
+
+
+class EngineEnd:
+    """Imports of Tandem what an engine's own environment has, and no more."""
+
+    def open(self, link: dict[str, Any]) -> dict[str, Any]:
+        self._source = importlib.import_module(f"tandem.bridge.{link['mode']}.engine").open(link)
+        return {"modules": [name for name in sys.modules if name.partition(".")[0] in _WATCHED]}
+
+    def receive(self, version: int) -> dict[str, Any]:
+        weights = self._source.receive(version)
+        return {"bits": bits(weights.tensors()), "path": weights.path}
+
+
+class TrainerEnd:
+    def make(self, wanted: list[Any]) -> dict[str, Any]:
+        from bridges import COPYING
+
+        name, at, deadline_s = wanted
+        self._bridge = COPYING[name](Path(at), deadline_s)
+        return {}
+
+    def meet(self, _: None) -> dict[str, Any]:
+        from bridges import meet
+
+        return {"link": dict(meet(self._bridge).link)}
+
+    def send(self, wanted: list[Any]) -> dict[str, Any]:
+        """Sends it, and on demand a signal to itself in the middle of it."""
+        from bridges import struck_while_sending, weights_of
+
+        version, signal_number = wanted
+        weights = weights_of(version, self._bridge.carries)
+        if signal_number:
+            weights = struck_while_sending(weights, self._bridge.mode, partial(os.kill, os.getpid(), signal_number))
+        self._bridge.send(weights)
+        return {}
 
 
 def bits(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
@@ -25,48 +64,24 @@ def bits(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, str]:
     return found
 
 
-def engine() -> None:
-    """Imports of Tandem what an engine's own environment has, and no more."""
-    source: Any = None
+def main() -> None:
+    engine, trainer = EngineEnd(), TrainerEnd()
+    verbs: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "open": engine.open,
+        "receive": engine.receive,
+        "make": trainer.make,
+        "meet": trainer.meet,
+        "send": trainer.send,
+    }
     for line in sys.stdin:
-        what, argument = json.loads(line)
-        answer: dict[str, Any]
+        verb, argument = json.loads(line)
         started = time.monotonic()
         try:
-            if what == "open":
-                source = importlib.import_module(f"tandem.bridge.{argument['mode']}.engine").open(argument)
-                answer = {"modules": [name for name in sys.modules if name.partition(".")[0] in _WATCHED]}
-            else:
-                weights = source.receive(argument)
-                answer = {"bits": bits(weights.tensors()), "expected": dict(weights.expected), "path": weights.path}
+            answer = verbs[verb](argument)
         except Exception as error:  # noqa: BLE001 - whatever it is, the test wants to see it
             answer = {"error": type(error).__name__, "text": str(error)}
         print(json.dumps({**answer, "seconds": time.monotonic() - started}), flush=True)
 
 
-_WATCHED = ("tandem", "transformers", "safetensors", "pydantic", "peft", "tokenizers")
-
-
-def trainer(mode: str, at: Path, deadline_s: float) -> None:
-    """Sends what it is told to, and a signal to itself in the middle of it."""
-    from bridges import COPYING, meet, struck_while_sending, weights_of
-
-    bridge = COPYING[mode](at, deadline_s)
-    for line in sys.stdin:
-        what, argument = json.loads(line)
-        if what == "meet":
-            answer: Mapping[str, Any] = meet(bridge).link
-        else:
-            version, signal_number = argument
-            weights = weights_of(version, bridge.carries)
-            if signal_number:
-                weights = struck_while_sending(weights, mode, partial(os.kill, os.getpid(), signal_number))
-            answer = {"fingerprints": dict(bridge.send(weights).fingerprints)}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "engine":
-        engine()
-    else:
-        trainer(sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
+    main()

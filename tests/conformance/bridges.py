@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -136,6 +137,7 @@ def while_sending(weights: Weights, mode: str, change: Callable[[int, str, Tenso
 def struck_while_sending(weights: Weights, mode: str, strike: Callable[[], object]) -> Weights:
     def change(number: int, name: str, tensor: Tensor) -> Tensor:
         if number == 1:
+            time.sleep(0.2)  # the other end has begun as well
             strike()
         return tensor
 

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ ENDS = Path(__file__).with_name("bridge_ends.py")
 class End:
     """A process at the other end."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, str(ENDS), *arguments]
+    def __init__(self) -> None:
+        command = [sys.executable, str(ENDS)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.process = subprocess.Popen(
             command,
@@ -74,21 +74,41 @@ class End:
         self.process.communicate()
 
 
-@contextmanager
-def ended(*ends: End) -> Generator[None]:
-    try:
-        yield
-    finally:
-        for end in ends:
+class Reserve:
+    """Ends that have been started already: importing torch takes longer than most tests."""
+
+    def __init__(self, size: int) -> None:
+        self._ready = [End() for _ in range(size)]
+
+    def take(self) -> End:
+        self._ready.append(End())
+        return self._ready.pop(0)
+
+    def end(self) -> None:
+        for end in self._ready:
             end.end()
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[End]:
+def reserve() -> Iterator[Reserve]:
+    reserve = Reserve(2)
+    yield reserve
+    reserve.end()
+
+
+@pytest.fixture(scope="module")
+def engine(reserve: Reserve) -> Iterator[End]:
     """One that no test harms: it opens many links, one after the other."""
-    end = End("engine")
-    with ended(end):
-        yield end
+    end = reserve.take()
+    yield end
+    end.end()
+
+
+@pytest.fixture
+def victim(reserve: Reserve) -> Iterator[End]:
+    end = reserve.take()
+    yield end
+    end.end()
 
 
 def carried(bridge: WeightBridge, engine: End, weights: Weights) -> dict[str, Any]:
@@ -128,7 +148,7 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
 
 
-def test_two_engines_and_a_tensor_larger_than_what_the_kernel_holds(engine: End, tmp_path: Path) -> None:
+def test_tensors_larger_than_a_bucket_and_than_what_the_kernel_holds(engine: End, tmp_path: Path) -> None:
     large = {"q.weight": torch.randn(4096, 2048), "flat": torch.arange(3_000_001, dtype=torch.float32)}
     bridge = BroadcastBridge(bucket_bytes=2**20 + 5, deadline_s=30)
     source = bridge.source(1)
@@ -148,44 +168,65 @@ LARGE = {f"layer {n}": torch.full((2**21,), float(n)) for n in range(4)}
 @pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_lost_engine_is_an_error_in_time_and_another_one_is_taken(
-    name: str, strike: signal.Signals, engine: End, tmp_path: Path
+    name: str, strike: signal.Signals, engine: End, victim: End, tmp_path: Path
 ) -> None:
     large = name == "broadcast"
-    bridge = BroadcastBridge(bucket_bytes=2**22, deadline_s=1.5) if large else COPYING[name](tmp_path, 1.5)
+    bridge = BroadcastBridge(bucket_bytes=2**22, deadline_s=2.5) if large else COPYING[name](tmp_path, 2.5)
     source = bridge.source()
     source.attached({"boot_id": "engine-1", "layout": layout_of(LARGE)} if large else reply())
     weights = weights_of(1, bridge.carries, LARGE if large else None)
-    victim = End("engine")
-    with ended(victim):
+    victim.ask("open", dict(source.link))
+    victim.say("receive", 1)
+    started = time.monotonic()
+    with pytest.raises(SyncTimeout if strike == signal.SIGSTOP else SyncError, match=r"was not taken|not confirm"):
+        bridge.send(struck_while_sending(weights, name, partial(os.kill, victim.pid, strike)))
+    assert time.monotonic() - started < 5
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="this meeting has ended"):
+        bridge.send(weights)
+    goes_on_with(bridge, meet(bridge), engine, 1)
+    assert time.monotonic() - started < 5
+    bridge.close()
+
+
+def test_a_meeting_can_be_given_up_in_the_middle_of_a_transfer(engine: End, victim: End) -> None:
+    """Whoever knows that the engine is gone need not wait for the deadline; nor does the interpreter stand still."""
+    bridge = BroadcastBridge(bucket_bytes=2**22, deadline_s=30.0)
+    source = bridge.source()
+    source.attached({"boot_id": "engine-1", "layout": layout_of(LARGE)})
+    struck = threading.Event()
+
+    def strike() -> None:
+        os.kill(victim.pid, signal.SIGSTOP)
+        struck.set()
+
+    with ThreadPoolExecutor(1) as threads:
         victim.ask("open", dict(source.link))
         victim.say("receive", 1)
+        answer = threads.submit(bridge.send, struck_while_sending(weights_of(1, "full", LARGE), "broadcast", strike))
+        assert struck.wait(10)
+        time.sleep(0.3)
         started = time.monotonic()
-        with pytest.raises(SyncTimeout if strike == signal.SIGSTOP else SyncError, match=r"was not taken|not confirm"):
-            bridge.send(struck_while_sending(weights, name, partial(os.kill, victim.pid, strike)))
-        assert time.monotonic() - started < 2.5
-        started = time.monotonic()
-        with pytest.raises(SyncError, match="this meeting has ended"):
-            bridge.send(weights)
         goes_on_with(bridge, meet(bridge), engine, 1)
-        assert time.monotonic() - started < 2.5
+        with pytest.raises(SyncError, match="given up"):
+            answer.result(timeout=10)
+        assert time.monotonic() - started < 5
     bridge.close()
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_an_engine_that_was_stopped_before_it_came_is_an_error_in_time(name: str, engine: End, tmp_path: Path) -> None:
-    bridge = COPYING[name](tmp_path, 0.7)
+def test_an_engine_that_was_stopped_before_it_came_is_an_error_in_time(name: str, victim: End, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 1.5)
     source = meet(bridge)
-    victim = End("engine")
-    with ended(victim):
-        victim.ask("open", dict(source.link))
-        os.kill(victim.pid, signal.SIGSTOP)
-        victim.say("receive", 1)
-        with pytest.raises(SyncTimeout, match=r"receiver 0 did not come within 0\.7 s"):
-            bridge.send(weights_of(1, bridge.carries))
-        os.kill(victim.pid, signal.SIGCONT)  # the meeting goes on: nothing had begun
-        answer = victim.hear()
-        assert answer["error"] == "SyncTimeout"
-        assert carried(bridge, victim, weights_of(2, bridge.carries))["bits"] == bits(as_served(bridge.carries, 2))
+    victim.ask("open", dict(source.link))
+    os.kill(victim.pid, signal.SIGSTOP)
+    victim.say("receive", 1)
+    with pytest.raises(SyncTimeout, match=r"receiver 0 did not come within 1\.5 s"):
+        bridge.send(weights_of(1, bridge.carries))
+    os.kill(victim.pid, signal.SIGCONT)  # the meeting goes on: nothing had begun
+    answer = victim.hear()
+    assert answer["error"] == "SyncTimeout"
+    assert carried(bridge, victim, weights_of(2, bridge.carries))["bits"] == bits(as_served(bridge.carries, 2))
     bridge.close()
 
 
@@ -205,59 +246,64 @@ def test_files_need_no_engine_to_be_written(name: str, engine: End, tmp_path: Pa
 @pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_lost_trainer_is_an_error_in_time_and_another_one_is_met(
-    name: str, strike: signal.Signals, engine: End, tmp_path: Path
+    name: str, strike: signal.Signals, engine: End, victim: End, tmp_path: Path
 ) -> None:
-    trainer = End("trainer", name, str(tmp_path), "1.0")
-    with ended(trainer):
-        engine.ask("open", trainer.ask("meet", None))
-        engine.say("receive", 1)
-        trainer.say("send", [1, 0])
-        assert "bits" in engine.hear()
-        trainer.hear()
-        engine.say("receive", 2)
-        trainer.say("send", [2, strike])
-        answer = engine.hear()
-        assert answer["error"] in ("SyncError", "SyncTimeout")
-        assert answer["seconds"] < 2
+    victim.ask("make", [name, str(tmp_path), 3.0])
+    engine.ask("open", victim.ask("meet", None)["link"])
+    engine.say("receive", 1)
+    victim.say("send", [1, 0])
+    assert "bits" in engine.hear()
+    victim.hear()
+    engine.say("receive", 2)
+    victim.say("send", [2, strike])
+    answer = engine.hear()
+    assert answer["error"] in ("SyncError", "SyncTimeout")
+    assert answer["seconds"] < 5
+    assert "has ended" in engine.ask("receive", 3)["text"]
     bridge = COPYING[name](tmp_path, 10.0)
     goes_on_with(bridge, meet(bridge), engine, 2)
     bridge.close()
 
 
 @pytest.mark.parametrize("name", ["disk", "adapter"])
-def test_a_trainer_killed_while_it_writes_leaves_no_version(name: str, engine: End, tmp_path: Path) -> None:
-    trainer = End("trainer", name, str(tmp_path), "1.0")
-    with ended(trainer):
-        engine.ask("open", trainer.ask("meet", None))
-        trainer.say("send", [1, 0])
-        assert "bits" in engine.ask("receive", 1)
-        trainer.hear()
-        engine.say("receive", 2)
-        trainer.say("send", [2, signal.SIGKILL])
-        answer = engine.hear()
-        assert (answer["error"], answer["seconds"] < 2) == ("SyncTimeout", True)
-        assert trainer.process.wait(5) == -signal.SIGKILL
+def test_a_trainer_killed_while_it_writes_leaves_no_version(
+    name: str, engine: End, victim: End, tmp_path: Path
+) -> None:
+    victim.ask("make", [name, str(tmp_path), 1.0])
+    engine.ask("open", victim.ask("meet", None)["link"])
+    victim.say("send", [1, 0])
+    assert "bits" in engine.ask("receive", 1)
+    victim.hear()
+    engine.say("receive", 2)
+    victim.say("send", [2, signal.SIGKILL])
+    answer = engine.hear()
+    assert (answer["error"], answer["seconds"] < 4) == ("SyncTimeout", True)
+    assert victim.process.wait(5) == -signal.SIGKILL
     bridge = COPYING[name](tmp_path, 10.0)
     assert len(list(tmp_path.glob("*/tandem-weights-*"))) == 1  # what was left is gone
     goes_on_with(bridge, meet(bridge), engine, 2)
     bridge.close()
 
 
-def test_a_trainer_that_is_stopped_while_the_engine_waits_is_an_error_in_time(engine: End, tmp_path: Path) -> None:
-    trainer = End("trainer", "broadcast", str(tmp_path), "1.0")
-    with ended(trainer):
-        engine.ask("open", trainer.ask("meet", None))
-        os.kill(trainer.pid, signal.SIGSTOP)
-        answer = engine.ask("receive", 1)
-        assert (answer["error"], answer["seconds"] < 2) == ("SyncTimeout", True)
+def test_a_trainer_that_is_stopped_while_the_engine_waits_is_an_error_in_time(
+    engine: End, victim: End, tmp_path: Path
+) -> None:
+    victim.ask("make", ["broadcast", str(tmp_path), 1.0])
+    engine.ask("open", victim.ask("meet", None)["link"])
+    engine.say("receive", 0)
+    victim.ask("send", [0, 0])
+    assert "bits" in engine.hear()
+    os.kill(victim.pid, signal.SIGSTOP)
+    answer = engine.ask("receive", 1)
+    assert (answer["error"], answer["seconds"] < 4) == ("SyncTimeout", True)
 
 
 def test_strikes_at_many_instants_leave_the_right_version_or_an_error(engine: End, tmp_path: Path) -> None:
     """The engine's process is stopped some milliseconds after the sender began, and goes on a little later."""
-    bridge = BroadcastBridge(bucket_bytes=2**20, deadline_s=0.5)
+    bridge = BroadcastBridge(bucket_bytes=2**20, deadline_s=0.8)
     tensors = {"q.weight": torch.randn(2048, 2048)}
     outcomes: list[str] = []
-    for attempt in range(10):
+    for attempt in range(8):
         source = bridge.source()
         source.attached({"boot_id": "engine-1", "layout": {"q.weight": ["float32", [2048, 2048]]}})
         engine.ask("open", dict(source.link))
@@ -270,18 +316,18 @@ def test_strikes_at_many_instants_leave_the_right_version_or_an_error(engine: En
             os.kill(engine.pid, signal.SIGCONT)
 
         with ThreadPoolExecutor(1) as threads:
-            struck = threads.submit(strike, 0.008 * attempt, 0.05 if attempt % 2 else 0.6)
+            struck = threads.submit(strike, 0.01 * attempt, 0.05 if attempt % 2 else 1.0)
             started = time.monotonic()
             try:
                 bridge.send(weights_of(attempt, "full", tensors))
                 outcomes.append("sent")
             except SyncError as error:
                 outcomes.append(type(error).__name__)
-            assert time.monotonic() - started < 1.5
+            assert time.monotonic() - started < 3
             struck.result()
         answer = engine.hear()
         assert answer.get("bits", bits(tensors)) == bits(tensors)
-        assert ("bits" in answer) == (outcomes[-1] == "sent"), (outcomes, answer)
+        assert "bits" in answer or outcomes[-1] != "sent", answer
     bridge.close()
     assert "sent" in outcomes
-    assert len(outcomes) == 10
+    assert len(outcomes) == 8
