@@ -1,0 +1,221 @@
+"""An OpenAI-compatible server, as it is talked to: every wait ends, every answer is bounded, every failure has a type.
+
+EngineLost: it is not there, or hung up. EngineError: it is there and refuses. Neither ever shows the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.errors import EngineError, EngineLost, SpecError
+
+_CONNECT_S, _WRITE_S = 5.0, 30.0
+_ANSWER_BYTES = 4 * 2**20  # of one event, or of one answer that is no stream
+_BUSY_S, _BUSY_MOST_S = 1.0, 10.0  # after "too many requests", where it does not say how long
+_TOLD_CHARS = 400
+_DRAIN_S = 0.5
+
+
+class RemoteServer:
+    """`key_env` and `key_file` say where the API key lies; nothing here keeps it, but for the client's headers."""
+
+    def __init__(self, url: str, *, key_env: str = "", key_file: str = "") -> None:
+        self.url = _checked(url)
+        self._client = httpx.AsyncClient(
+            headers={"Accept-Encoding": "identity"} | _authorization(key_env, key_file),
+            timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_WRITE_S),  # reading: by each call's own limit
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            follow_redirects=False,
+            trust_env=False,  # a proxy named by the environment would see prompts and key
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # --- questions with one answer
+
+    async def healthy(self, within_s: float) -> bool:
+        try:
+            status, _ = await self._ask("GET", self.url.removesuffix("/v1") + "/health", None, within_s)
+        except EngineLost:
+            return False
+        return status < 500  # many have no such page
+
+    async def models(self, within_s: float) -> dict[str, Mapping[str, Any]]:
+        """By the name that requests may ask for."""
+        status, body = await self._ask("GET", f"{self.url}/models", None, within_s)
+        if status != 200:
+            raise (EngineLost if status >= 500 else EngineError)(self._refusal("GET /models", status, body))
+        listed = body.get("data") if isinstance(body, dict) else None
+        if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+            raise EngineError(f"{self.url}/models: the answer is no list of models")
+        return {str(each.get("id")): each for each in listed}
+
+    async def post(self, path: str, body: Mapping[str, Any], within_s: float) -> tuple[int, str]:
+        """The status, and what it says about a refusal."""
+        status, answer = await self._ask("POST", self.url + path, body, within_s)
+        return status, self._refusal(f"POST {path}", status, answer)
+
+    async def _ask(self, method: str, url: str, body: Any, within_s: float) -> tuple[int, Any]:
+        try:
+            async with asyncio.timeout(within_s):
+                async with self._open(method, url, body) as response:
+                    raw = await self._whole(response)
+        except TimeoutError:
+            raise EngineLost(f"{url}: no answer within {within_s:g} s") from None
+        try:
+            return response.status_code, json.loads(raw)
+        except ValueError:
+            return response.status_code, raw.decode(errors="replace")
+
+    # --- questions whose answer comes piece by piece
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Up to the mark that ends the stream. How long to wait for the next one is the caller's to say."""
+        while True:
+            async with self._open("POST", self.url + path, body) as response:
+                if response.status_code == 429:
+                    wait_s = _retry_after(response)
+                else:
+                    await self._check_stream(path, response)
+                    async with aclosing(_server_sent(response, self.url)) as sent:
+                        async for data in sent:
+                            if data == b"[DONE]":
+                                await _drain(sent)
+                                return
+                            yield await self._event(path, data)
+                    raise EngineLost(f"{self.url}: the stream broke off before its end")
+            await asyncio.sleep(wait_s)
+
+    async def _check_stream(self, path: str, response: httpx.Response) -> None:
+        status, kind = response.status_code, response.headers.get("content-type", "")
+        if status >= 400:
+            raise await self._failure(f"POST {path}", status, await self._whole(response))
+        if status != 200:
+            raise EngineError(f"{self.url}{path}: status {status}; redirects are not followed, give the final url")
+        if not kind.startswith("text/event-stream"):
+            raise EngineError(f"{self.url}{path}: asked for a stream, and the answer is '{kind}'")
+
+    async def _event(self, path: str, data: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise EngineError(f"{self.url}{path}: an event of the stream is no JSON object")
+        if event.get("error"):  # the status line was out when it failed
+            raise await self._failure(f"POST {path}", 500, data)
+        return event
+
+    # --- one connection, and what can go wrong with it
+
+    @asynccontextmanager
+    async def _open(self, method: str, url: str, body: Any) -> AsyncIterator[httpx.Response]:
+        try:
+            async with self._client.stream(method, url, json=body) as response:
+                yield response
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise EngineLost(f"{url}: {type(error).__name__}: {error}") from None
+        except RuntimeError as error:
+            if not self._client.is_closed:
+                raise
+            raise EngineError("engine: closed") from error
+
+    async def _whole(self, response: httpx.Response) -> bytes:
+        raw = bytearray()
+        async for chunk in response.aiter_bytes():
+            raw += chunk
+            if len(raw) > _ANSWER_BYTES:
+                raise EngineError(f"{self.url}: an answer of more than {_ANSWER_BYTES} bytes")
+        return bytes(raw)
+
+    async def _failure(self, what: str, status: int, raw: bytes) -> EngineError:
+        """A request that failed on a server that lives is one error; a server that dies of it, another."""
+        text = self._refusal(what, status, raw.decode(errors="replace"))
+        if status >= 500 and not await self.healthy(_CONNECT_S):
+            return EngineLost(f"{text}; and it is not healthy any more")
+        return EngineError(text)
+
+    def _refusal(self, what: str, status: int, body: Any) -> str:
+        told = body
+        if isinstance(told, str):
+            with suppress(ValueError):
+                told = json.loads(told)
+        while isinstance(told, dict):
+            told = next((told[key] for key in ("error", "message", "detail") if told.get(key)), json.dumps(told))
+        text = str(told)
+        if key := self._client.headers.get("authorization", "").removeprefix("Bearer "):
+            text = text.replace(key, "(the key)")  # some servers repeat what they were sent
+        return f"{self.url}: {what}: {status} {text[:_TOLD_CHARS]}"
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError):
+        raise SpecError(f"engine.urls: '{url}' is no URL") from None
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise SpecError(f"engine.urls: '{url}' must begin with http:// or https://")
+    if parts.userinfo:
+        raise SpecError("engine.urls: a URL holds a user name or password; give the key by engine.key_env")
+    if parts.query or parts.fragment or not parts.path.rstrip("/").endswith("/v1"):
+        raise SpecError(f"engine.urls: '{url}' must be a base URL: it ends in /v1")
+    return str(parts).rstrip("/")
+
+
+def _authorization(key_env: str, key_file: str) -> dict[str, str]:
+    if key_env and key_file:
+        raise SpecError("engine.key_env and engine.key_file are both given; one of them holds the key")
+    if not key_env and not key_file:
+        return {}
+    named = f"engine.key_env = '{key_env}'" if key_env else f"engine.key_file = '{key_file}'"
+    try:
+        key = (os.environ[key_env] if key_env else Path(key_file).read_text(encoding="utf-8")).strip()
+    except (KeyError, OSError, UnicodeDecodeError):
+        raise SpecError(f"{named}: there is no such " + ("environment variable" if key_env else "file")) from None
+    if not key.isascii() or not key.isprintable() or not key or " " in key:
+        raise SpecError(f"{named}: what it holds cannot be an API key")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        wait_s = float(response.headers.get("retry-after", _BUSY_S))
+    except ValueError:  # a date
+        return _BUSY_S
+    return min(max(wait_s, 0.1), _BUSY_MOST_S)
+
+
+async def _drain(rest: AsyncIterator[bytes]) -> None:
+    """To the end of what is over, so that the connection can be used again."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            async for _ in rest:
+                pass
+
+
+async def _server_sent(response: httpx.Response, where: str) -> AsyncGenerator[bytes]:
+    """The data of each server-sent event. Not httpx's lines: a line without an end would fill the memory."""
+    rest, data, held = b"", list[bytes](), 0
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        held += len(chunk)
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].strip())
+            elif not line:
+                held = len(rest)
+                if data:
+                    yield b"\n".join(data)
+                    data = []
+        if held > _ANSWER_BYTES:
+            raise EngineError(f"{where}: an event of more than {_ANSWER_BYTES} bytes")
