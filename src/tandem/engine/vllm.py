@@ -41,14 +41,17 @@ class VllmEngine:
         process: VllmProcess,
         *,
         end_ids: frozenset[int],
+        num_ids: int,
         restarts: bool = False,
         version: int = -1,
     ) -> None:
-        """`restarts`: requests under way are ended for a new version and asked again, not waited for."""
+        """`num_ids`: ids below it exist. `restarts`: requests under way are ended for a new version and asked again, not
+        waited for."""
         self.version = version
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
         self._process, self._end_ids, self._restarts = process, sorted(end_ids), restarts
+        self._num_ids, self._vocabulary_told = num_ids, asyncio.Lock()
         self._model = _BASE
         """What requests name: the base, or the adapter of the version served."""
         self._gate = asyncio.Event()
@@ -72,6 +75,7 @@ class VllmEngine:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
+        await self._tell_vocabulary()
         while True:
             await self._gate.wait()
             if self._torn:
@@ -151,6 +155,7 @@ class VllmEngine:
     # --- weights
 
     async def attach(self, source: WeightSource) -> None:
+        await self._tell_vocabulary()
         answers = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
         first = answers[0]
         told = ("layout", "derived", "adapter_dtype", "handles", "versions")
@@ -161,6 +166,15 @@ class VllmEngine:
             reply["base"] = whole([piece for answer in answers for piece in answer["pieces"]], shapes)
         source.attached(reply)
         self._source = source
+
+    async def _tell_vocabulary(self) -> None:
+        """Before anything is sampled. vLLM's matrix may have more rows than there are tokens."""
+        if not self._num_ids:
+            return
+        async with self._vocabulary_told:
+            if self._num_ids:
+                await self._workers("tandem_vocabulary", self._num_ids, deadline_s=_CONTROL_S)
+                self._num_ids = 0
 
     async def load(self, version: int) -> Served:
         if self._source is None:
@@ -214,7 +228,6 @@ class VllmEngine:
             await self._workers("tandem_drop", name, deadline_s=_CONTROL_S)
 
     def _serve(self, version: int) -> None:
-        """`restarts`: requests under way are ended for a new version and asked again, not waited for."""
         self.version = version
         self.cache_epoch += 1
 

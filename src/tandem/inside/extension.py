@@ -24,6 +24,9 @@ keep_weights_plain()
 class TandemWorker:
     """Mixed into vLLM's worker class: `self` is vLLM's worker."""
 
+    def tandem_vocabulary(self, num_ids: int) -> Answer:
+        return _answer(lambda: _of(self).vocabulary(num_ids))
+
     def tandem_attach(self, link: dict[str, Any]) -> Answer:
         return _answer(lambda: _of(self).attach(link))
 

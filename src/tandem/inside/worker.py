@@ -47,6 +47,19 @@ class Worker:
         self._version, self._torn = -1, ""
         self._remembered: list[apply.PieceDigest] = []
 
+    def vocabulary(self, num_ids: int) -> Answer:
+        """Ids from `num_ids` on pad the matrix and stand for no token: never sampled, no part of any distribution."""
+        compute = type(self._model).compute_logits
+
+        def masked(*args: Any, **kwargs: Any) -> Tensor | None:
+            logits = compute(self._model, *args, **kwargs)
+            if logits is not None:  # not every worker of a tensor-parallel group has them
+                logits[..., num_ids:] = -torch.inf
+            return logits
+
+        self._model.compute_logits = masked
+        return {"num_ids": num_ids}
+
     def attach(self, link: Mapping[str, Any]) -> Answer:
         if self._source is not None:
             self._source.close()

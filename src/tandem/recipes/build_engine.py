@@ -156,8 +156,9 @@ def vllm_alone(
     process = VllmProcess(options, home)
     process.wait_ready(spec.start_deadline_s)
     restarts = spec.on_update == "restart"
-    engine = VllmEngine(process, end_ids=renderer.end_ids, restarts=restarts, version=version)
-    return Alone(engine, renderer, context, len(renderer.tokenizer))
+    num_ids = len(renderer.tokenizer)
+    engine = VllmEngine(process, end_ids=renderer.end_ids, num_ids=num_ids, restarts=restarts, version=version)
+    return Alone(engine, renderer, context, num_ids)
 
 
 def outside(spec: RlSpec, model: Model, home: Path, start: Path) -> Engine:
