@@ -142,8 +142,6 @@ class Group:
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = True
-        if self._stream is None:
-            options.timeout = timedelta(seconds=max(deadline.left_s, 0.001))
         with as_sync_errors(self._meeting.mode, "a bucket was not taken", deadline):
             work = self._group.broadcast([buffer], options)
         self._works.append(work)
