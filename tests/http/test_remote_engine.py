@@ -210,7 +210,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(
 def test_settings_that_cannot_be_are_refused(
     options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BAD_KEY", "sk\r\nX-Evil: 1")
+    monkeypatch.setenv("BAD_KEY", "sk\r\nX-Evil:1")
     with pytest.raises(SpecError, match=match) as caught:
         RemoteEngine("http://127.0.0.1:1/v1", BASE, **options)
     assert "Evil" not in str(caught.value)
