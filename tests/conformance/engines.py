@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from remote_engine import ThreadRemoteEngine
 from server_engine import ThreadServerEngine
 
 from tandem.engine.hf import EmbeddedEngine
@@ -18,6 +19,8 @@ from tandem.types import Completion, Sampling
 
 VOCAB, END, CONTEXT = 97, 96, 160
 KINDS = ("inline", "threaded", "pool", "server")
+ANSWERING = (*KINDS, "remote")
+"""And what takes no live weights: with fixed ones it must answer as all others do."""
 Request = tuple[list[int], Sampling]
 
 
@@ -120,6 +123,8 @@ def make_engine(kind: str, module: Any, *, num_ids: int = 0, decode: Any = None,
             **options,
         )
 
+    if kind == "remote":
+        return ThreadRemoteEngine(one(False), num_ids=num_ids or module.config.vocab_size)
     if kind == "server":
         return ThreadServerEngine(one(False), num_ids=num_ids or module.config.vocab_size)
     return EnginePool([one(False), one(False)]) if kind == "pool" else one(kind == "inline")
