@@ -180,11 +180,11 @@ def test_a_version_that_does_not_come_is_given_up_in_time(hasty: WeightBridge) -
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_receivers_that_do_not_come_are_named_and_may_come_for_the_next(name: str, tmp_path: Path) -> None:
-    bridge = COPYING[name](tmp_path, 2.0)
+    bridge = COPYING[name](tmp_path, 1.5)
     source = meet(bridge, num_receivers=3)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(source.receive, 1, 1)
-        with pytest.raises(SyncTimeout, match=r"for version 1, receivers 0, 2 did not come within 2 s"):
+        with pytest.raises(SyncTimeout, match=r"for version 1, receivers 0, 2 did not come within 1\.5 s"):
             bridge.send(weights_of(1, bridge.carries))
     _, received = carry(bridge, source, weights_of(2, bridge.carries), ranks=(0, 1, 2))
     assert [each.version for each in received] == [2, 2, 2]
