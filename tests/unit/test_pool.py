@@ -352,6 +352,57 @@ def test_an_engine_that_answers_again_is_told_by_lost_and_counts_at_the_next_mee
     play(scenario)
 
 
+def test_whom_one_waits_for_as_it_is_attached_is_no_news_when_it_comes() -> None:
+    async def scenario() -> None:
+        engine = Tells("only")
+        pool = EnginePool([engine])
+        await bring_up(pool)
+        engine.die()
+        await pool.lost()
+        plain = engine.attach
+
+        async def patient(source: Any) -> None:
+            await engine.alive.wait()
+            await settle()
+            await plain(source)
+
+        engine.attach = patient
+        attaching = asyncio.create_task(pool.attach(Source()))  # pyright: ignore
+        await settle()
+        engine.come_back()
+        await attaching
+        await pool.load(2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.lost(), 0.05)
+        await pool.close()
+
+    play(scenario)
+
+
+def test_an_attach_that_is_given_up_does_not_end_the_search() -> None:
+    async def scenario() -> None:
+        one, other = Tells("one"), Tells("other")
+        pool = EnginePool([one, other])
+        await bring_up(pool)
+        for engine in (one, other):
+            engine.die()
+        await pool.lost()
+        await settle()
+        plain = one.attach
+        one.attach = lambda source: asyncio.Event().wait()  # pyright: ignore
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await pool.attach(Source())  # pyright: ignore
+        one.attach = plain
+        one.come_back()
+        other.come_back()
+        await asyncio.wait_for(pool.lost(), 1)
+        await bring_up(pool, 2)
+        await pool.close()
+
+    play(scenario)
+
+
 def test_an_engine_that_cannot_say_that_it_is_back_is_tried_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "_TRY_AGAIN_S", 0.05)
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,12 +112,13 @@ class EnginePool:
         lives = [member.life for member in expected]
         ranks = [_Rank(source, sum(each.engine.receivers for each in expected[:n])) for n in range(len(expected))]
         attaching = (member.engine.attach(rank) for member, rank in zip(expected, ranks, strict=True))
-        errors = await asyncio.gather(*attaching, return_exceptions=True)
-        for member, life, error in zip(expected, lives, errors, strict=True):
-            if isinstance(error, TandemError):
-                self._leave_out(member, life, error)
-            elif error is None and member.life == life and (member.state != "in" or member.is_new):
-                self._move(member, "joined")
+        with self._unsought(expected):
+            errors = await asyncio.gather(*attaching, return_exceptions=True)
+            for member, life, error in zip(expected, lives, errors, strict=True):
+                if isinstance(error, TandemError):
+                    self._leave_out(member, life, error)
+                elif error is None and member.life == life and (member.state != "in" or member.is_new):
+                    self._move(member, "joined")
         for error in errors:
             if error is not None:
                 raise error
@@ -248,7 +250,24 @@ class EnginePool:
         for cut in member.asked:
             if not cut.expired():
                 cut.reschedule(now)
-        member.search = asyncio.create_task(self._search(member, at_once=isinstance(error, _GONE)), name="pool search")
+        self._look_for(member, at_once=isinstance(error, _GONE))
+
+    @contextmanager
+    def _unsought(self, members: Sequence[_Member]) -> Generator[None]:
+        """They are being attached: that one of them is there is no news."""
+        for member in members:
+            if member.search is not None:
+                member.search.cancel()
+                member.search = None
+        try:
+            yield
+        finally:
+            for member in members:
+                if member.state == "out" and member.search is None and not self._closed:
+                    self._look_for(member, at_once=True)
+
+    def _look_for(self, member: _Member, *, at_once: bool) -> None:
+        member.search = asyncio.create_task(self._search(member, at_once=at_once), name="pool search")
 
     async def _search(self, member: _Member, *, at_once: bool) -> None:
         """Till it may be tried again. An engine can say itself when it is there: `found`."""
