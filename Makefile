@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test test-vllm lint format types bench test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm lint format types bench sync-kills test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -35,6 +35,10 @@ types: install
 
 bench: install
 	$(BIN)/python benchmarks/all.py
+
+# Kills and stops trainer and engine at 40 instants; about ten minutes. Exit code 1 if a figure is missed.
+sync-kills: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sync_kills.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install
