@@ -25,9 +25,9 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @torch.no_grad()
 def piece(tensor: Tensor, name: str, row_start: int = 0, col_start: int = 0) -> int:
     """Of the part of tensor `name` that begins at this row and column."""
-    values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
-    if values_RC.numel() == 0:
+    if tensor.numel() == 0:
         return 0
+    values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
     if values_RC.element_size() == 8:
         # As two columns each: multiplied by an odd weight, the top one of 64 bits stays where it is, and two flipped
         # signs would cancel.
