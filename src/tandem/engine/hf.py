@@ -121,6 +121,7 @@ class EmbeddedEngine:
         self._holding, self._on_update, self._draining = Holding(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._why, self._stopped = "closed", asyncio.Event()
         self._work, self._awake, self._iterating = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._awake.set()
 
@@ -141,8 +142,9 @@ class EmbeddedEngine:
         self._refuse_what_does_not_fit(prompt_ids, sampling)
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name="engine")
+            self._pump.add_done_callback(lambda pump: self._stopped.set())
         if self._pump.done():
-            raise EngineError("engine: it has stopped; the first error that it raised says why")
+            raise EngineError(f"engine: it has stopped: {self._why}")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
         self._waiting.append(_Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
@@ -214,7 +216,7 @@ class EmbeddedEngine:
         return await self._call(self._holding.intact)
 
     async def lost(self) -> None:
-        await asyncio.Event().wait()  # it ends with the process that asks
+        await self._stopped.wait()
 
     async def sleep(self) -> None:
         self._awake.clear()
@@ -234,6 +236,7 @@ class EmbeddedEngine:
     # --- the pump
 
     async def _run(self) -> None:
+        wave: list[_Request] = []
         try:
             while True:
                 await self._work.wait()
@@ -257,7 +260,9 @@ class EmbeddedEngine:
                     self._deliver(*drawn)
         except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who wait for an answer
             _log.exception("the engine stopped")
-            self._fail_all(EngineError(f"engine: stopped by {type(error).__name__}: {error}"))
+            self._why = f"{type(error).__name__}: {error}"
+            self._waiting.extend(wave)  # those that it stopped over are nowhere else yet
+            self._fail_all(EngineError(f"engine: stopped by {self._why}"))
 
     async def _let_requests_gather(self) -> None:
         """Requests that were started together come in over a few turns of the event loop; take them in one wave."""
