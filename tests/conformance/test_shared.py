@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -156,6 +157,15 @@ def test_a_version_that_was_not_announced_times_out_and_a_later_one_is_refused()
     with pytest.raises(SyncError, match="asked for version 2, announced is 3"):
         end.receive(2)
     assert end.receive(3).version == 3
+
+
+def test_an_end_that_is_closed_waits_for_no_version_any_more() -> None:
+    _, end = here(deadline_s=30.0)
+    threading.Timer(0.1, end.close).start()
+    began = time.monotonic()
+    with pytest.raises(SyncError, match="version 1 was not announced: this meeting was given up"):
+        end.receive(1)
+    assert time.monotonic() - began < 5
 
 
 def test_the_trainer_goes_on_when_the_engine_is_killed_and_meets_the_next_one(engine: Engine) -> None:

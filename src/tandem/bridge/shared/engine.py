@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from tandem.bridge.deadline import Deadline
 from tandem.bridge.shared import cuda
 from tandem.bridge.shared.memory import Segment
-from tandem.errors import SyncError, SyncTimeout
+from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
 
 _POLL_S = 0.0005
@@ -27,6 +28,7 @@ class SharedEnd:
         self.link = link
         self.reply: dict[str, Any] = {}
         self._segment: Segment | None = None
+        self._closed = threading.Event()
         self._tensors: Mapping[str, Tensor] = {}
         self._places: dict[str, str] = {}
         self._exported: dict[str, Any] = {}
@@ -56,18 +58,17 @@ class SharedEnd:
         """The trainer has written already; it says so by announcing the version."""
         segment = self._segment
         assert segment is not None, "house() comes first"
-        give_up = time.monotonic() + self.link["deadline_s"]
-        while segment.version < version:
-            if time.monotonic() > give_up:
-                raise SyncTimeout(
-                    f"shared: version {version} was not announced within {self.link['deadline_s']:g} s; the last one "
-                    f"was {segment.version}"
-                )
-            time.sleep(_POLL_S)
+        deadline = Deadline("shared", self.link["deadline_s"], self._closed)
+        deadline.until(
+            lambda: segment.version >= version,
+            f"version {version} was not announced",
+            every_s=_POLL_S,
+        )
         if segment.version != version:
             raise SyncError(f"shared: asked for version {version}, announced is {segment.version}")
         return Weights(version, "live", lambda: iter(self._tensors.items()), expected=self._places)
 
     def close(self) -> None:
+        self._closed.set()  # who waits for a version on a thread of its own need not wait any longer
         if self._segment is not None:
             self._segment.close()
