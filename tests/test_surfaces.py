@@ -24,6 +24,8 @@ PYTHON_FUNCTION = {
     "sweep": "sweep",
     "serve": "serve_model",
     "engine serve": "serve_engine",
+    "engine install": "install_engine",
+    "engine check": "check_engine",
     "chat": "chat_with",
     "report": "write_report",
     "spec schema": "json_schema",

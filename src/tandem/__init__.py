@@ -13,6 +13,8 @@ _API = {
     "sweep": "tandem.recipes.sweep",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",
+    "install_engine": "tandem.recipes.engines",
+    "check_engine": "tandem.recipes.engines",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
     "audit_sync": "tandem.obs.audit",

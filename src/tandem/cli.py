@@ -188,6 +188,9 @@ def engine_serve(
         int, typer.Option(min=0, help="With vllm: versions of an adapter in use at a time; 0 for none.")
     ] = 0,
     max_rank: Annotated[int, typer.Option(min=1, help="With vllm: the highest rank of an adapter.")] = 16,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="With vllm: also a version that `engine check` has not passed.")
+    ] = False,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A trainer's machine that versions may come from, beyond this one.")
     ] = None,
@@ -210,9 +213,37 @@ def engine_serve(
         thinking=thinking,
         adapter_slots=adapter_slots,
         max_rank=max_rank,
+        unchecked=unchecked,
         allow_hosts=allow_host or (),
         allow_directories=allow_dir or (),
     )
+
+
+@engine_app.command("install")
+def engine_install(
+    engine: Annotated[Literal["vllm"], typer.Argument(metavar="vllm", help="Which engine: vllm.")],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIRECTORY", help="Where it goes; default .tandem/vllm, where runs look.")
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What it is to compute on.")] = "auto",
+    version: Annotated[str, typer.Option(help="Of vLLM. Default: one that has passed the conformance suite.")] = "",
+) -> None:
+    """Make a Python environment for vLLM, apart from this one, and print its interpreter."""
+    from tandem.recipes.engines import install_engine
+
+    typer.echo(install_engine(directory, device=device, version=version, tell=_to_stderr))
+
+
+@engine_app.command("check")
+def engine_check(
+    python: Annotated[str, typer.Option(help="vLLM's interpreter. Default: where `engine install vllm` puts it.")] = "",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where trainer and engine compute.")] = "auto",
+) -> None:
+    """Run the conformance suite with an installed vLLM; record its version if all passed, else exit code 1."""
+    from tandem.recipes.engines import check_engine
+
+    if not check_engine(python, device=device, tell=typer.echo).passed:
+        raise typer.Exit(1)
 
 
 @sync_app.command("audit")

@@ -107,7 +107,7 @@ def test_unknown_shapes_and_bridges_are_refused_before_anything_is_made():
 
 @pytest.mark.parametrize("name", BRIDGES)
 def test_every_bridge_has_a_spec_that_is_accepted(tmp_path: Path, name: str):
-    spec = sync_bench._spec(name, "tiny", "cpu", "server", tmp_path)
+    spec = sync_bench.bench_spec(name, "tiny", "cpu", "server", tmp_path)
     assert spec.sync.bridge == name
     assert spec.sync.retries == 0
 
@@ -122,14 +122,14 @@ def test_weights_that_did_not_move_are_not_called_proven(monkeypatch: pytest.Mon
     def only_count(model: Any, trainer: Any) -> None:
         trainer.version += 1
 
-    monkeypatch.setattr(sync_bench, "_move_weights", only_count)
+    monkeypatch.setattr(sync_bench, "move_weights", only_count)
     bench = bench_sync(bridges=["disk"], device="cpu", rounds=2)
     assert not bench.rows[0].verified
     assert bench.failed
 
 
 def test_a_way_that_breaks_is_a_row_with_its_error(monkeypatch: pytest.MonkeyPatch, one_thread: None):
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **options: Any) -> Any:
         raise SyncError("disk: no space left")
 
     monkeypatch.setattr("tandem.recipes.build_engine.join", broken)

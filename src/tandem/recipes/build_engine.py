@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.errors import SpecError
 from tandem.protocols import Engine, WeightBridge
@@ -48,15 +48,17 @@ class Joined:
     retries: int
 
 
-def join(spec: RlSpec, model: Model, home: Path) -> Joined:
-    """`home`: where engines' logs and files lie, and versions that travel by file."""
+def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> Joined:
+    """`home`: where engines' logs and files lie, and versions that travel by file. `unchecked`: also with a vLLM that
+    has not passed the conformance suite."""
     if isinstance(spec.engine, HfEngineSpec):
         engine = embedded(spec.engine, model, inline=spec.deterministic)
         return Joined(engine, bridge(spec, model, home, Path()), 0)  # one process: what is lost is lost together
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
         start = starting_model(spec, model, home)
-    return Joined(outside(spec, model, home, start), bridge(spec, model, home, start), spec.sync.retries)
+    engine = outside(spec, model, home, start, unchecked=unchecked)
+    return Joined(engine, bridge(spec, model, home, start), spec.sync.retries)
 
 
 # --- engines
@@ -128,6 +130,7 @@ def vllm_alone(
     thinking: bool,
     adapter_slots: int,
     max_rank: int,
+    unchecked: bool = False,
 ) -> Alone:
     """With its process, once that is ready."""
     from transformers import AutoConfig
@@ -151,6 +154,7 @@ def vllm_alone(
         eager=spec.eager or device == "cpu",
         adapter_slots=adapter_slots,
         max_rank=max_rank,
+        unchecked=unchecked,
     )
     renderer = Renderer(load_tokenizer(path), thinking=thinking)
     process = VllmProcess(options, home)
@@ -161,7 +165,7 @@ def vllm_alone(
     return Alone(engine, renderer, context, num_ids)
 
 
-def outside(spec: RlSpec, model: Model, home: Path, start: Path) -> Engine:
+def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
     """In processes of their own, behind a pool: also a single one is waited for when it was lost."""
     from tandem.engine.pool import EnginePool
 
@@ -184,10 +188,12 @@ def outside(spec: RlSpec, model: Model, home: Path, start: Path) -> Engine:
         )
     assert not isinstance(spec.engine, HfEngineSpec)
     homes = [home / f"engine-{number}" for number in range(spec.engine.replicas)]
-    return EnginePool([_server(spec, spec.engine, model, each, start) for each in homes])
+    return EnginePool([_server(spec, spec.engine, model, each, start, unchecked) for each in homes])
 
 
-def _server(spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, start: Path) -> Engine:
+def _server(
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, start: Path, unchecked: bool
+) -> Engine:
     from tandem.engine.server import Owned, ServerEngine, Standing
 
     place: Owned | Standing
@@ -197,7 +203,7 @@ def _server(spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Mode
         place = Standing(engine.url, Path(engine.token_file))
     else:
         place = Owned(
-            _command_of(spec, engine, model, home),
+            _command_of(spec, engine, model, home, unchecked),
             model=str(start),
             directory=home,
             environment=_environment(engine),
@@ -213,7 +219,7 @@ def _server(spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Mode
 
 
 def _command_of(
-    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, unchecked: bool
 ) -> Callable[[str, int, Path], list[str]]:
     import torch
 
@@ -226,10 +232,12 @@ def _command_of(
         directory=home,
         readable=_readable(spec, home),
     )
-    if not isinstance(engine, VllmEngineSpec) or spec.model.lora is None:
+    if not isinstance(engine, VllmEngineSpec):
         return command
-    lora = ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
-    return lambda *which: [*command(*which), *lora]
+    more = ["--unchecked"] if unchecked else []
+    if spec.model.lora is not None:
+        more += ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
+    return lambda *which: [*command(*which), *more]
 
 
 def engine_command(
@@ -271,6 +279,25 @@ def _readable(spec: RlSpec, home: Path) -> list[Path]:
 def default_python() -> str:
     """Where `tandem engine install vllm` puts it."""
     return str(Path.cwd() / ".tandem" / "vllm" / "bin" / "python")
+
+
+def install_vllm(directory: Path, device: Literal["cpu", "cuda"], version: str, tell: Callable[[str], None]) -> Path:
+    from tandem.engine.vllm_install import install
+
+    return install(directory, device, version, tell=tell)
+
+
+def vllm_version(python: str) -> str:
+    from tandem.engine.vllm_versions import version_of
+
+    return version_of(python)
+
+
+def record_passed(python: str, version: str, checks: list[str]) -> Path:
+    """That this vLLM may be used from now on."""
+    from tandem.engine.vllm_versions import record
+
+    return record(python, version, checks)
 
 
 def _environment(engine: ServerEngineSpec | VllmEngineSpec) -> Mapping[str, str]:

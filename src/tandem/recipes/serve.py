@@ -42,12 +42,14 @@ def serve_engine(
     thinking: bool = False,
     adapter_slots: int = 0,
     max_rank: int = 16,
+    unchecked: bool = False,
     allow_hosts: Sequence[str] = (),
     allow_directories: Sequence[Path] = (),
 ) -> None:
     """An engine for a trainer in another process, until SIGTERM or Ctrl-C. It answers with what lies on the disk, as
     `version`, until a trainer attaches and loads another. vLLM needs to know how many versions of an adapter may be in
-    use at a time (`adapter_slots`), and of which rank."""
+    use at a time (`adapter_slots`), and of which rank; `unchecked` takes one that has not passed the conformance
+    suite."""
     from tandem.inside.sources import open_source
     from tandem.serve.app import create_app
     from tandem.serve.engine import engine_service
@@ -59,7 +61,7 @@ def serve_engine(
     if isinstance(spec, VllmEngineSpec):
         alone = build_engine.vllm_alone(
             spec, path, listen.data_dir, version=version, device=device, dtype=dtype, thinking=thinking,
-            adapter_slots=adapter_slots, max_rank=max_rank,
+            adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked,
         )  # fmt: skip
     else:
         alone = build_engine.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)

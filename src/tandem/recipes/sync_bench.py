@@ -42,9 +42,12 @@ def bench_sync(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     engine: Literal["auto", "server", "vllm"] = "auto",
     rounds: int = 5,
+    python: str = "",
+    unchecked: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """`bridges`: none named, all of them. `engine`: what serves outside this process; auto takes vLLM on a GPU."""
+    """`bridges`: none named, all of them. `engine`: what serves outside this process; auto takes vLLM on a GPU.
+    `python`: vLLM's interpreter, if not where it is installed by default; `unchecked`: whatever version that has."""
     if shape not in SHAPES:
         raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
     if odd := [name for name in bridges if name not in BRIDGES]:
@@ -61,7 +64,7 @@ def bench_sync(
     with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
         for name in bridges or BRIDGES:
             tell(f"{name} ...")
-            row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home))
+            row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home), python, unchecked)
             tell(f"{name}: {row.skipped or row.error or f'{row.ms:.1f} ms, {row.how}'}")
             rows.append(row)
             _let_go()
@@ -88,42 +91,54 @@ def _link(device: str) -> tuple[str, str]:
 
 
 def _row(
-    name: str, shape: str, device: str, kind: str, rounds: int, link_bytes_per_s: float, home: Path
+    name: str,
+    shape: str,
+    device: str,
+    kind: str,
+    rounds: int,
+    link_bytes_per_s: float,
+    home: Path,
+    python: str,
+    unchecked: bool,
 ) -> tuple[Row, int]:
     """And how many parameters the model has."""
     from tandem.recipes import build
 
     row = Row(name, "hf" if name == "inproc" else kind)
-    if why_not := _why_not(name, device):
+    if why_not := _why_not(name, device, kind):
         return replace(row, skipped=why_not), 0
     try:
-        spec = _spec(name, shape, device, kind, home)
+        spec = bench_spec(name, shape, device, kind, home, python)
     except SpecError as error:
         return replace(row, skipped=str(error)), 0
     model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
-        measured = asyncio.run(_publish(spec, model, min(rounds, _ROUNDS_AT_MOST.get(name, rounds)), home / name))
+        times = min(rounds, _ROUNDS_AT_MOST.get(name, rounds))
+        measured = asyncio.run(_publish(spec, model, times, home / name, unchecked))
     except (TandemError, RuntimeError) as error:  # RuntimeError: torch's own, out of memory for one
         return replace(row, error=f"{type(error).__name__}: {error}"), parameters
     return _summed_up(row, *measured, link_bytes_per_s), parameters
 
 
-def _why_not(name: str, device: str) -> str:
+def _why_not(name: str, device: str, kind: str) -> str:
     """Why this machine cannot do it; empty if it can."""
     import torch
 
     if device == "cuda" and name == "broadcast" and torch.cuda.device_count() < 2:
         return "trainer and engine each need a GPU of their own, and there is one; 'shared' is for one"
+    if device == "cpu" and name == "shared" and kind == "vllm":
+        return "vLLM's memory on a CPU is its own; 'shared' is for one GPU, or for the embedded engine"
     return ""
 
 
-def _spec(name: str, shape: str, device: str, kind: str, home: Path) -> RlSpec:
+def bench_spec(name: str, shape: str, device: str, kind: str, home: Path, python: str = "") -> RlSpec:
     """A whole run's, of which only what concerns weights is used."""
     model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
     engine: dict[str, Any] = {"kind": "hf" if name == "inproc" else kind, "max_context": 256}
     if kind == "vllm" and name != "inproc":
         engine["memory_share"] = 0.5  # the trainer is there first
+        engine["python"] = python
     if kind == "vllm" and name == "broadcast":
         engine["gpus"] = [1]
     raw = {
@@ -153,13 +168,15 @@ def _checkpoint(shape: str, home: Path) -> Path:
 # --- the rounds
 
 
-async def _publish(spec: RlSpec, model: Model, rounds: int, home: Path) -> tuple[list[Proof], float | None]:
+async def _publish(
+    spec: RlSpec, model: Model, rounds: int, home: Path, unchecked: bool
+) -> tuple[list[Proof], float | None]:
     """The proofs, and the extra memory in bytes."""
     from tandem.ops.footprint import DeviceMemory, ProcessMemory
     from tandem.recipes import build, build_engine
 
     proofs: list[Proof] = []
-    joined = build_engine.join(spec, model, home)
+    joined = build_engine.join(spec, model, home, unchecked=unchecked)
     call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
     publisher = build_engine.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
     trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, spec.seed)
@@ -173,7 +190,7 @@ async def _publish(spec: RlSpec, model: Model, rounds: int, home: Path) -> tuple
             for _ in range(rounds):
                 await publisher.rest()
                 async with publisher.lock:
-                    _move_weights(model, trainer)
+                    move_weights(model, trainer)
                 processes = ProcessMemory()
                 await publisher.publish(trainer)
                 extra.append(processes.extra_bytes())
@@ -183,7 +200,7 @@ async def _publish(spec: RlSpec, model: Model, rounds: int, home: Path) -> tuple
     return proofs[1:], devices.extra_bytes if devices is not None else _median(extra)
 
 
-def _move_weights(model: Model, trainer: Trainer) -> None:
+def move_weights(model: Model, trainer: Trainer) -> None:
     """As little as an optimizer step does, and without its memory: some of every trained tensor."""
     import torch
 

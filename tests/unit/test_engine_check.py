@@ -1,0 +1,163 @@
+"""`tandem engine check`: what is not so fails, and only what passed is recorded. Without vLLM: engines that lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import EngineError
+from tandem.obs.sync_bench import Bench, Row
+from tandem.recipes import build_engine, engines, sync_bench
+from tandem.recipes.engines import Check, check_engine
+from tandem.types import Completion, Sampling, Span
+
+END, VERSION = 99, 2
+
+
+class Scripted:
+    """Tokens and logprobs that depend on the prompt, the seed and the place; then what `lie` makes of them."""
+
+    version = VERSION
+
+    def __init__(self, lie: Callable[[Completion, Sampling], Completion] = lambda told, sampling: told) -> None:
+        self.lie = lie
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        seed = sampling.seed if sampling.temperature else 0
+        ids = [(7 * place + 13 * seed + sum(prompt)) % 90 for place in range(sampling.max_tokens)]
+        ends = [place for place, token in enumerate(ids) if token in sampling.stop_ids]
+        ids = ids[: ends[0] + 1] if ends else ids
+        logprobs = [-0.01 * token for token in ids]
+        reason = "stop" if ends else "length"
+        return self.lie(Completion(ids, logprobs, [Span(VERSION, len(ids))], reason), sampling)
+
+    def score(self, ids: Sequence[int], first: int) -> list[float]:
+        return [-0.01 * token for token in ids[first:]]
+
+
+def outcomes(engine: Any) -> list[Check]:
+    prompts = [[5, 7, 9], [1, 2, 3, 4]]
+    asked = engines._Asked(engine, engine, prompts, frozenset({END}), 0.01)
+
+    async def all_of_them() -> list[Check]:
+        return [await engines._outcome(name, check, asked) for name, check in engines._CHECKS.items()]
+
+    return asyncio.run(all_of_them())
+
+
+def test_an_engine_that_does_as_it_should_passes():
+    assert {check.state for check in outcomes(Scripted())} == {"passed"}
+
+
+def one_fewer(told: Completion, sampling: Sampling) -> Completion:
+    return replace(told, ids=told.ids[:-1], logprobs=told.logprobs[:-1], spans=[Span(VERSION, len(told.ids) - 1)])
+
+
+def no_logprob(told: Completion, sampling: Sampling) -> Completion:
+    return replace(told, logprobs=told.logprobs[:-1])
+
+
+def other_logprobs(told: Completion, sampling: Sampling) -> Completion:
+    return replace(told, logprobs=[value - 0.1 for value in told.logprobs])
+
+
+def nan_logprobs(told: Completion, sampling: Sampling) -> Completion:
+    return replace(told, logprobs=[float("nan") for _ in told.logprobs])
+
+
+def one_answer_for_all_seeds(told: Completion, sampling: Sampling) -> Completion:
+    return told if sampling.stop_ids else replace(told, ids=[3] * len(told.ids), logprobs=[-0.03] * len(told.ids))
+
+
+def never_stops(told: Completion, sampling: Sampling) -> Completion:
+    return replace(told, finish_reason="length")
+
+
+def old_version(told: Completion, sampling: Sampling) -> Completion:
+    return replace(told, spans=[Span(VERSION - 1, 1), Span(VERSION, len(told.ids) - 1)])
+
+
+def refuses(told: Completion, sampling: Sampling) -> Completion:
+    raise EngineError("engine: no")
+
+
+@pytest.mark.parametrize(
+    ("lie", "fails"),
+    [
+        (one_fewer, "as many tokens as asked for"),
+        (no_logprob, "as many tokens as asked for"),
+        (other_logprobs, "logprobs are the trainer's"),
+        (nan_logprobs, "logprobs are the trainer's"),
+        (one_answer_for_all_seeds, "a seed gives the same tokens again"),
+        (never_stops, "a stop id ends it"),
+        (old_version, "every token has the version served"),
+        (refuses, "every token has the version served"),
+    ],
+)
+def test_an_engine_that_lies_fails(lie: Any, fails: str):
+    failed = {check.name: check.why for check in outcomes(Scripted(lie)) if check.state == "failed"}
+    assert failed.get(fails)
+
+
+def test_other_tokens_for_the_same_seed_fail():
+    count = 0
+
+    def other_each_time(told: Completion, sampling: Sampling) -> Completion:
+        nonlocal count
+        count += 1
+        return replace(told, ids=[(token + count) % 90 for token in told.ids])
+
+    failed = {check.name: check.why for check in outcomes(Scripted(other_each_time)) if check.state == "failed"}
+    assert failed["a seed gives the same tokens again"] == "one seed gave two answers"
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    found: list[list[str]] = []
+
+    def record(python: str, version: str, checks: list[str]) -> Path:
+        found.append(checks)
+        return Path("record.json")
+
+    monkeypatch.setattr(build_engine, "record_passed", record)
+    monkeypatch.setattr(build_engine, "vllm_version", lambda python: "9.9.9")
+    monkeypatch.setattr(engines, "_request_checks", lambda python, device: [Check("requests", "passed")])
+    return found
+
+
+def benched(monkeypatch: pytest.MonkeyPatch, **rows: Row) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = []
+
+    def bench(shape: str, bridges: Sequence[str], **options: Any) -> Bench:
+        asked.append(options)
+        (name,) = bridges
+        return Bench("cpu", shape, 1, "", 1.0, (rows.get(name, Row(name, "vllm", verified=True, rounds=2)),))
+
+    monkeypatch.setattr(sync_bench, "bench_sync", bench)
+    return asked
+
+
+def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
+    recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    asked = benched(monkeypatch, shared=Row("shared", "vllm", skipped="no GPU"))
+    told: list[str] = []
+    assert check_engine("/p/python", device="cpu", tell=told.append).passed
+    assert recorded == [["requests", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"]]
+    assert {(each["python"], each["unchecked"], each["engine"]) for each in asked} == {("/p/python", True, "vllm")}
+    assert "shared: not here: no GPU" in told
+    assert len(told) == 1 + len(engines._BRIDGES) + 1 + 1
+
+
+@pytest.mark.parametrize("row", [Row("disk", "vllm", error="SyncError: torn"), Row("disk", "vllm", rounds=2)], ids=str)
+def test_one_failure_and_nothing_is_recorded(recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch, row: Row):
+    benched(monkeypatch, disk=row)
+    found = check_engine("/p/python", device="cpu")
+    assert not found.passed
+    assert recorded == []
+    assert [check.name for check in found.checks if check.state == "failed"] == ["disk"]

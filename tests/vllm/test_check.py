@@ -1,0 +1,29 @@
+"""`tandem engine check` with a real vLLM: all that a CPU allows passes, and only then is the version recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_cpu import PYTHON
+
+from tandem.recipes import build_engine, engines
+
+REQUESTS, BRIDGES = 5, ["broadcast", "adapter", "adapter_broadcast", "disk", "restart"]
+
+
+@pytest.mark.timeout(900)
+def test_it_passes_all_that_a_cpu_allows_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recorded: list[tuple[str, str, list[str]]] = []
+
+    def record(python: str, version: str, checks: list[str]) -> Path:
+        recorded.append((python, version, checks))  # not in the environment: others use it
+        return tmp_path / "record.json"
+
+    monkeypatch.setattr(build_engine, "record_passed", record)
+    found = engines.check_engine(str(PYTHON), device="cpu", tell=print)
+    assert [str(check) for check in found.checks if check.state == "failed"] == []
+    assert [check.name for check in found.checks if check.state == "not here"] == ["shared"]
+    ((python, version, checks),) = recorded
+    assert (python, version) == (str(PYTHON), found.version)
+    assert checks[REQUESTS:] == BRIDGES
