@@ -179,8 +179,10 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
     found.append(("fused lm-head", True, not why_not, why_not))
     if spec.deterministic:
-        engaged = torch.are_deterministic_algorithms_enabled()
-        found.append(("deterministic", True, engaged, "" if engaged else "equal bytes are had on a CPU only"))
+        why_not = "" if torch.are_deterministic_algorithms_enabled() else "equal bytes are had on a CPU only"
+        if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
+            why_not = "the engine decodes in a process of its own, by its own clock"
+        found.append(("deterministic", True, not why_not, why_not))
     return found
 
 
