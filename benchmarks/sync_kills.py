@@ -65,6 +65,7 @@ def spec_of(mode: str, model: Path, engine: Mapping[str, Any]) -> Any:
 
     adapters = mode in ("adapter", "adapter_broadcast")
     deadline_s = START_S if mode == "restart" else DEADLINE_S
+    files = {"directory": str(model.parent)} if mode == "adapter" else {}
     return parse_spec(
         {
             "recipe": "rl",
@@ -74,7 +75,7 @@ def spec_of(mode: str, model: Path, engine: Mapping[str, Any]) -> Any:
             "precision": {"weights": "float32"},
             "environment": {"name": "guess"},
             "engine": {"kind": "server", "max_context": 128, **engine},
-            "sync": {"bridge": mode, "deadline_s": deadline_s},
+            "sync": {"bridge": mode, "deadline_s": deadline_s, **files},
             "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8},
         }
     )
