@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ class ServerEngine:
         self._connection: Connection | None = None
         self._meeting, self._met = asyncio.Lock(), asyncio.Event()
         self._source: WeightSource | None = None
-        self._attachment = 0
+        self._attachment, self._owner = 0, uuid.uuid4().hex
         self._version, self._loaded_boot = -1, ""
         self._serving = asyncio.Event()
         self._serving.set()
@@ -114,7 +115,12 @@ class ServerEngine:
         connection = await self._meet()
         if connection.boot_id != self._loaded_boot:
             self._serving.clear()
-        body = {"link": dict(source.link), "lease_s": self._lease_s, "writing": self._shares_memory}
+        body = {
+            "link": dict(source.link),
+            "lease_s": self._lease_s,
+            "writing": self._shares_memory,
+            "owner": self._owner,
+        }
         reply = dict(await connection.post("/engine/attach", body, self._deadline_s))
         self._attachment = int(reply.pop("attachment"))
         if reply.get("boot_id") != connection.boot_id:

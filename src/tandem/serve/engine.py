@@ -98,6 +98,7 @@ class AttachBody(_Strict):
     link: dict[str, Any]
     lease_s: Lease = 60.0
     writing: bool = False
+    owner: str = Field(default="", max_length=128)
 
 
 class _CallerBody(_Strict):
@@ -151,7 +152,8 @@ class _Api:
     async def attach(self, request: Request) -> Response:
         body = await parse(AttachBody, request)
         return await self._typed(
-            request, lambda: self.control.attach(body.link, lease_s=body.lease_s, writing=body.writing)
+            request,
+            lambda: self.control.attach(body.link, lease_s=body.lease_s, writing=body.writing, owner=body.owner),
         )
 
     async def load(self, request: Request) -> Response:

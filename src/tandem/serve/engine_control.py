@@ -72,6 +72,7 @@ class Control:
 
     def __init__(self, engine: LocalEngine, open_source: OpenSource, allowed: Allowed) -> None:
         self._engine, self._open_source, self._allowed = engine, open_source, allowed
+        self._owner, self._replaced = "", set[str]()
         self._attachment = self._attachments = 0
         self._source: _End | None = None
         self._mapping: dict[str, Any] = {}
@@ -155,15 +156,23 @@ class Control:
 
     # --- for the trainer
 
-    async def attach(self, link: Mapping[str, Any], *, lease_s: float, writing: bool) -> dict[str, Any]:
-        """`writing`: the trainer will write into this engine's memory at once, so the engine is left paused."""
+    async def attach(
+        self, link: Mapping[str, Any], *, lease_s: float, writing: bool, owner: str = ""
+    ) -> dict[str, Any]:
+        """`writing`: the trainer will write into this engine's memory at once, so the engine is left paused. `owner`:
+        who it is. One that another has replaced does not come back: it was stopped, and knows nothing of its heir."""
         self._allowed.check(link)
+        if owner in self._replaced:
+            raise _fenced()
         self._attachments += 1
         caller = Caller(self._attachments, self._engine.boot_id)
         source = await self._open(link)  # first: who cannot be reached does not take the place of who can
         try:
             if caller.attachment < self._attachment:
                 raise _fenced()
+            if self._owner and owner != self._owner:
+                self._replaced.add(self._owner)
+            self._owner = owner
             self._attachment, self._abandoned = caller.attachment, False
             if self._loading is not None:
                 self._loading.cancel()
