@@ -197,6 +197,15 @@ def test_a_trainer_that_was_replaced_may_not_write(served: EngineServed) -> None
     assert served.post("load", {"version": 4} | heir).status_code == 200
 
 
+def test_a_trainer_that_was_replaced_does_not_come_back_and_one_that_was_not_may(served: EngineServed) -> None:
+    served.attach(owner="first")
+    again = served.attach(owner="first")  # its own answer got lost, say
+    assert served.post("load", {"version": 4} | again).status_code == 200
+    heir = served.attach(owner="heir")
+    assert code(served.post("attach", {"link": LINK, "owner": "first"})) == (409, "fenced")
+    assert served.post("load", {"version": 5} | heir).status_code == 200
+
+
 def test_a_load_under_way_ends_when_another_trainer_attaches(served: EngineServed) -> None:
     zombie = served.attach()
     served.engine.arrived.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_engine import NEAR, Rig
+from test_vllm_engine import NEAR, Rig
 from vllm_cpu import adapted, small_model
 
 
