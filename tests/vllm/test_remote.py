@@ -47,6 +47,7 @@ class Stock:
         environment = {
             "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # bound, its threads and its server take turns on one core
         }  # fmt: skip
         command = (
             f"{PYTHON} -m vllm.entrypoints.openai.api_server --model {self.folder} --served-model-name base --dtype "
@@ -196,8 +197,8 @@ def test_a_request_under_way_is_of_one_version_to_its_last_token(stock: Stock, o
         await publisher.publish(teachers[0])
         begun = asyncio.Event()
         asking = [
-            asyncio.create_task(engine.generate(PROMPT, Sampling(1000, seed=seed), on_token=lambda *_: begun.set()))
-            for seed in range(6)
+            asyncio.create_task(engine.generate(PROMPT, Sampling(1500, seed=seed), on_token=lambda *_: begun.set()))
+            for seed in range(3)
         ]
         await begun.wait()
         await publisher.publish(teachers[1])
@@ -252,8 +253,8 @@ def test_a_server_that_is_killed_and_started_again_is_taken_back_and_no_request_
         keeping = asyncio.create_task(publisher.keep(teacher))
         begun = asyncio.Event()
         asking = [
-            asyncio.create_task(pool.generate(PROMPT, Sampling(1000, seed=seed), on_token=lambda *_: begun.set()))
-            for seed in range(6)
+            asyncio.create_task(pool.generate(PROMPT, Sampling(1500, seed=seed), on_token=lambda *_: begun.set()))
+            for seed in range(3)
         ]
         await begun.wait()
         stock.kill()
