@@ -10,7 +10,7 @@ from pool_script import Script, Source, Tells, ask, bring_up, play, settle
 
 from tandem.engine import pool as pool_module
 from tandem.engine.pool import EnginePool
-from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
+from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError, TandemError
 from tandem.types import Sampling, Served
 
 # --- who is asked
@@ -505,6 +505,29 @@ def test_engines_that_differ_and_say_that_they_agree_are_asked_nothing() -> None
         with pytest.raises(SyncError, match="different weights"):
             await pool.load(2)
         assert pool._those("in") == []
+        await pool.close()
+
+    play(scenario)
+
+
+def test_what_attaching_again_cannot_cure_is_the_pool_s_error_whatever_else_failed() -> None:
+    """Another trainer has taken one of them over: it must not be taken back from that one."""
+
+    async def scenario() -> None:
+        one, other, third = engines = [Script("one"), Script("other"), Script("third")]
+        pool = EnginePool(engines)
+        await bring_up(pool, 1)
+        other.refuses = TandemError("another trainer has attached since")
+        with pytest.raises(TandemError, match="another trainer"):
+            await pool.load(2)
+        one.die()
+
+        async def fenced(source: Any) -> None:
+            raise TandemError("another trainer has attached since")
+
+        third.attach = fenced
+        with pytest.raises(TandemError, match="another trainer"):
+            await pool.attach(Source())  # pyright: ignore
         await pool.close()
 
     play(scenario)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError, TandemError
+from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
 from tandem.protocols import Engine, OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served, WeightKind, Weights
 
@@ -31,6 +31,10 @@ _SESSIONS_KEPT = 100_000
 _TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
 _MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
 _GONE = (EngineLost, EngineSilent)
+_CURABLE = (
+    EngineError,
+    SyncError,
+)  # by attaching again; nothing else is: another trainer has taken an engine over, say
 
 
 @dataclass(eq=False, slots=True)
@@ -115,13 +119,12 @@ class EnginePool:
         with self._unsought(expected):
             errors = await asyncio.gather(*attaching, return_exceptions=True)
             for member, life, error in zip(expected, lives, errors, strict=True):
-                if isinstance(error, TandemError):
+                if isinstance(error, _CURABLE):
                     self._leave_out(member, life, error)
                 elif error is None and member.life == life and (member.state != "in" or member.is_new):
                     self._move(member, "joined")
-        for error in errors:
-            if error is not None:
-                raise error
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _CURABLE)):
+            raise error
         if odd := [member for member, life in zip(expected, lives, strict=True) if member.life != life]:
             raise EngineLost(f"pool: engine {odd[0].name} was lost while others were attached")
         for reply in (reply for rank in ranks for reply in rank.replies):
@@ -143,7 +146,7 @@ class EnginePool:
             raise
         served, errors = self._settle(asked, loads)
         for error in errors:
-            if not served or not isinstance(error, TandemError):
+            if not served or not isinstance(error, _CURABLE):
                 raise error
         if len({(each.version, *sorted(each.fingerprints.items())) for each in served}) > 1:
             for member, life in asked:
