@@ -30,10 +30,11 @@ class ProcessMemory:
             _write(pid, "clear_refs", "5")  # the peak is from now on
 
     def extra_bytes(self) -> int | None:
-        """None where the kernel does not say. A process that began meanwhile counts whole; one that ended, not."""
+        """None where the kernel does not say. A process that began meanwhile counts whole; one that ended, not at all:
+        neither what it took nor what it gave back."""
         if not self._before:
             return None
-        return max(0, sum(_resident(peak=True).values()) - sum(self._before.values()))
+        return sum(max(0, peak - self._before.get(pid, 0)) for pid, peak in _resident(peak=True).items())
 
 
 class DeviceMemory:
