@@ -131,7 +131,7 @@ async def publish_for_ever(spec: Any, model: Any, home: Path, number: int, versi
         await asyncio.sleep(rng.uniform(0.0, 0.2))
         while True:  # as before an optimizer step: nothing is written before the engine has lent its memory
             try:
-                await publisher.rest()
+                await publisher.rest(trainer)
                 break
             except (EngineError, SyncError) as error:
                 journal.write("error", error=type(error).__name__, text=str(error))

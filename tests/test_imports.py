@@ -35,7 +35,7 @@ LAYERS = (
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 # Within a layer nobody knows another, but for these.
-SIDEWAYS = {("obs", "io"), ("__main__", "cli")}
+SIDEWAYS = {("obs", "io"), ("ops", "protocols"), ("__main__", "cli")}
 
 # Concrete classes: behind protocols.py, and named by recipes/build*.py alone; in an engine's process, by inside/.
 CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}

@@ -93,7 +93,7 @@ async def check(mode: str, tensor_parallel: int, checkpoint: Path, python: str, 
         ready = time.perf_counter() - started
         for version in range(VERSIONS):
             if version:
-                await publisher.rest()
+                await publisher.rest(trainer)
                 move(model, trainer)
                 await publisher.publish(trainer)
                 stale.append(difference(trainer, played))

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
-from tandem.protocols import Engine, WeightBridge, WeightSource
+from tandem.ops.relay import Relay
+from tandem.protocols import Engine, WeightBridge
 from tandem.types import Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Publisher:
         self._bridge, self._engine = bridge, engine
         self._deadline_s, self._retries, self._canary = deadline_s, retries, canary
         self._call, self._on_proof, self._on_meeting = call, on_proof, on_meeting
-        self._attached, self._meetings = False, 0
+        self._attached, self._meetings, self._single_copy = False, 0, False
         self._engines: tuple[str, ...] = ()
         self._band, self._epoch = math.nan, -1
         self._proven: set[int] = set()
@@ -134,12 +135,20 @@ class Publisher:
                 f"the last proofs are of {sorted(self._proven)[-3:]}"
             )
 
-    async def rest(self) -> None:
-        """The engine lends what it shares with the trainer."""
-        await self._answered(self._engine.sleep(), "sleep")
+    async def rest(self, teacher: Teacher) -> None:
+        """The engine lends what it shares with the trainer. One that was lost is taken back when the next version is
+        published; where both have one copy of the weights, before anything is written into what it may still serve."""
+        resting = await self._lend()
+        if not resting and self._single_copy:
+            await self.publish(teacher)
+            if not await self._lend():
+                raise EngineLost("engine: lost twice in a row; it may go on serving what would be written into")
 
     async def go_on(self) -> None:
         await self._answered(self._engine.wake(), "wake")
+
+    async def _lend(self) -> bool:
+        return await self._answered(self._engine.sleep(), "sleep")
 
     # --- one attempt
 
@@ -181,7 +190,9 @@ class Publisher:
 
         heard = _Heard(self._bridge.source(self._engine.receivers))
         await self._engine.attach(heard)
-        if (storage := self._bridge.storage()) is not None:
+        storage = self._bridge.storage()
+        self._single_copy = storage is not None
+        if storage is not None:
             await self._call(teacher.live_in, storage)
         for reply in heard.replies:
             await self._call(check_base, teacher.base(), reply)
@@ -252,49 +263,31 @@ class Publisher:
             self._band = max(canary.floor, canary.times * gap)
         return gap, len(ours)
 
-    async def _answered(self, call: Awaitable[None], what: str) -> None:
+    async def _answered(self, call: Awaitable[None], what: str) -> bool:
+        """False: it is lost, and may be taken back."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 await call
         except EngineLost:
-            self._attached = False  # publishing takes it back
+            self._attached = False
             if not self._retries:
                 raise
+            return False
         except TandemError:
             raise
         except TimeoutError:
             raise EngineSilent(
                 f"engine: no answer to {what}() within sync.deadline_s = {self._deadline_s:g} s"
             ) from None
+        return True
 
 
-class _Heard:
+class _Heard(Relay):
     """A source that remembers what the engines said to it."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.replies: list[Mapping[str, Any]] = []
-
-    @property
-    def carries(self) -> WeightKind:
-        return self._source.carries
-
-    @property
-    def link(self) -> Mapping[str, Any]:
-        return self._source.link
-
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        return self._source.house(tensors)
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         self._source.attached(reply)
-        self.replies.append(reply)
-
-    def receive(self, version: int, rank: int = 0) -> Weights:
-        return self._source.receive(version, rank)
-
-    def close(self) -> None:
-        self._source.close()
+        super().attached(reply)
 
 
 def _all_in_one(sent: Sent) -> str:

@@ -205,7 +205,7 @@ def test_the_first_batch_of_an_engine_that_changed_after_its_sync_is_refused(pla
 
     async def scenario() -> None:
         await rig.publish()
-        await rig.publisher.rest()
+        await rig.publisher.rest(rig.trainer)
         if "weights" in plant or "adapter" in plant:
             with torch.no_grad():
                 for tensor in rig.engine._module.parameters():

@@ -385,6 +385,38 @@ def test_waking_after_a_write_is_refused(served: EngineServed) -> None:
     assert served.status()["state"] == "torn"
 
 
+# --- a trainer that was stopped, not dead, and is let go on after its pause has run out
+
+
+def given_up(served: EngineServed) -> None:
+    served.post("sleep", {"lease_s": 0.2, "writing": True} | served.attach())
+    wait_until(lambda: served.status()["state"] == "serving")
+
+
+def test_an_answer_that_a_late_write_may_have_reached_is_none(served: EngineServed) -> None:
+    given_up(served)
+    assert lines(served.post("generate", PROMPT))[-1]["spans"] == [[3, 20]], "it has not written so far"
+    served.engine.pause_s = 0.01
+    under_way = served.in_background("generate", PROMPT)
+    wait_until(lambda: served.engine.made > 25)
+    served.engine.whole = False
+    told = lines(under_way.wait())
+    assert [list(each) for each in told] == [["error"]], "not a token of it, either"
+    assert told[0]["error"]["code"] == "engine_lost"
+    assert served.status()["state"] == "torn"
+    assert code(served.post("generate", PROMPT)) == (503, "engine_lost")
+
+
+def test_its_heir_finds_out_before_anything_is_answered(served: EngineServed) -> None:
+    given_up(served)
+    served.engine.whole = False
+    caller = served.attach()
+    assert served.status()["state"] == "torn"
+    assert served.post("generate", PROMPT).status_code == 503
+    assert served.post("load", {"version": 4} | caller).status_code == 200
+    assert lines(served.post("generate", PROMPT))[-1]["spans"] == [[4, 20]]
+
+
 # --- what a link may reach for
 
 

@@ -20,21 +20,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
+from tandem.ops.relay import Relay
 from tandem.protocols import Engine, OnToken, WeightSource
-from tandem.types import Completion, Sampling, Served, WeightKind, Weights
+from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
 _SESSIONS_KEPT = 100_000
 _TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
 _MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
 _GONE = (EngineLost, EngineSilent)
-_CURABLE = (
-    EngineError,
-    SyncError,
-)  # by attaching again; nothing else is: another trainer has taken an engine over, say
+# By attaching again. Nothing else is: another trainer has taken an engine over, say.
+_CURABLE = (EngineError, SyncError)
 
 
 @dataclass(eq=False, slots=True)
@@ -319,29 +316,16 @@ def _merged(served: Sequence[Served]) -> Served:
     )
 
 
-class _Rank:
+class _Rank(Relay):
     """One engine's share of a source that expects several receivers. What it says is kept until all have spoken."""
 
     def __init__(self, source: WeightSource, rank: int) -> None:
-        self._source, self._rank = source, rank
-        self.replies: list[Mapping[str, Any]] = []
-
-    @property
-    def carries(self) -> WeightKind:
-        return self._source.carries
+        super().__init__(source)
+        self._rank = rank
 
     @property
     def link(self) -> Mapping[str, Any]:
         return {**self._source.link, "rank": self._rank} if self._source.link else {}
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        return self._source.house(tensors)
-
-    def attached(self, reply: Mapping[str, Any]) -> None:
-        self.replies.append(reply)
-
     def receive(self, version: int, rank: int = 0) -> Weights:
         return self._source.receive(version, self._rank + rank)
-
-    def close(self) -> None:
-        self._source.close()

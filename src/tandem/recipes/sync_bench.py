@@ -188,7 +188,7 @@ async def _publish(
         with DeviceMemory() if on_gpu else nullcontext() as devices:
             await publisher.publish(trainer)
             for _ in range(rounds):
-                await publisher.rest()
+                await publisher.rest(trainer)
                 async with publisher.lock:
                     move_weights(model, trainer)
                 processes = ProcessMemory()

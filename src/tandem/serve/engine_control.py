@@ -16,11 +16,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout, TandemError
+from tandem.inside.sources import EngineEnd
 from tandem.io.engine_wire import FENCED
-from tandem.protocols import Engine, OnToken, WeightSource
+from tandem.protocols import Engine, OnToken
 from tandem.serve.app import Refused
 from tandem.serve.engine_link import Allowed
 from tandem.types import Completion, Fingerprints, Sampling, Served
@@ -42,12 +43,7 @@ class LocalEngine(Engine, Protocol):
     async def intact(self) -> bool: ...  # nobody has, since
 
 
-class _End(WeightSource, Protocol):
-    @property
-    def reply(self) -> Mapping[str, Any]: ...  # what `attached` was told, and what this end adds: handles
-
-
-OpenSource: TypeAlias = Callable[[Mapping[str, Any]], WeightSource]
+OpenSource: TypeAlias = Callable[[Mapping[str, Any]], EngineEnd]
 """Makes the engine's end of a bridge from its link. May block."""
 
 
@@ -74,7 +70,7 @@ class Control:
         self._engine, self._open_source, self._allowed = engine, open_source, allowed
         self._owner, self._replaced = "", set[str]()
         self._attachment = self._attachments = 0
-        self._source: _End | None = None
+        self._source: EngineEnd | None = None
         self._mapping: dict[str, Any] = {}
         self._pause: _Pause | None = None
         self._abandoned = False  # by a trainer that may write at any moment: it has to attach again
@@ -99,10 +95,25 @@ class Control:
         on_token: OnToken | None = None,
     ) -> Completion:
         self._refuse_if_unfit()
-        answer = asyncio.ensure_future(self._engine.generate(prompt_ids, sampling, session=session, on_token=on_token))
+        held: list[tuple[int, float, int]] = []
+
+        def tell(*token: Any) -> None:
+            if on_token is None:
+                return
+            if held or self._abandoned:
+                held.append(token)
+            else:
+                on_token(*token)
+
+        answer = asyncio.ensure_future(self._engine.generate(prompt_ids, sampling, session=session, on_token=tell))
         self._running.add(answer)
         try:
-            return await answer
+            completion = await answer
+            await self._check_untouched()
+            if on_token is not None:
+                for token in held:
+                    on_token(*token)
+            return completion
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if answer.cancelled() and self._torn and not (task and task.cancelling()):
@@ -173,10 +184,13 @@ class Control:
             if self._owner and owner != self._owner:
                 self._replaced.add(self._owner)
             self._owner = owner
-            self._attachment, self._abandoned = caller.attachment, False
+            self._attachment = caller.attachment
             if self._loading is not None:
                 self._loading.cancel()
-            async with self._turn_of(caller):
+            async with self._turn:
+                self._check_attachment(caller)
+                await self._look_if_abandoned()
+                self._abandoned = False
                 await self._change_source(source)
                 layout = source.reply.get("layout", {})
                 self._mapping = {"mode": link["mode"], "carries": source.carries, "tensors": len(layout)}
@@ -188,7 +202,7 @@ class Control:
             raise
         return {**source.reply, "attachment": caller.attachment}
 
-    async def _change_source(self, source: _End) -> None:
+    async def _change_source(self, source: EngineEnd) -> None:
         if self._pause is not None:
             await self._end_pause("another trainer has attached")
         if self._source is not None:
@@ -255,18 +269,20 @@ class Control:
             yield
 
     def _check(self, caller: Caller) -> None:
+        self._check_attachment(caller)
+        if self._abandoned:
+            raise Refused(409, "engine: your pause ran out; attach again", field="attachment", code="engine_lost")
+
+    def _check_attachment(self, caller: Caller) -> None:
         self.check_boot(caller.boot_id)
         if caller.attachment > self._attachment:
             raise Refused(422, f"there was no attachment {caller.attachment}", field="attachment")
         if caller.attachment < self._attachment:
             raise _fenced()
-        if self._abandoned:
-            raise Refused(409, "engine: your pause ran out; attach again", field="attachment", code="engine_lost")
 
-    async def _open(self, link: Mapping[str, Any]) -> _End:
+    async def _open(self, link: Mapping[str, Any]) -> EngineEnd:
         try:
-            # Ends that are opened from a link have a reply; the protocol is also for those that need none.
-            return cast("_End", await asyncio.to_thread(self._open_source, link))
+            return await asyncio.to_thread(self._open_source, link)
         except TandemError:
             raise
         except OSError as error:
@@ -329,13 +345,29 @@ class Control:
         if intact := await self._engine.intact():
             self._torn = ""
         else:
-            self._torn = (
-                f"engine: a write into its weights was cut short, and they are no version any more ({self.version} and "
-                "parts of another); it answers again when a trainer has loaded one"
-            )
-            for answer in self._running:
-                answer.cancel()
+            self._tear()
         return intact
+
+    async def _check_untouched(self) -> None:
+        """EngineLost if whoever was given up has written after all."""
+        if not self._abandoned:
+            return
+        async with self._turn:
+            await self._look_if_abandoned()
+        if self._torn:
+            raise EngineLost(self._torn)
+
+    async def _look_if_abandoned(self) -> None:
+        if self._abandoned and not self._torn and not await self._engine.intact():
+            self._tear()
+
+    def _tear(self) -> None:
+        self._torn = (
+            f"engine: a write into its weights was cut short, and they are no version any more ({self.version} and "
+            "parts of another); it answers again when a trainer has loaded one"
+        )
+        for answer in self._running:
+            answer.cancel()
 
     # --- what goes on beside
 
