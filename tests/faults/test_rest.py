@@ -1,0 +1,77 @@
+"""Before a step the engine lends what it shares. One that is lost just then is no place to write into."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from test_loop_ends import Engine, Trainer
+
+from tandem.errors import EngineLost
+from tandem.publish import Publisher
+from tandem.types import Sent
+
+
+class Lost(Engine):
+    """Lost `times` times over, when it is to sleep."""
+
+    def __init__(self, times: int) -> None:
+        self.left, self.done = times, list[str]()
+
+    async def attach(self, source: Any) -> None:
+        self.done.append("attach")
+
+    async def sleep(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise EngineLost("it was stopped")
+        self.done.append("sleep")
+
+
+class Bridge:
+    mode, carries = "shared", "live"
+
+    def __init__(self, storage: Any) -> None:
+        self.memory = storage
+
+    def source(self, num_receivers: int = 1) -> Any:
+        return None
+
+    def storage(self) -> Any:
+        return self.memory
+
+    def send(self, weights: Any) -> Sent:
+        return Sent(weights.version, "shared", {})
+
+    def close(self) -> None: ...
+
+
+def rested(engine: Lost, *, single_copy: bool, retries: int = 1) -> list[str]:
+    async def work() -> list[str]:
+        trainer: Any = Trainer()
+        bridge: Any = Bridge({"w": torch.zeros(1)} if single_copy else None)
+        publisher = Publisher(bridge, engine, retries=retries)  # pyright: ignore[reportArgumentType]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(publisher, "_compare", lambda *_: None)
+            await publisher.publish(trainer)
+            await publisher.rest(trainer)
+        return engine.done
+
+    return asyncio.run(work())
+
+
+def test_what_both_have_one_copy_of_is_not_written_into_before_a_lost_engine_was_taken_back() -> None:
+    assert rested(Lost(1), single_copy=True) == ["attach", "attach", "sleep"]
+
+
+def test_an_engine_with_weights_of_its_own_is_taken_back_with_the_next_version() -> None:
+    assert rested(Lost(1), single_copy=False) == ["attach"]
+
+
+def test_an_engine_that_is_lost_over_and_over_ends_the_run() -> None:
+    with pytest.raises(EngineLost, match="twice in a row"):
+        rested(Lost(2), single_copy=True)
+    with pytest.raises(EngineLost, match="it was stopped"):
+        rested(Lost(1), single_copy=True, retries=0)
