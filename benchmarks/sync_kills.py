@@ -309,7 +309,8 @@ class Pair:
         trainer = self.trainers[-1] if self.trainers else self.new_trainer()
         if trainer.process.poll() is not None:
             trainer = self.new_trainer()
-        if waited(lambda: self._publishes(trainer, time.time() - 1), START_S) is None:
+        since = time.time()
+        if waited(lambda: self._publishes(trainer, since), START_S) is None:
             found.hangs.append("no version was published before the instant")
             return found
         time.sleep(wait_s)
