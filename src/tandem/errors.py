@@ -9,7 +9,16 @@ TandemError
 ├── StoreError
 │   ├── Starved            too many groups in a row had nothing to learn from
 │   ├── ProducerDied       whoever made groups ended or raised
-│   └── StoreTimeout       no group in time                                   (also TimeoutError)
+│   ├── StoreTimeout       no group in time                                   (also TimeoutError)
+│   ├── StoreOwned         another process holds the data directory
+│   ├── StoreFull          no room on the disk: nothing was stored, nothing was damaged
+│   ├── StoreBroken        the disk failed: nothing more is acknowledged until a restart
+│   ├── QueueFull          as many groups wait as may
+│   ├── NotKnown           no such trainer, environment, ticket, lease or group
+│   ├── Conflict           the state does not allow it
+│   │   ├── Fenced         a later registration of the trainer took its place
+│   │   └── KeyReused      an idempotency key came again with another body
+│   └── GroupRefused       a group breaks a rule of the wire; names the field (exit 2; also ValueError)
 ├── EngineError
 │   ├── EngineLost         the engine is gone, or is not the one that was attached any more
 │   └── EngineSilent       the engine did not answer in time                  (also TimeoutError)
@@ -71,6 +80,48 @@ class ProducerDied(StoreError):
 
 class StoreTimeout(StoreError, TimeoutError):
     pass
+
+
+class StoreOwned(StoreError):
+    pass
+
+
+class StoreFull(StoreError):
+    pass
+
+
+class StoreBroken(StoreError):
+    pass
+
+
+class QueueFull(StoreError):
+    pass
+
+
+class NotKnown(StoreError):
+    pass
+
+
+class Conflict(StoreError):
+    pass
+
+
+class Fenced(Conflict):
+    pass
+
+
+class KeyReused(Conflict):
+    pass
+
+
+class GroupRefused(StoreError, ValueError):
+    """`field` is what to change: `trajectories.2.logprobs`; in a post of several groups, `groups.5.trajectories...`."""
+
+    exit_code = 2
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(f"{field}: {text}" if field else text)
+        self.field, self.text = field, text
 
 
 class EngineError(TandemError):
