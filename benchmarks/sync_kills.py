@@ -151,7 +151,7 @@ def announce(model: Any, trainer: Any, version: int, journal: Journal) -> None:
     """Before it is sent. Of adapters the digest is the base's: engines keep them beside the model."""
     import torch
 
-    from tandem.engine.holding import fingerprints
+    from tandem.ops.digest import fingerprints
     from tandem.ops.tensors import live_tensors
 
     adapters = any(".lora_" in name for name, _ in model.policy.module.named_parameters())

@@ -307,7 +307,7 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path):
 
 # --- what another engine's environment must have: Python and torch
 
-THEIRS = {"torch", "vllm", "safetensors"}
+THEIRS = {"torch", "triton", "vllm", "safetensors"}
 
 
 def foreign_files(package: Path) -> set[str]:
@@ -342,4 +342,12 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
     }
     assert needed - sys.stdlib_module_names - {"tandem"} <= THEIRS
     ours = {file for file in foreign if not file.startswith(("inside/", "bridge/"))}
-    assert ours <= {"errors.py", "types.py", "protocols.py", "ops/__init__.py", "ops/digest.py", "ops/phases.py"}, ours
+    assert ours <= {
+        "errors.py",
+        "types.py",
+        "protocols.py",
+        "ops/__init__.py",
+        "ops/digest.py",
+        "ops/digest_triton.py",
+        "ops/phases.py",
+    }, ours

@@ -194,8 +194,7 @@ class Publisher:
         self._single_copy = storage is not None
         if storage is not None:
             await self._call(teacher.live_in, storage)
-        for reply in heard.replies:
-            await self._call(check_base, teacher.base(), reply)
+        await self._call(check_base, teacher.base(), heard.replies)
         self._on_meeting({"mode": self._bridge.mode, "engines": heard.replies})
         self._attached, self._meetings = True, self._meetings + 1
 

@@ -25,9 +25,9 @@ from tandem.bridge.inproc import InprocBridge
 from tandem.bridge.shared import engine as shared_end
 from tandem.bridge.shared.trainer import SharedBridge
 from tandem.engine.hf import EmbeddedEngine
-from tandem.engine.holding import fingerprints
 from tandem.errors import SyncError
 from tandem.model.policy import CausalPolicy
+from tandem.ops.digest import fingerprints
 from tandem.ops.tensors import live_tensors
 from tandem.optim import master
 from tandem.optim.adamw import AdamW

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.engine.holding import fingerprints
 from tandem.errors import SyncError
+from tandem.ops.digest import fingerprints
 from tandem.types import Weights
 
 BASE, KEY = "org/base", "sk-very-secret-7"

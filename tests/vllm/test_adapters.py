@@ -46,10 +46,10 @@ def pair(start: Callable[..., Vllm], tmp_path_factory: Any) -> Iterator[Pair]:
 
 
 def test_the_base_under_the_adapters_is_the_trainers(pair: Pair):
-    from tandem.bridge.wire import fingerprint
+    from tandem.ops.digest import fingerprints
 
     shapes = {name: shape for name, (_, shape) in pair.reply["layout"].items()}
-    ours = {name: fingerprint(name, tensor) for name, tensor in serving.base(pair.module)}
+    ours = fingerprints(dict(serving.base(pair.module)))
     assert whole(pair.reply["pieces"], shapes) == ours
 
 

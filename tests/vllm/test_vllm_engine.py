@@ -133,12 +133,12 @@ def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(rig: Rig):
 
 
 def test_the_base_that_adapters_stand_upon_is_told(rig: Rig):
-    from tandem.bridge.wire import fingerprint
+    from tandem.ops.digest import fingerprints
 
     bridge = AdapterBridge(deadline_s=20)
     source = bridge.source()
     rig.run(rig.engine.attach(source))
-    assert source.reply["base"] == {name: fingerprint(name, tensor) for name, tensor in serving.base(rig.module)}
+    assert source.reply["base"] == fingerprints(dict(serving.base(rig.module)))
     bridge.close()
 
 

@@ -16,6 +16,7 @@ from tandem.bridge.deadline import Deadline
 from tandem.bridge.group import CLOSED, CLOSING_S, WAY_OUT, Group, GroupSource, Meeting, Notes
 from tandem.bridge.outgoing import Form, forms, outgoing
 from tandem.errors import SyncError, SyncTimeout
+from tandem.ops import digest
 from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
 
@@ -221,8 +222,8 @@ def _manifest(weights: Weights, into: Mapping[str, Form], mode: str, bucket_byte
     """All is gathered and looked at once before anything moves, so that a refusal costs the receivers nothing."""
     entries: dict[str, wire.Entry] = {}
     end = 0
-    for name, tensor in outgoing(weights, into, mode):
-        entries[name] = wire.Entry(*into[name], wire.fingerprint(name, tensor), wire.padded(end))
+    for name, _, fingerprint in digest.fingerprinted(outgoing(weights, into, mode)):
+        entries[name] = wire.Entry(*into[name], fingerprint, wire.padded(end))
         end = entries[name].offset + entries[name].size_bytes
     return wire.Manifest(
         mode,

@@ -24,6 +24,7 @@ from tandem.bridge.files import MANIFEST, FilesSource, directory_name
 from tandem.bridge.outgoing import Form, forms, outgoing
 from tandem.errors import SyncError
 from tandem.io import atomic
+from tandem.ops import digest
 from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
 
@@ -114,8 +115,7 @@ class FilesBridge:
         with atomic.directory(path) as directory:
             shards = self._shards(into)
             with _opened(directory, shards) as (files, places):
-                for name, tensor in outgoing(weights, into, self.mode):
-                    fingerprint = wire.fingerprint(name, tensor)
+                for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode)):
                     raw = wire.as_bytes(tensor).cpu()
                     phases.end("gather")
                     file, offset = places[name]

@@ -47,10 +47,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def fingerprint(name: str, tensor: Tensor) -> str:
-    return f"{digest.piece(tensor, name) if tensor.numel() else 0:016x}"
-
-
 def padded(size_bytes: int) -> int:
     """Where the next tensor may begin, so that every type is aligned."""
     return -(-size_bytes // _ALIGNED) * _ALIGNED
@@ -142,7 +138,7 @@ def checksum(content: bytes) -> str:
 
 def check(weights: Weights, mode: str) -> None:
     """What arrived is what was sent, tensor by tensor: to the bit, under its name."""
-    arrived = {name: fingerprint(name, tensor) for name, tensor in weights.tensors()}
+    arrived = digest.fingerprints(dict(weights.tensors()))
     if odd := sorted(arrived.keys() ^ weights.expected.keys()):
         raise SyncError(f"{mode}: version {weights.version}: {listed(odd)} only announced, or only arrived")
     if odd := sorted(name for name in arrived if arrived[name] != weights.expected[name]):

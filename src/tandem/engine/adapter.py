@@ -23,10 +23,8 @@ class Adapter:
         self._held: Mapping[str, Tensor] = {}
         self._hooks: list[Any] = []
 
-    def check(
-        self, arrived: Mapping[str, Tensor], config: Mapping[str, Any], device: torch.device
-    ) -> dict[str, Tensor]:
-        """The tensors on their device; SyncError if they are no adapter of this module."""
+    def check(self, arrived: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """SyncError if they are no adapter of this module."""
         rank = config.get("r")
         if not arrived:
             raise SyncError("the adapter that arrived is empty: the base alone would be served")
@@ -44,7 +42,6 @@ class Adapter:
             raise SyncError(f"adapter: {len(arrived)} tensors for {len(owners)} layers: some are of another kind")
         if odd := next((name for name, tensor in arrived.items() if not torch.isfinite(tensor).all()), None):
             raise SyncError(f"adapter: '{odd}' is not finite")
-        return {name: tensor.to(device) for name, tensor in arrived.items()}
 
     def use(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors.keys() != self._held.keys():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tandem.engine.adapter import Adapter
 from tandem.errors import SyncError
-from tandem.ops import digest
+from tandem.ops.digest import fingerprints
 from tandem.ops.tensors import live_tensors, move_in, whereabouts
 from tandem.types import Fingerprints, WeightKind, Weights
 
@@ -47,14 +47,13 @@ class Holding:
             self._check_identity(arrived)
             return Staged("live", {}, dict(weights.expected))
         self._check_apart(arrived)
-        if weights.path:  # who writes over the files later, or cuts them, must not reach what is served
-            arrived = {name: tensor.clone() for name, tensor in arrived.items()}
-        device = next(self._module.parameters()).device
         if weights.kind == "full":
             self._check_fits(arrived)
-            staged = {name: tensor.to(device) for name, tensor in arrived.items()}
         else:
-            staged = self._adapter.check(arrived, weights.adapter, device)
+            self._adapter.check(arrived, weights.adapter)
+        device = next(self._module.parameters()).device
+        apart = bool(weights.path)  # who writes over the files later, or cuts them, must not reach what is served
+        staged = {name: tensor.to(device, copy=apart) for name, tensor in arrived.items()}
         found = fingerprints(staged)
         if odd := [name for name in found if found[name] != weights.expected.get(name)]:
             raise SyncError(
@@ -131,10 +130,6 @@ class Holding:
             if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
                 was = f"{other.dtype} {list(other.shape)}"
                 raise SyncError(f"'{name}' arrived as {was} and is served as {tensor.dtype} {list(tensor.shape)}")
-
-
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: f"{number:016x}" for name, number in digest.digests(tensors.items())}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem.errors import SyncError
-from tandem.ops.digest import combine
+from tandem.ops.digest import combine, text
 
 Range = tuple[int, int, int, int]
 """Rows from and to, columns from and to."""
@@ -27,7 +27,7 @@ def whole(pieces: Iterable[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) 
     for name, parts in found.items():
         _check_tiling(name, parts, shapes[name])
     digests = combine((name, number) for name, parts in found.items() for number in parts.values())
-    return {name: f"{number:016x}" for name, number in digests.items()}
+    return {name: text(number) for name, number in digests.items()}
 
 
 def _check_tiling(name: str, parts: Iterable[Range], shape: Sequence[int]) -> None:

@@ -21,11 +21,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from tandem.engine.holding import fingerprints
 from tandem.engine.remote_answer import Answer
 from tandem.engine.remote_server import RemoteServer
 from tandem.engine.silence import Silence
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
+from tandem.ops.digest import fingerprints
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, Sampling, Served, Weights

@@ -158,7 +158,7 @@ class VllmEngine:
         await self._tell_vocabulary()
         answers = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
         first = answers[0]
-        told = ("layout", "derived", "adapter_dtype", "handles", "versions")
+        told = ("layout", "derived", "adapter_dtype", "handles", "versions", "digests")
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]
         if "pieces" in first:

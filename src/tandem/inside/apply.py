@@ -6,7 +6,7 @@ of two versions when this returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,16 @@ def write(layout: Layout, arrived: Mapping[str, Tensor]) -> None:
 def served_pieces(layout: Layout) -> list[PieceDigest]:
     """Computed now, from the memory that forward passes read."""
     layout.check_derived()
-    found: list[PieceDigest] = []
-    for piece in layout:
-        top, bottom, left, right = piece.box
-        number = digest.piece(piece.view, piece.name, top, left) if piece.view.numel() else 0
-        found.append((piece.name, top, bottom, left, right, number))
-    for name, tensor in layout.tables().items():
-        found.append((name, 0, len(tensor), 0, 1, digest.piece(tensor, name)))
-    return found
+    parts = [(piece.name, piece.view, *piece.box) for piece in layout]
+    parts += [(name, tensor, 0, len(tensor), 0, 1) for name, tensor in layout.tables().items()]
+    return digests_of(parts)
+
+
+def digests_of(parts: Sequence[tuple[str, Tensor, int, int, int, int]]) -> list[PieceDigest]:
+    """`parts`: name, what lies there, rows from and to, columns from and to."""
+    numbers = digest.pieces((name, tensor, top, left) for name, tensor, top, _, left, _ in parts)
+    boxes = [(name, top, bottom, left, right) for name, _, top, bottom, left, right in parts]
+    return [(*box, number) for box, number in zip(boxes, numbers, strict=True)]
 
 
 def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], shapes: Mapping[str, Any]) -> None:
@@ -71,8 +73,8 @@ def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], sha
         if name in expected and (top, left) == (0, 0) and [bottom, right] == _size(shapes[name])
     ]
     for name, number in whole:
-        if f"{number:016x}" != expected[name]:
-            raise SyncError(f"apply: '{name}' is served as {number:016x} and was sent as {expected[name]}")
+        if digest.text(number) != expected[name]:
+            raise SyncError(f"apply: '{name}' is served as {digest.text(number)} and was sent as {expected[name]}")
 
 
 def _size(shape: list[int]) -> list[int]:

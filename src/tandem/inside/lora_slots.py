@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.inside.apply import PieceDigest
+from tandem.inside.apply import PieceDigest, digests_of
 from tandem.inside.layout import Layout, Piece
 from tandem.ops import digest
 
@@ -76,24 +76,23 @@ class LoraSlots:
     def served_pieces(self, name: str) -> list[PieceDigest]:
         """Read from the slot that requests for `name` use."""
         staged, slot = self._staged[SCHEME + name], self._slot_of(name)
-        found: list[PieceDigest] = []
         rank, owners = staged.rank, {_owner(key) for key in staged.tensors}
-        leftovers = []
+        parts: list[tuple[str, Tensor, int, int, int, int]] = []
+        leftovers: list[digest.Piece] = []  # zeros all: what is not would be added, too, and its digest is not 0
         for owner, where in self._slices.items():
             a_RI = where.layer.lora_a_stacked[where.index][slot, 0]
             b_OR = where.layer.lora_b_stacked[where.index][slot, 0]
             if owner not in owners:
-                leftovers.append(b_OR.count_nonzero())  # without B nothing is added
+                leftovers.append((owner, b_OR, 0, 0))  # without B nothing is added
                 continue
             top, bottom, left, right = where.base.box
-            leftovers += [a_RI[rank:].count_nonzero(), b_OR[:, rank:].count_nonzero()]
-            a_RI, b_OR = a_RI[:rank, : right - left].contiguous(), b_OR[: bottom - top, :rank].contiguous()
+            leftovers += [(owner, a_RI[rank:], 0, 0), (owner, b_OR[:, rank:], 0, 0)]
             a_name, b_name = (f"{_PREFIX}{owner}.lora_{side}.weight" for side in "AB")
-            found.append((a_name, 0, rank, left, right, digest.piece(a_RI, a_name, 0, left)))
-            found.append((b_name, top, bottom, 0, rank, digest.piece(b_OR, b_name, top, 0)))
-        if leftovers and int(torch.stack(leftovers).sum()):
+            parts.append((a_name, a_RI[:rank, : right - left], 0, rank, left, right))
+            parts.append((b_name, b_OR[: bottom - top, :rank], top, bottom, 0, rank))
+        if any(digest.pieces(leftovers)):
             raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
-        return found
+        return digests_of(parts)
 
     def shapes(self, name: str) -> dict[str, list[int]]:
         return {key: list(tensor.shape) for key, tensor in self._staged[SCHEME + name].tensors.items()}

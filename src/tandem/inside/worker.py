@@ -22,6 +22,7 @@ from tandem.inside import apply
 from tandem.inside.layout import Layout, layout_of
 from tandem.inside.lora_slots import LoraSlots
 from tandem.inside.sources import EngineEnd, open_source
+from tandem.ops import digest
 from tandem.ops.phases import Phases
 from tandem.types import Weights
 
@@ -76,6 +77,7 @@ class Worker:
             "derived": sorted(self._layout.tables()),
             "tied": dict(self._layout.aliases),
             "places": [[piece.name, piece.param, *piece.box] for piece in self._layout],
+            "digests": digest.fused(self._theirs.device),
             **handles,
         }
         if source.carries == "adapter":

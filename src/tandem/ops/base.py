@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.ops.digest import piece
+from tandem.ops.digest import fingerprinted
 
 
-def check_base(ours: Iterable[tuple[str, Tensor]], reply: Mapping[str, Any]) -> None:
-    """`reply`: what an engine said of itself. It holds `base`, the digests of its own, where adapters are to come."""
-    theirs, layout = reply.get("base"), reply.get("layout", {})
-    if theirs is None:
+def check_base(ours: Iterable[tuple[str, Tensor]], replies: Sequence[Mapping[str, Any]]) -> None:
+    """`replies`: what engines said of themselves. They hold `base`, the digests of their own, where adapters are to
+    come."""
+    asked = [reply for reply in replies if reply.get("base") is not None]
+    if not asked:
         return
-    found: dict[str, str] = {}
-    for name, tensor in ours:
-        dtype, _ = layout.get(name, (None, ()))  # one that the engine lacks makes another model, too
-        found[name] = f"{piece(tensor.detach().to(getattr(torch, dtype)), name):016x}" if dtype else ""
-    names = found.keys() | theirs.keys()
-    if odd := sorted(name for name in names if found.get(name) != theirs.get(name)):
+    names = set[str]()
+
+    def as_they_serve() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in ours:
+            names.add(name)
+            for dtype in {reply["layout"][name][0] for reply in asked if name in reply.get("layout", {})}:
+                yield name, tensor.detach().to(getattr(torch, dtype))
+
+    found = {(name, _name_of(tensor)): fingerprint for name, tensor, fingerprint in fingerprinted(as_they_serve())}
+    for reply in asked:
+        _check_one(names, found, reply["base"], reply.get("layout", {}))
+
+
+def _check_one(
+    names: set[str],
+    found: Mapping[tuple[str, str], str],
+    theirs: Mapping[str, str],
+    layout: Mapping[str, Sequence[Any]],
+) -> None:
+    def differs(name: str) -> bool:
+        served = name in names and name in theirs and name in layout
+        return not served or found[name, layout[name][0]] != theirs[name]
+
+    every = names | theirs.keys()
+    if odd := sorted(name for name in every if differs(name)):
         raise SyncError(
             f"sync: the engine's base model is another than the trainer's: '{odd[0]}' differs ({len(odd)} of "
-            f"{len(names)} tensors); load the same model, in the same precision"
+            f"{len(every)} tensors); load the same model, in the same precision"
         )
+
+
+def _name_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

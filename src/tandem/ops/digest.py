@@ -5,46 +5,63 @@ row and column, and summed modulo 2**64. So a permutation, a transposition, a fl
 changes the sum, and disjoint pieces of a tensor sum to the digest of the whole, in whatever layout they are served: a
 slice of a fused projection, a tensor-parallel shard. It guards against accidents, not against forgers.
 
-The first dimension counts as rows, all others together as columns; a vector is one column.
+The first dimension counts as rows, all others together as columns; a vector is one column. On a GPU any number of
+digests is one launch and one wait (ops/digest_triton.py); tensor by tensor a model's would be thousands of launches.
 Shapes: R rows, C columns.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+Piece = tuple[str, Tensor, int, int]
+"""The name of a tensor, a part of it, and the row and column that the part begins at."""
+
+_log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 _CHUNK = {"cpu": 2**18}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
+_TOGETHER = {"cuda": 2**29}  # bytes of tensors that may have been made for their digest alone
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
+class Matrix(NamedTuple):
+    """What is summed: integers, to be read without their sign, and where their weights begin."""
+
+    integers_RC: Tensor
+    row_seed: int
+    col_seed: int
+    row_start: int
+    col_start: int
+
+
 @torch.no_grad()
+def pieces(parts: Iterable[Piece]) -> list[int]:
+    parts = list(parts)
+    numbers = [0] * len(parts)
+    on_gpu: defaultdict[torch.device, dict[int, Matrix]] = defaultdict(dict)
+    for index, part in enumerate(parts):
+        tensor = part[1]
+        if tensor.numel() and tensor.is_cuda and not why_not_fused():
+            on_gpu[tensor.device][index] = _matrix(part)
+        elif tensor.numel():
+            numbers[index] = _sum(_matrix(part))
+    for matrices in on_gpu.values():
+        for index, number in zip(matrices, _fused(list(matrices.values())), strict=True):
+            numbers[index] = number
+    return numbers
+
+
 def piece(tensor: Tensor, name: str, row_start: int = 0, col_start: int = 0) -> int:
     """Of the part of tensor `name` that begins at this row and column."""
-    if tensor.numel() == 0:
-        return 0
-    values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
-    if values_RC.element_size() == 8:
-        # As two columns each: multiplied by an odd weight, the top one of 64 bits stays where it is, and two flipped
-        # signs would cancel.
-        values_RC, col_start = values_RC.contiguous().view(torch.int32), 2 * col_start
-    width = values_RC.element_size()
-    integers_RC = values_RC.view(_AS_INTEGER[width])
-    num_rows, num_cols = values_RC.shape
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
-    cols_C = _weights(seed, col_start, num_cols, tensor.device)
-    rows_R = _weights(~seed & _MASK, row_start, num_rows, tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    step = max(1, _CHUNK.get(tensor.device.type, 2**26) // num_cols)
-    for start in range(0, num_rows, step):
-        wide_RC = integers_RC[start : start + step].to(torch.int64)
-        wide_RC &= (1 << 8 * width) - 1  # without a sign: -1 and 1 must not be each other's negation
-        total += (wide_RC.mul_(cols_C).sum(1) * rows_R[start : start + step]).sum()
-    return int(total.item()) & _MASK
+    return pieces([(name, tensor, row_start, col_start)])[0]
 
 
 def combine(pieces: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -55,14 +72,92 @@ def combine(pieces: Iterable[tuple[str, int]]) -> dict[str, int]:
     return whole
 
 
-def digests(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, int]]:
-    return ((name, piece(tensor, name)) for name, tensor in tensors)
+def text(number: int) -> str:
+    """A digest as a fingerprint."""
+    return f"{number:016x}"
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    numbers = pieces((name, tensor, 0, 0) for name, tensor in tensors.items())
+    return {name: text(number) for name, number in zip(tensors, numbers, strict=True)}
+
+
+def fingerprinted(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
+    """Of tensors that are made while they are gone through: of so many at a time as may be held."""
+    held: list[tuple[str, Tensor]] = []
+    held_bytes = 0
+    for name, tensor in tensors:
+        held.append((name, tensor))
+        held_bytes += tensor.nbytes
+        if held_bytes >= _TOGETHER.get(tensor.device.type, 0):
+            yield from _with_text(held)
+            held, held_bytes = [], 0
+    yield from _with_text(held)
+
+
+def fused(device: torch.device) -> dict[str, Any]:
+    """Whether the digests of tensors there are computed all at once, as an option of a run; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    why_not = why_not_fused()
+    return {"requested": True, "engaged": not why_not, "why_not": why_not}
+
+
+@cache
+def why_not_fused() -> str:
+    """Why the digests of tensors on a GPU are computed one by one; empty if they are not."""
+    probe = _matrix(("probe", torch.arange(-3, 3, dtype=torch.int16, device="cuda").view(2, 3), 5, 7))
+    try:
+        why_not = "" if _fused([probe]) == [_sum(probe)] else "the kernel's numbers are others"
+    except Exception as error:  # noqa: BLE001 - a compiler runs here, and may lack its tools or a place for its files
+        why_not = f"{type(error).__name__}: {error}"
+    if why_not:
+        _log.warning("digests are computed tensor by tensor: %s", why_not)
+    return why_not
+
+
+def _fused(matrices: Sequence[Matrix]) -> list[int]:
+    from tandem.ops import digest_triton  # triton exists where a GPU is
+
+    return [number & _MASK for number in digest_triton.sums(matrices)]
+
+
+def _with_text(held: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
+    numbers = pieces((name, tensor, 0, 0) for name, tensor in held)
+    return ((name, tensor, text(number)) for (name, tensor), number in zip(held, numbers, strict=True))
+
+
+def _matrix(part: Piece) -> Matrix:
+    name, tensor, row_start, col_start = part
+    values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
+    if values_RC.element_size() == 8:
+        # As two columns each: multiplied by an odd weight, the top one of 64 bits stays where it is, and two flipped
+        # signs would cancel.
+        values_RC, col_start = values_RC.contiguous().view(torch.int32), 2 * col_start
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True)
+    return Matrix(values_RC.view(_AS_INTEGER[values_RC.element_size()]), ~seed, seed, row_start, col_start)
+
+
+def _sum(matrix: Matrix) -> int:
+    """In plain torch: on a CPU, and what the kernel is compared with."""
+    integers_RC = matrix.integers_RC
+    num_rows, num_cols = integers_RC.shape
+    device, bits = integers_RC.device, 8 * integers_RC.element_size()
+    cols_C = _weights(matrix.col_seed, matrix.col_start, num_cols, device)
+    rows_R = _weights(matrix.row_seed, matrix.row_start, num_rows, device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    step = max(1, _CHUNK.get(device.type, 2**26) // num_cols)
+    for start in range(0, num_rows, step):
+        wide_RC = integers_RC[start : start + step].to(torch.int64)
+        wide_RC &= (1 << bits) - 1  # without a sign: -1 and 1 must not be each other's negation
+        total += (wide_RC.mul_(cols_C).sum(1) * rows_R[start : start + step]).sum()
+    return int(total.item()) & _MASK
 
 
 def _weights(seed: int, start: int, count: int, device: torch.device) -> Tensor:
     """Odd 64-bit numbers: splitmix64 of the position, begun at the seed."""
     at = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    z = at * _GOLDEN + (seed - 2**64 if seed >= 2**63 else seed)
+    z = at * _GOLDEN + seed
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX_1
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX_2
     return (z ^ ((z >> 31) & (2**33 - 1))) | 1

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 """The two passes of ops/score.py over logits as kernels: each reads a logit once.
 
-The only file that imports triton, and only imported where tensors are on a GPU.
+Only imported where tensors are on a GPU.
 """
 
 from __future__ import annotations

@@ -151,6 +151,7 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
     import torch
 
     from tandem.model.quantized import quantized_parts, share
+    from tandem.ops import digest
 
     module = model.policy.module
     found: list[tuple[str, Any, bool, str]] = []
@@ -178,6 +179,8 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
             found.append((f"{name}.gradient_release", True, True, costs))
     why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
     found.append(("fused lm-head", True, not why_not, why_not))
+    if digests := digest.fused(model.device):
+        found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
     if spec.deterministic:
         why_not = "" if torch.are_deterministic_algorithms_enabled() else "equal bytes are had on a CPU only"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":

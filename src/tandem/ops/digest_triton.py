@@ -1,0 +1,106 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+"""The sums of ops/digest.py over any number of matrices: each byte is read once, where it lies.
+
+One launch for each width of element. A program adds up a tile of one matrix: which one and where is in a table.
+Only imported where tensors are on a GPU.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from tandem.ops.digest import Matrix
+
+_ROWS, _COLS = 64, 1024  # of a tile
+
+
+def sums(matrices: Sequence[Matrix]) -> list[int]:
+    """Modulo 2**64, as signed numbers. All on one device."""
+    found = [_lengthwise(matrix) for matrix in matrices]  # held until they have been read: some are copies
+    entries: defaultdict[tuple[int, bool], list[Sequence[int]]] = defaultdict(list)
+    for index, (integers_RC, *weights) in enumerate(found):
+        (rows, cols), place, width = integers_RC.shape, integers_RC.data_ptr(), integers_RC.element_size()
+        pitch = integers_RC.stride(0) if rows > 1 else 0
+        aligned = ((cols | pitch) * width | place) % 16 == 0  # each row, so that 16 bytes are read at a time
+        entries[width, aligned].append((place, rows, cols, pitch, *weights, index))
+    table, counts, launches = array("q"), array("q"), list[tuple[int, int, int, bool]]()
+    num_tiles = 0
+    for (width, aligned), group in entries.items():
+        first = num_tiles
+        for entry in group:
+            table.extend((*entry, num_tiles))
+            counts.append(-(-entry[1] // _ROWS) * -(-entry[2] // _COLS))
+            num_tiles += counts[-1]
+        launches.append((first, num_tiles, width, aligned))
+    owners = torch.repeat_interleave(torch.frombuffer(counts, dtype=torch.int64), output_size=num_tiles)
+    told = torch.cat((torch.frombuffer(table, dtype=torch.int64), owners)).to(found[0].integers_RC.device)
+    out = torch.zeros(len(found), dtype=torch.int64, device=told.device)
+    with torch.cuda.device_of(told):
+        for first, end, width, aligned in launches:
+            _add_up[(end - first,)](
+                told, told[len(table) :], out, first, WIDTH=width, ALIGNED=aligned, ROWS=_ROWS, COLS=_COLS, num_warps=2
+            )
+    return out.tolist()
+
+
+def _lengthwise(matrix: Matrix) -> Matrix:
+    """Neighbours in memory are neighbours in a row. Where they are not it is turned: rows and columns count alike."""
+    integers_RC, row_seed, col_seed, row_start, col_start = matrix
+    if 1 not in integers_RC.stride():
+        integers_RC = integers_RC.contiguous()
+    pitch, step = integers_RC.stride()
+    if step != 1 or (integers_RC.shape[1] == 1 and pitch == 1):
+        return type(matrix)(integers_RC.t(), col_seed, row_seed, col_start, row_start)
+    return type(matrix)(integers_RC, row_seed, col_seed, row_start, col_start)
+
+
+@triton.jit
+def _weight(seed, at):
+    z = at.to(tl.uint64) * 0x9E3779B97F4A7C15 + seed.to(tl.uint64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return (z ^ (z >> 31)) | 1
+
+
+@triton.jit(do_not_specialize=["first"])
+def _add_up(
+    table, owners, out, first, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    tile = first + tl.program_id(0)
+    mine = table + tl.load(owners + tile) * 10  # numbers of an entry
+    place, rows, cols, pitch = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
+    row_seed, col_seed = tl.load(mine + 4), tl.load(mine + 5)
+    row_start, col_start = tl.load(mine + 6), tl.load(mine + 7)
+    index, first_tile = tl.load(mine + 8), tl.load(mine + 9)
+    if WIDTH == 1:
+        start = place.to(tl.pointer_type(tl.uint8))
+    elif WIDTH == 2:
+        start = place.to(tl.pointer_type(tl.uint16))
+    else:
+        start = place.to(tl.pointer_type(tl.uint32))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+        cols = tl.multiple_of(cols, 16 // WIDTH)
+        pitch = tl.multiple_of(pitch, 16 // WIDTH)
+    across = tl.cdiv(cols, COLS)
+    top = (tile - first_tile) // across * ROWS
+    at = (tile - first_tile) % across * COLS + tl.arange(0, COLS)
+    inside = at < cols
+    # A weight's halves apart: two multiplications of 32 bits for each element instead of one of 64.
+    low = tl.zeros([COLS], dtype=tl.uint64)
+    high = tl.zeros([COLS], dtype=tl.uint32)
+    for row in tl.range(top, tl.minimum(top + ROWS, rows), loop_unroll_factor=4):
+        weight = _weight(row_seed, row_start + row)
+        value = tl.load(start + row * pitch + at, mask=inside, other=0).to(tl.uint32)
+        low += value.to(tl.uint64) * (weight & 0xFFFFFFFF)
+        high += value * (weight >> 32).to(tl.uint32)
+    total = (low + (high.to(tl.uint64) << 32)) * _weight(col_seed, col_start + at)
+    tl.atomic_add(out + index, tl.sum(total).to(tl.int64))

@@ -1,0 +1,72 @@
+"""The kernel of digests against plain torch, to the bit. TRITON_INTERPRET=1 runs it without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.ops import digest
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu" and not os.environ.get("TRITON_INTERPRET"), reason="needs an NVIDIA GPU"),
+]
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]
+
+
+def random(dtype: torch.dtype, *shape: int) -> Tensor:
+    values = torch.randint(0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel() * dtype.itemsize,))
+    return values.to(torch.uint8).view(dtype).view(shape)
+
+
+def parts_of(dtype: torch.dtype) -> list[digest.Piece]:
+    """More than one tile each way, and every form in which a tensor is held."""
+    torch.manual_seed(0)
+    matrix = random(dtype, 70, 1104).to(DEVICE)
+    return [
+        ("matrix", matrix, 0, 0),
+        ("elsewhere", matrix[:, :512], 2**33, 5),
+        ("unaligned", matrix[3:, 1:1030], 3, 1),
+        ("turned", matrix.t(), 1, 2),
+        ("with gaps", matrix[::2, ::3], 0, 0),
+        ("repeated", matrix[:1].expand(5, 1104), 0, 0),
+        ("all alike", matrix[:1, :1].expand(5, 6), 0, 0),
+        ("row with gaps", matrix[1:2, ::2], 0, 3),
+        ("vector", matrix[0], 9, 0),
+        ("column", matrix[:, 3], 0, 0),
+        ("narrow", random(dtype, 130, 16).to(DEVICE), 0, 0),
+        ("cube", random(dtype, 4, 6, 8).to(DEVICE).transpose(1, 2), 1, 2),
+        ("scalar", matrix[5, 5], 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_gives_the_numbers_of_plain_torch(dtype: torch.dtype) -> None:
+    parts = parts_of(dtype)
+    plain = [digest.piece(tensor.cpu(), name, row, col) for name, tensor, row, col in parts]
+    assert digest._fused([digest._matrix(part) for part in parts]) == plain
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_types_and_devices_in_one_call_are_told_apart() -> None:
+    assert digest.why_not_fused() == ""
+    parts = [part for dtype in DTYPES for part in parts_of(dtype)]
+    mixed = [(name, tensor.cpu() if index % 3 else tensor, *at) for index, (name, tensor, *at) in enumerate(parts)]
+    mixed.append(("empty", torch.zeros(0, 4, device=DEVICE), 0, 0))
+    assert digest.pieces(mixed) == [digest.piece(tensor.cpu(), name, row, col) for name, tensor, row, col in mixed]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_what_the_stream_wrote_before_is_what_is_read() -> None:
+    tensor = torch.zeros(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(50):
+            tensor += 1
+        found = digest.piece(tensor, "t")
+    torch.cuda.synchronize()
+    assert found == digest.piece(torch.full((4096, 4096), 50.0, dtype=torch.bfloat16), "t")
