@@ -24,6 +24,7 @@ from tandem.types import (
     Task,
     Ticket,
     TokenLogprobs,
+    ToolCall,
     Totals,
     WeightKind,
     Weights,
@@ -40,13 +41,17 @@ class Reply(Protocol):
     def text(self) -> str: ...                            # without thinking, without the stop string
     @property
     def truncated(self) -> bool: ...                      # ran into max_tokens
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]: ...       # not in text; empty unless tools were offered
 
 
 class Chat(Protocol):
     """One conversation with the policy, recorded token by token."""
 
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None: ...   # JSON schemas, before the first reply
     def say(self, *messages: Message | str) -> None: ...  # a str is a user message; a tool's answer has role "tool"
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply: ...
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str: ...   # another model's answer
 
 
 class Environment(Protocol):

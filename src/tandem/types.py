@@ -90,6 +90,17 @@ class Thought:
     closed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What the assistant asks of a tool. One that cannot be read is data too: no name, and `error` says why."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+    raw: str = ""
+    """As it was written, between its marks."""
+
+
 TrajectoryStatus: TypeAlias = Literal["finished", "truncated", "recorded"]
 
 

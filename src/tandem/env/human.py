@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from typing import Any
 
 from tandem.env.load import load_environment
 from tandem.errors import EpisodeFailed, SpecError
-from tandem.types import Message, Outcome
+from tandem.io.tool_calls import parse_calls
+from tandem.types import Message, Outcome, ToolCall
 
 
 @dataclass(frozen=True)
 class TypedReply:
     text: str
     truncated: bool = False
+    tool_calls: Sequence[ToolCall] = ()
 
 
 class HumanChat:
@@ -25,6 +28,15 @@ class HumanChat:
     def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
         self._ask = ask
         self._tell = tell
+        self._offers = False
+
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._offers = True
+        for tool in tools:
+            told = tool.get("function", tool)
+            self._tell(f"{'tool':>9}> {told.get('name')}: {told.get('description', '')}")
+        example = json.dumps({"name": "...", "arguments": {}})
+        self._tell(f"{'':>9}  ask by <tool_call>{example}</tool_call>")
 
     def say(self, *messages: Message | str) -> None:
         for message in messages:
@@ -37,7 +49,15 @@ class HumanChat:
         except EOFError as error:
             raise EpisodeFailed("raised", "the input ended before the episode did") from error
         cut = min((text.find(mark) for mark in stop if mark in text), default=len(text))
-        return TypedReply(text[:cut])
+        said, calls = parse_calls(text[:cut]) if self._offers else (text[:cut], [])
+        return TypedReply(said, tool_calls=calls)
+
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
+        self.say(*messages)
+        try:
+            return self._ask(f"{'judge':>9}> ")
+        except EOFError as error:
+            raise EpisodeFailed("raised", "the input ended before the judge spoke") from error
 
 
 def try_environment(

@@ -7,23 +7,27 @@ template glue, sampled ids, ... Nothing is rendered or tokenised twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
 from tandem.protocols import Engine
 from tandem.rollout.guard import Blocked, Clock
-from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Thought, Trajectory
+from tandem.rollout.judge import Judge
+from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Thought, ToolCall, Trajectory
+
+Tools = Sequence[Mapping[str, Any]]
 
 
 class Renders(Protocol):
     """What a recorder needs of a renderer."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
-    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
+    def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]: ...
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str: ...
+    def calls(self, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, list[ToolCall]]: ...
     def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None: ...
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]: ...
 
@@ -34,6 +38,7 @@ class Turn:
 
     text: str
     truncated: bool
+    tool_calls: Sequence[ToolCall] = ()
 
 
 class Recorder:
@@ -41,11 +46,13 @@ class Recorder:
 
     def __init__(
         self, engine: Engine, renderer: Renders, task: Task, opening_ids: Sequence[int], sampling: Sampling, *,
-        max_context: int, deadline_s: float, seed: int, clock: Clock,
+        max_context: int, deadline_s: float, seed: int, clock: Clock, judge: Judge | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._renderer, self._task = engine, renderer, task
         self._sampling, self._max_context, self._deadline_s, self._seed = sampling, max_context, deadline_s, seed
-        self._clock = clock
+        self._clock, self._judge = clock, judge
+        self._tools: Tools = ()
+        self._calls = self._unreadable_calls = 0
         self._opening_ids = list(opening_ids)
         self._messages: list[Message] = list(task.messages)
         self._said: list[Message] = []
@@ -62,6 +69,11 @@ class Recorder:
         """The episode's, which stands still while the engine is asked."""
         self.engine_error: EngineError | None = None
         """Kept apart from the episode's own errors: an environment's broad `except` must not hide a dead engine."""
+
+    def offer(self, tools: Tools) -> None:
+        if self._turns:
+            raise EpisodeFailed("raised", f"task {self._task.id}: offer() after the first reply(); offer tools before")
+        self._tools = [dict(tool) for tool in tools]
 
     def say(self, *messages: Message | str) -> None:
         for message in messages:
@@ -104,7 +116,21 @@ class Recorder:
         text = self._renderer.visible(completion.ids, sampling.stop)
         self._thoughts.append(self._renderer.thought(completion.ids, sampling.stop))
         self._messages += [*said, {"role": "assistant", "content": text}]
-        return Turn(text, self._truncated)
+        calls: list[ToolCall] = []
+        if self._tools:
+            text, calls = self._renderer.calls(completion.ids, sampling.stop)
+            self._calls += len(calls)
+            self._unreadable_calls += sum(bool(call.error) for call in calls)
+        return Turn(text, self._truncated, tuple(calls))
+
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
+        """Its time is the judge's, which has a deadline of its own."""
+        if self._judge is None:
+            raise EpisodeFailed(
+                "judge", f"task {self._task.id}: no judge here; the spec's [environment.judge] says which"
+            )
+        with self.off_the_clock():
+            return await self._judge.ask(messages, max_tokens=max_tokens)
 
     @property
     def replied(self) -> bool:
@@ -126,16 +152,22 @@ class Recorder:
     def trajectory(self, reward: float, metrics: dict[str, float], shaping: float = 0.0) -> Trajectory:
         return Trajectory(
             list(self._ids), list(self._trained), list(self._logprobs), list(self._versions), reward,
-            "truncated" if self._truncated else "finished", metrics, shaping, self.thinking_tokens, self.unclosed,
-            self._task.id, self._messages + self._said,
+            "truncated" if self._truncated else "finished", self._counted(metrics), shaping, self.thinking_tokens,
+            self.unclosed, self._task.id, self._messages + self._said,
         )  # fmt: skip
 
     def _context(self, said: Sequence[Message]) -> list[int]:
+        tools = [self._tools] if self._tools else []
         if self._ids:
-            return self._renderer.glue(said, self._ids[-1])
-        if said:
-            return self._renderer.prompt([*self._task.messages, *said])
+            return self._renderer.glue(said, self._ids[-1], *tools)
+        if said or tools:
+            return self._renderer.prompt([*self._task.messages, *said], *tools)
         return self._opening_ids
+
+    def _counted(self, metrics: dict[str, float]) -> dict[str, float]:
+        if not self._tools:
+            return metrics
+        return {**metrics, "tool_calls": float(self._calls), "unreadable_tool_calls": float(self._unreadable_calls)}
 
     def _add(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, trained: bool) -> None:
         self._ids += ids
@@ -144,8 +176,8 @@ class Recorder:
         self._versions += versions
 
     @contextmanager
-    def _paused_deadline(self) -> Generator[None]:
-        """Waiting for the engine is none of the episode's own time."""
+    def off_the_clock(self) -> Generator[None]:
+        """Waiting for the engine is none of the episode's own time; nor is it for a judge, or for a worker."""
         deadline, started = self.deadline, asyncio.get_running_loop().time()
         due = deadline.when() if deadline is not None else None
         if deadline is None or due is None or deadline.expired():
@@ -160,7 +192,7 @@ class Recorder:
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
-            with self._paused_deadline():
+            with self.off_the_clock():
                 async with self._clock.engine_deadline(self._deadline_s):
                     return await self._engine.generate(
                         prompt_ids, sampling, session=self._task.id, on_token=self._clock.token

@@ -8,15 +8,19 @@ glue between turns. Rendering history again would change tokens that the policy 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from tandem.errors import TemplateError
+from tandem.io.tool_calls import TOOL_CALL, parse_calls
 from tandem.text.thoughts import END_THINK, THINK, ThoughtStream
-from tandem.types import Message, Thought
+from tandem.types import Message, Thought, ToolCall
 
 _SENTINEL = "Q7sentinelQ7"
+
+Tools = Sequence[Mapping[str, Any]]
+"""What a conversation offers, each as JSON schema: `{"type": "function", "function": {"name", "parameters", ...}}`."""
 
 
 class Renderer:
@@ -47,13 +51,16 @@ class Renderer:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The opening of a conversation, up to where the assistant speaks."""
-        return self.encode(self._render(messages, True))
+        text = self._render(messages, True, tools)
+        if tools and text == self._render(messages, True):
+            raise TemplateError("model: its chat template writes no tools, so the model would never hear of them")
+        return self.encode(text)
 
-    def glue(self, messages: Sequence[Message], last_id: int) -> list[int]:
+    def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]:
         """What stands between a sampled turn that ended with `last_id` and the next one: new messages and markers."""
-        ids = self.encode(self._after_assistant(messages, opens_next=True))
+        ids = self.encode(self._after_assistant(messages, opens_next=True, tools=tools))
         # The sampled end of turn is already there; a turn cut by its length or a stop string has none yet.
         return ids[1:] if ids and ids[0] == last_id else ids
 
@@ -80,11 +87,13 @@ class Renderer:
 
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """A sampled turn as others see it: no end of turn, no stop string, no thoughts."""
-        text = cut_at_stop(self.decode(self._body(ids)), stop)
-        if self._has_thought(text):
-            _, closed, text = text.partition(END_THINK)
-            return text.lstrip() if closed else ""
-        return text
+        return self._answer(self.decode(self._body(ids)), stop)
+
+    def calls(self, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, list[ToolCall]]:
+        """The same in two: what it says, and what it asks of tools. A call within a thought is none."""
+        body = self._body(ids)
+        hidden = TOOL_CALL not in self.decode(self.encode(TOOL_CALL))  # a special token here
+        return parse_calls(self._answer(self.decode(body, skip_special=not hidden), stop))
 
     def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None:
         """What of a sampled turn is for itself; None if it answers at once."""
@@ -104,6 +113,13 @@ class Renderer:
     def thoughts(self) -> ThoughtStream:
         """For one turn whose text comes bit by bit."""
         return ThoughtStream(opened=self._opens_thought)
+
+    def _answer(self, text: str, stop: Sequence[str]) -> str:
+        text = cut_at_stop(text, stop)
+        if self._has_thought(text):
+            _, closed, text = text.partition(END_THINK)
+            return text.lstrip() if closed else ""
+        return text
 
     def _body(self, ids: Sequence[int]) -> list[int]:
         return list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
@@ -127,18 +143,19 @@ class Renderer:
             )
         return body
 
-    def _after_assistant(self, messages: Sequence[Message], *, opens_next: bool) -> str:
+    def _after_assistant(self, messages: Sequence[Message], *, opens_next: bool, tools: Tools = ()) -> str:
         history: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
-        text = self._render([*history, *messages], opens_next)
+        text = self._render([*history, *messages], opens_next, tools)
         _, found, after = text.partition(_SENTINEL)  # the first: a message may say the same
         if not found:
             raise TemplateError("model: its chat template drops earlier assistant turns, so turns cannot be joined")
         return after
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 enable_thinking=self.thinking,

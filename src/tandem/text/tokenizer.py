@@ -11,6 +11,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 # One special token opens a turn and one closes it: short prompts, and seams that no merge can cross.
 CHAT_TEMPLATE = """\
+{%- if tools -%}
+{{- '<|system|>' -}}
+{%- for tool in tools -%}{{- (tool.function | default(tool)) | tojson -}}{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endif -%}
 {%- for message in messages -%}
 {{- '<|' + message.role + '|>' -}}
 {%- if message.content -%}{{- message.content -}}{%- endif -%}

@@ -1,0 +1,116 @@
+"""A model that judges: what an environment asks by `chat.judge(messages)`.
+
+It is asked by this process, which holds its address and its key; an environment in a worker holds neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tandem.errors import EpisodeFailed, TandemError
+from tandem.protocols import Engine
+from tandem.types import Message, Sampling
+
+if TYPE_CHECKING:
+    import httpx
+
+_TRIES = 4
+_MOST_WAIT_S = 30.0
+_AT_ONCE = 64
+
+
+class Judge(Protocol):
+    async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
+        """EpisodeFailed of kind judge if it does not answer."""
+        ...
+
+
+class Speaks(Protocol):
+    """What an engine's judge needs of a renderer."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str: ...
+
+
+class EngineJudge:
+    """The engine of the run itself, greedily: the policy as it is now."""
+
+    def __init__(self, engine: Engine, renderer: Speaks, *, max_context: int, deadline_s: float) -> None:
+        self._engine, self._renderer = engine, renderer
+        self._max_context, self._deadline_s = max_context, deadline_s
+
+    async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
+        prompt_ids = self._renderer.prompt(messages)
+        room = self._max_context - len(prompt_ids)
+        if room < 1:
+            raise EpisodeFailed("judge", f"judge: {len(prompt_ids)} tokens fill the context of {self._max_context}")
+        sampling = Sampling(max_tokens=min(max_tokens, room), temperature=0.0)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                completion = await self._engine.generate(prompt_ids, sampling)
+        except TimeoutError as error:
+            if isinstance(error, TandemError):
+                raise
+            raise EpisodeFailed("judge", f"judge: the engine gave no answer within {self._deadline_s:g} s") from error
+        return self._renderer.visible(completion.ids)
+
+
+class HttpJudge:
+    """Any server that speaks OpenAI's chat completions."""
+
+    def __init__(self, url: str, model: str, key: str, *, timeout_s: float) -> None:
+        self._url, self._model, self._timeout_s = url.rstrip("/") + "/chat/completions", model, timeout_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
+        body = {"model": self._model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
+        try:
+            async with asyncio.timeout(self._timeout_s), self._gate:
+                return await self._answer(body)
+        except TimeoutError as error:
+            text = f"judge: {self._url} gave no answer within environment.judge.timeout_s = {self._timeout_s:g} s"
+            raise EpisodeFailed("judge", text) from error
+
+    async def _answer(self, body: dict[str, Any]) -> str:
+        import httpx
+
+        async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s) as client:
+            for attempt in range(_TRIES):
+                last = attempt == _TRIES - 1
+                try:
+                    response = await client.post(self._url, json=body)
+                except httpx.TransportError as error:
+                    if last:
+                        raise EpisodeFailed("judge", f"judge: {self._url}: {type(error).__name__}: {error}") from error
+                    await asyncio.sleep(2.0**attempt / 4)
+                    continue
+                if response.status_code in (429, 500, 502, 503, 504) and not last:
+                    await asyncio.sleep(_wait_s(response, attempt))
+                    continue
+                return self._content(response)
+        raise AssertionError("the last attempt answers or raises")
+
+    def _content(self, response: httpx.Response) -> str:
+        if response.status_code != 200:
+            text = f"judge: {self._url} answered {response.status_code}: {response.text[:200]}"
+            raise EpisodeFailed("judge", text)
+        try:
+            content = response.json()["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise EpisodeFailed("judge", f"judge: {self._url}: its answer is no chat completion: {error!r}") from error
+        return content if isinstance(content, str) else ""
+
+
+def _wait_s(response: httpx.Response, attempt: int) -> float:
+    said = response.headers.get("retry-after", "")
+    if said.isdigit():
+        return min(float(said), _MOST_WAIT_S)
+    when = email.utils.parsedate_tz(said) if said else None
+    if when is not None:
+        return min(max(0.0, email.utils.mktime_tz(when) - time.time()), _MOST_WAIT_S)
+    return 2.0**attempt / 4
