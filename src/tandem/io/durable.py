@@ -40,6 +40,7 @@ class Files(Protocol):
     def mark(self) -> object: ...
     def sync(self) -> None: ...
     def cut_back(self, mark: Any) -> None: ...
+    def sweep(self) -> None: ...
 
 
 class Durable:
@@ -55,6 +56,7 @@ class Durable:
         except BaseException:
             os.close(self._lock)
             raise
+        # Opened after the first: what it reads is what is committed, never what is under way.
         self._reading = sqlite3.connect(directory / "index.sqlite3", check_same_thread=False, isolation_level=None)
         self._changes: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="durable", daemon=True)
@@ -66,7 +68,8 @@ class Durable:
         return str(self._broken or "")
 
     async def write(self, change: Change[T]) -> T:
-        """Its result, after the fsync. A caller that is cancelled leaves: the change happens, or not, all the same."""
+        """Its result, after the fsync. A caller that is cancelled before the change began takes it back; later it
+        happens all the same."""
         return await asyncio.wrap_future(self.submit(change))
 
     def submit(self, change: Change[T]) -> concurrent.futures.Future[T]:
@@ -112,6 +115,7 @@ class Durable:
         if self._broken is not None:
             return _fail(batch, self._broken)
         mark = self._files.mark() if self._files else None
+        batch = [each for each in batch if each.future.set_running_or_notify_cancel()]
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             done = [each for each in batch if self._apply(each)]
@@ -122,6 +126,8 @@ class Durable:
             return _fail(batch, self._undo(error, mark))
         for each in done:
             each.future.set_result(each.result)
+        if self._files:
+            self._files.sweep()
 
     def _apply(self, waiting: _Waiting) -> bool:
         """False: it raised, was undone alone, and its caller knows."""

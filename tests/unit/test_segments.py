@@ -1,0 +1,172 @@
+"""Payload files: what is read is what was written, files go when nothing in them is wanted, a full disk harms nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import StoreError, StoreFull
+from tandem.io.durable import Durable
+from tandem.io.segments import Segments
+
+
+def files(segments: Segments) -> list[str]:
+    return sorted(path.name for path in segments.directory.glob("*.seg"))
+
+
+def test_what_is_read_is_what_was_written_in_several_parts(tmp_path: Path):
+    segments = Segments(tmp_path, reserve_bytes=0)
+    places = [segments.append(b"head", memoryview(bytes([number]) * number)) for number in range(1, 50)]
+    segments.sync()
+    assert [segments.read(place) for place in places] == [b"head" + bytes([n]) * n for n in range(1, 50)]
+    segments.close()
+
+
+def test_a_file_goes_when_the_last_payload_in_it_is_forgotten(tmp_path: Path):
+    segments = Segments(tmp_path, roll_bytes=100, reserve_bytes=0)
+    places = [segments.append(b"x" * 60) for _ in range(6)]
+    segments.sync()
+    assert files(segments) == ["00000001.seg", "00000002.seg", "00000003.seg"]
+    segments.forget(places[:3])
+    segments.sweep()
+    assert files(segments) == ["00000002.seg", "00000003.seg"]
+    assert segments.read(places[3]) == b"x" * 60
+    segments.forget(places[3:])
+    segments.sweep()
+    assert files(segments) == ["00000003.seg"]  # it is being written
+    segments.close()
+
+
+def test_a_restart_keeps_what_the_index_points_at_and_never_writes_behind_a_torn_tail(tmp_path: Path):
+    segments = Segments(tmp_path, roll_bytes=100, reserve_bytes=0)
+    wanted, _ = segments.append(b"a" * 90), segments.append(b"b" * 90)
+    segments.close()
+    with (tmp_path / "00000001.seg").open("ab") as file:
+        file.write(b"torn")
+    again = Segments(tmp_path, reserve_bytes=0)
+    again.keep_only([wanted])
+    assert files(again) == ["00000001.seg"]
+    assert again.append(b"c").segment != wanted.segment
+    assert again.read(wanted) == b"a" * 90
+    again.close()
+
+
+def test_a_changed_byte_is_found(tmp_path: Path):
+    segments = Segments(tmp_path, reserve_bytes=0)
+    place = segments.append(b"payload")
+    with (tmp_path / "00000001.seg").open("r+b") as file:
+        file.seek(place.offset + 2)
+        file.write(b"!")
+    with pytest.raises(StoreError, match="not what was written"):
+        segments.read(place)
+    segments.close()
+
+
+@pytest.mark.parametrize("roll", [100, 10_000])
+def test_what_was_cut_back_never_was(tmp_path: Path, roll: int):
+    segments = Segments(tmp_path, roll_bytes=roll, reserve_bytes=0)
+    kept = segments.append(b"k" * 60)
+    mark = segments.mark()
+    for _ in range(5):
+        segments.append(b"x" * 60)
+    segments.cut_back(mark)
+    segments.sweep()
+    assert files(segments) == ["00000001.seg"]
+    after = segments.append(b"y" * 60)
+    segments.sync()
+    assert (segments.read(kept), segments.read(after)) == (b"k" * 60, b"y" * 60)
+    segments.forget([after])
+    assert segments.read(kept) == b"k" * 60
+    segments.close()
+
+
+def test_what_is_left_free_is_not_written_to(tmp_path: Path):
+    segments = Segments(tmp_path, reserve_bytes=2**60)
+    with pytest.raises(StoreFull, match="stay free"):
+        segments.append(b"x")
+    segments.close()
+
+
+def test_a_write_that_stops_halfway_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    segments = Segments(tmp_path, reserve_bytes=0)
+    before = segments.append(b"before")
+    whole = os.pwrite
+
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    def half(descriptor: int, parts: list[bytes], offset: int) -> int:
+        return whole(descriptor, b"".join(parts)[:7], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", half)
+        patch.setattr(os, "pwrite", no_room)
+        with pytest.raises(OSError, match="no space"):
+            segments.append(b"x" * 100)
+    size = (tmp_path / "00000001.seg").stat().st_size
+    assert size == before.offset + before.length
+    after = segments.append(b"after")
+    assert (segments.read(before), segments.read(after)) == (b"before", b"after")
+    segments.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill_to_the_last_byte(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"z" * 4096) == 4096:
+            pass
+
+
+def test_a_disk_that_is_full_refuses_harms_nothing_and_goes_on_when_there_is_room(small_disk: Path):
+    """A real file system of 2 MiB, filled twice: by what is stored, and by somebody else."""
+    segments = Segments(small_disk / "segments", roll_bytes=200_000, reserve_bytes=300_000)
+    store = Durable(small_disk, ("CREATE TABLE rows (id INTEGER PRIMARY KEY)",), files=segments)
+
+    def add(db):
+        db.execute("INSERT INTO rows DEFAULT VALUES")
+        return segments.append(b"p" * 50_000)
+
+    kept = []
+
+    def fill() -> None:
+        while True:
+            kept.append(store.submit(add).result())
+
+    with pytest.raises(StoreFull):
+        fill()
+    assert len(kept) > 10
+    ballast = small_disk / "ballast"
+    fill_to_the_last_byte(ballast)  # now SQLite has no room either
+    errors = set()
+    for _ in range(40):
+        try:
+            store.submit(lambda db: db.execute("INSERT INTO rows VALUES (NULL)").rowcount).result()
+        except StoreFull as error:
+            errors.add(type(error))
+    assert (errors, store.broken) == ({StoreFull}, "")
+    ballast.unlink()
+    segments.forget(kept[:8])
+    store.submit(lambda db: db.execute("DELETE FROM rows WHERE id <= 8").rowcount).result()
+    kept = [*kept[8:], store.submit(add).result()]
+    assert all(segments.read(place) == b"p" * 50_000 for place in kept)
+    store.close()
+    segments.close()
+    again = Durable(small_disk, ("",))
+    assert again.read("PRAGMA integrity_check") == [("ok",)]
+    again.close()
