@@ -106,7 +106,7 @@ def fused(device: torch.device) -> dict[str, Any]:
 @cache
 def why_not_fused() -> str:
     """Why the digests of tensors on a GPU are computed one by one; empty if they are not."""
-    probe = _matrix(("probe", torch.arange(-3, 3, dtype=torch.int16, device="cuda").view(2, 3), 5, 7))
+    probe = _matrix(("probe", torch.arange(-8, 8, dtype=torch.int16, device="cuda").view(2, 8), 5, 7))
     try:
         why_not = "" if _fused([probe]) == [_sum(probe)] else "the kernel's numbers are others"
     except Exception as error:  # noqa: BLE001 - a compiler runs here, and may lack its tools or a place for its files
