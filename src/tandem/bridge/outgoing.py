@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem.bridge.wire import dtype_named, listed, name_of
 from tandem.errors import SyncError
+from tandem.ops.finite import Finite
 from tandem.types import Weights
 
 _ADAPTED = ("base_model.model.", ".lora_")
@@ -37,9 +38,9 @@ def forms(weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str) -> 
 
 
 def outgoing(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor once. The names are complete when it ends well, and not before."""
+    """Each tensor once. The names are complete, and all values numbers, when it ends well; not before."""
     what = f"{mode}: version {weights.version}"
-    missing, unknown = set(into), list[str]()
+    missing, unknown, finite = set(into), list[str](), Finite()
     with torch.no_grad():
         for name, tensor in weights.tensors():
             if name not in into:
@@ -48,7 +49,12 @@ def outgoing(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[
                 raise SyncError(f"{what}: the trainer named '{name}' twice")
             else:
                 missing.discard(name)
-                yield name, _served(name, tensor, into[name], what)
+                served = _served(name, tensor, into[name], what)
+                finite.add(name, served)
+                yield name, served
+    if odd := finite.odd():
+        kind = dtype_named(into[odd[0]].dtype)
+        raise SyncError(f"{what}: '{odd[0]}' holds a value that is no number, or none that {kind} can hold")
     if missing or unknown:
         raise SyncError(
             f"{what}: of {len(into)} tensors that the engine serves the trainer does not send {len(missing)} "
@@ -80,12 +86,7 @@ def _served(name: str, tensor: Tensor, form: Form, what: str) -> Tensor:
     dtype = dtype_named(form.dtype)
     if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
         raise SyncError(f"{what}: '{name}' is {tensor.dtype} and is served as {dtype}: its values would be others")
-    served = tensor.detach().to(dtype)
-    if dtype.is_floating_point and served.numel():
-        comparable = served if dtype.itemsize > 1 else served.float()  # 8-bit types have no minimum
-        if not torch.isfinite(torch.stack(comparable.aminmax())).all():  # a NaN is its own minimum
-            raise SyncError(f"{what}: '{name}' holds a value that is no number, or none that {dtype} can hold")
-    return served
+    return tensor.detach().to(dtype)
 
 
 def _layer_of(name: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
+from tandem.ops.finite import Finite
 
 _PREFIX = "base_model.model."
 
@@ -40,8 +41,11 @@ class Adapter:
                 raise SyncError(f"adapter: '{owner}' has matrices of {found}, rank {rank} here needs {wanted}")
         if len(arrived) != 2 * len(owners):
             raise SyncError(f"adapter: {len(arrived)} tensors for {len(owners)} layers: some are of another kind")
-        if odd := next((name for name, tensor in arrived.items() if not torch.isfinite(tensor).all()), None):
-            raise SyncError(f"adapter: '{odd}' is not finite")
+        finite = Finite()
+        for name, tensor in arrived.items():
+            finite.add(name, tensor)
+        if odd := finite.odd():
+            raise SyncError(f"adapter: '{odd[0]}' is not finite")
 
     def use(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors.keys() != self._held.keys():

@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from tandem.engine.remote_answer import Answer
 from tandem.engine.remote_server import RemoteServer
 from tandem.engine.silence import Silence
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
 from tandem.ops.digest import fingerprints
+from tandem.ops.finite import Finite
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, Sampling, Served, Weights
@@ -356,7 +355,10 @@ def _checked(weights: Weights, version: int) -> Fingerprints:
     arrived = dict(weights.tensors())
     if not arrived:
         raise SyncError("the adapter that arrived is empty: the base alone would be served")
-    if odd := [name for name, tensor in arrived.items() if not bool(torch.isfinite(tensor).all())]:
+    finite = Finite()
+    for name, tensor in arrived.items():
+        finite.add(name, tensor)
+    if odd := finite.odd():
         raise SyncError(f"adapter: '{odd[0]}' is not finite")
     found, sent = fingerprints(arrived), weights.expected
     if odd := sorted(name for name in found.keys() | sent.keys() if found.get(name) != sent.get(name)):

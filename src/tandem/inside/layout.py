@@ -76,9 +76,10 @@ class Layout:
         return {} if self.rotary is None else dict.fromkeys(ROTARY_NAMES, self.rotary.inv_freq)
 
     def check_derived(self) -> None:
-        for name, scale in self.scales.items():
-            if scale.numel() != 1 or float(scale) != 1.0:
-                raise SyncError(f"layout: '{name}' is {scale.tolist()}, not 1: attention is quantised or damaged")
+        scales = [scale.detach().reshape(-1).float() for scale in self.scales.values()]
+        if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for all of them
+            name, scale = next((n, s.tolist()) for n, s in self.scales.items() if s.numel() != 1 or float(s) != 1.0)
+            raise SyncError(f"layout: '{name}' is {scale}, not 1: attention is quantised or damaged")
         if self.rotary is not None:
             self.rotary.check()
 
