@@ -140,3 +140,26 @@ def test_an_event_stream_ends_with_done_and_says_so_in_its_type(scripted: Served
     lines = [line for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tool_calls_are_told_apart_whole_and_in_a_stream(scripted: Served) -> None:
+    first, second = '{"name": "add", "arguments": {"a": "né"}}', '{"name": "now"}'
+    said = f"Let me see.\n<tool_call>{first}</tool_call>\n<tool_call>{second}</tool_call>"
+    choice = ask(scripted, said, tools=[ADD]).choices[0]
+    chunks = stream(scripted, said, tools=[ADD])
+    calls = [call for chunk in chunks for part in chunk.choices for call in part.delta.tool_calls or []]
+    wanted = [("add", '{"a": "né"}'), ("now", "{}")]
+    assert [(call.function.name, call.function.arguments) for call in choice.message.tool_calls] == wanted
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (index, *call) for index, call in enumerate(wanted)
+    ]
+    assert len({call.id for call in (*calls, *choice.message.tool_calls)}) == 4
+    assert choice.message.content == "".join(texts(chunks)) == "Let me see."
+    assert choice.finish_reason == chunks[-1].choices[0].finish_reason == "tool_calls"
+    for kept in (ask(scripted, said), ask(scripted, said, tools=[ADD], tool_choice="none")):
+        assert kept.choices[0].message.content == said
+        assert kept.choices[0].message.tool_calls is None
+        assert kept.choices[0].finish_reason == "stop"

@@ -31,6 +31,7 @@ CASES = {
     "cut": (f'{NOW}\n<tool_call>{{"name": "a', '<tool_call>{"name": "a', [ToolCall("now", {})], 1),
     "half a mark": ("see <tool_ca", "see <tool_ca", [], 0),
     "half a mark before a mark": (f"<tool_{NOW}", "<tool_", [ToolCall("now", {})], 0),
+    "one within another": (f"<tool_call>{{ {NOW}!", None, [], 1),
     "the end alone": ("</tool_call>", "</tool_call>", [], 0),
 }  # fmt: skip
 

@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("auto", "none"),
     "tools": ([],),
     "top_logprobs": (0,),
 }
@@ -62,11 +61,46 @@ def _joined(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
+class CalledFunction(_Strict):
+    name: str
+    arguments: str
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """Templates want an object where OpenAI has its text."""
+        try:
+            arguments = from_json(self.arguments, allow_inf_nan=False) if self.arguments else {}
+        except ValueError:
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(_Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = 0
+    """As it was numbered in a stream; without effect."""
+
+
+class ToolFunction(_Strict):
+    name: str = Field(min_length=1, max_length=256)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class ChatMessage(_Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)] = ""
+    reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -130,6 +164,8 @@ class _Request(_Strict):
 
 class ChatRequest(_Request):
     messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] = Field([], max_length=256)
+    tool_choice: Literal["auto", "none"] = "auto"
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
 
@@ -158,6 +194,21 @@ class CompletionRequest(_Request):
     prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt_list)]
     logprobs: int | None = Field(None, ge=0, le=1)
     """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
+
+
+def template_messages(asked: ChatRequest) -> list[dict[str, Any]]:
+    """As chat templates want them."""
+    messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+    for message, given in zip(messages, asked.messages, strict=True):
+        if given.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.for_template} for call in given.tool_calls
+            ]
+    return messages
+
+
+def template_tools(asked: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_unset=True) for tool in asked.tools]
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -30,13 +30,13 @@ class CallStream:
                 self._held += TOOL_CALL + rest
                 return "".join(said), calls
             whole = TOOL_CALL + written + END_TOOL_CALL
-            (call,) = parse_calls(whole)[1]
-            if call.error:
-                self.errors.append(f"{call.error}: {written.strip()[:_TOLD_CHARS]}")
+            *broken, call = parse_calls(whole)[1]  # one that begins within another: the first did not end
+            self.errors += (f"{each.error}: {each.raw.strip()[:_TOLD_CHARS]}" for each in (*broken, call) if each.error)
+            if broken or call.error:
                 said.append(self._held + whole)
             else:
                 calls.append(call)
-            self._after_call = not call.error
+            self._after_call = not (broken or call.error)
             self._held = after
         said.append(self._speak(self._held))
         return "".join(said), calls

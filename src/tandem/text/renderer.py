@@ -14,6 +14,7 @@ from typing import Any
 
 from tandem.errors import TemplateError
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
+from tandem.text.call_stream import CallStream
 from tandem.text.thoughts import END_THINK, THINK, ThoughtStream
 from tandem.types import Message, Thought, ToolCall
 
@@ -120,6 +121,10 @@ class Renderer:
             _, closed, text = text.partition(END_THINK)
             return text.lstrip() if closed else ""
         return text
+
+    def call_stream(self) -> CallStream:
+        """For the answer of one turn whose text comes bit by bit."""
+        return CallStream()
 
     def _body(self, ids: Sequence[int]) -> list[int]:
         return list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)
