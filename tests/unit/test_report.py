@@ -104,7 +104,7 @@ def page_of(run_dir: Path) -> Elements:
 
 
 def printed(run_dir: Path, status: dict) -> str:
-    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(closing_text(run_dir, status))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
