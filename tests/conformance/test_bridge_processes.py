@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,16 +172,23 @@ def test_a_lost_engine_is_an_error_in_time_and_another_one_is_taken(
     name: str, strike: signal.Signals, engine: End, victim: End, tmp_path: Path
 ) -> None:
     large = name == "broadcast"
-    bridge = BroadcastBridge(bucket_bytes=2**22, deadline_s=1.5) if large else COPYING[name](tmp_path, 1.5)
-    source = bridge.source()
-    source.attached({"boot_id": "engine-1", "layout": layout_of(LARGE)} if large else reply())
-    weights = weights_of(1, bridge.carries, LARGE if large else None)
-    victim.ask("open", dict(source.link))
-    victim.say("receive", 1)
-    started = time.monotonic()
-    with pytest.raises(SyncTimeout if strike == signal.SIGSTOP else SyncError, match=r"was not taken|not confirm"):
-        bridge.send(struck_while_sending(weights, name, partial(os.kill, victim.pid, strike)))
-    assert time.monotonic() - started < 5
+    for deadline_s in (1.5, 6.0):
+        bridge = (
+            BroadcastBridge(bucket_bytes=2**22, deadline_s=deadline_s) if large else COPYING[name](tmp_path, deadline_s)
+        )
+        source = bridge.source()
+        source.attached({"boot_id": "engine-1", "layout": layout_of(LARGE)} if large else reply())
+        weights = weights_of(1, bridge.carries, LARGE if large else None)
+        victim.ask("open", dict(source.link))
+        victim.say("receive", 1)
+        started = time.monotonic()
+        with pytest.raises(SyncTimeout if strike == signal.SIGSTOP else SyncError) as lost:
+            bridge.send(struck_while_sending(weights, name, partial(os.kill, victim.pid, strike)))
+        assert time.monotonic() - started < deadline_s + 3.5
+        if "did not come" not in str(lost.value):
+            break
+        victim.hear()  # a busy machine did not bring it here in time, and nobody was struck
+    assert re.search("was not taken|not confirm", str(lost.value)), lost.value
     started = time.monotonic()
     with pytest.raises(SyncError, match="this meeting has ended"):
         bridge.send(weights)
