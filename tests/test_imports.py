@@ -347,6 +347,7 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
         "types.py",
         "protocols.py",
         "ops/__init__.py",
+        "ops/devices.py",
         "ops/digest.py",
         "ops/digest_triton.py",
         "ops/phases.py",

@@ -3,7 +3,8 @@
 For each mode: a random checkpoint of the shape, a trainer on the first GPU, vLLM with CUDA graphs behind `tandem engine
 serve`, and VERSIONS versions whose weights differ. Each must be proven (digests or identity, cache epoch, canary), and
 a batch sampled afterwards must agree with the trainer about its logprobs; a batch of the version before, scored with
-this one, shows what a stale engine would look like. Details, and logs of what failed, go to $OUT.
+this one, shows what a stale engine would look like. Details, and logs of what failed, go to $OUT. `--backend` forces
+the way that `broadcast` and `adapter_broadcast` take, which `auto` chooses; under `ipc` all is on one GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from tandem.types import Proof, Sampling
 VERSIONS, PROMPTS, TOKENS = 4, 16, 48
 
 
-def spec_of(mode: str, tensor_parallel: int, checkpoint: Path, python: str) -> Any:
+def spec_of(mode: str, backend: str, tensor_parallel: int, checkpoint: Path, python: str) -> Any:
     engine: dict[str, Any] = {
         "kind": "vllm", "python": python, "max_context": 512, "memory_share": 0.4, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
-    if mode == "broadcast":
+    if mode == "broadcast" and backend != "ipc":
         engine["gpus"] = list(range(1, 1 + tensor_parallel))
+    sync: dict[str, Any] = {"bridge": mode, "retries": 0, "deadline_s": 120.0}
+    if mode in ("broadcast", "adapter_broadcast"):
+        sync["backend"] = backend
     model: dict[str, Any] = {"path": str(checkpoint)}
     if mode.startswith("adapter"):
         model["lora"] = {"rank": 16}
@@ -42,7 +46,7 @@ def spec_of(mode: str, tensor_parallel: int, checkpoint: Path, python: str) -> A
         {
             "recipe": "rl", "name": "sync", "device": "cuda", "deterministic": False, "model": model,
             "precision": {"weights": "bfloat16"}, "environment": {"name": "guess"}, "engine": engine,
-            "sync": {"bridge": mode, "retries": 0, "deadline_s": 120.0},
+            "sync": sync,
             "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8, "max_lag": 1},
         }
     )  # fmt: skip
@@ -75,8 +79,10 @@ def difference(trainer: Any, played: list[tuple[list[int], int, list[float]]]) -
     )
 
 
-async def check(mode: str, tensor_parallel: int, checkpoint: Path, python: str, home: Path) -> dict[str, Any]:
-    spec = spec_of(mode, tensor_parallel, checkpoint, python)
+async def check(
+    mode: str, backend: str, tensor_parallel: int, checkpoint: Path, python: str, home: Path
+) -> dict[str, Any]:
+    spec = spec_of(mode, backend, tensor_parallel, checkpoint, python)
     torch.cuda.empty_cache()
     model = build.model(spec.model, spec.precision, 0, build.settle_torch(spec))
     joined = build_engine.join(spec, model, home)
@@ -107,7 +113,8 @@ async def check(mode: str, tensor_parallel: int, checkpoint: Path, python: str, 
     names = {name for name, _ in trainer.export("full").tensors()}
     return {
         "mode": mode, "tp": tensor_parallel, "verified": last.verified, "proofs": len(proofs),
-        "tensors": last.tensors, "mapped": len(names & set(engine["layout"])), "of": len(names),
+        "transport": dict(last.transport), "tensors": last.tensors,
+        "mapped": len(names & set(engine["layout"])), "of": len(names),
         "digests": [proof.digest for proof in proofs], "canary": [proof.logprob_gap for proof in proofs],
         "limit": last.gap_limit, "batch_gap": gaps, "stale_gap": stale, "start_s": ready,
         "ms": {name: round(seconds * 1e3, 2) for name, seconds in last.seconds.items()},
@@ -120,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"])
     parser.add_argument("--python", default=build_engine.default_python())
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
@@ -133,10 +141,12 @@ def main() -> None:
         shutil.rmtree(home, ignore_errors=True)
         torch.cuda.reset_peak_memory_stats()
         try:
-            row = asyncio.run(check(mode, int(parallel or 1), checkpoint, arguments.python, home))
+            backend, python = arguments.backend, arguments.python
+            row = asyncio.run(check(mode, backend, int(parallel or 1), checkpoint, python, home))
+            way = " ".join(filter(None, (row["transport"].get("engaged"), row["transport"].get("why")))) or "-"
             print(
-                f"{arguments.shape:11} {each:18} {row['verified']:9} {row['mapped']}/{row['of']} mapped, canary "
-                f"{max(row['canary']):.4f} <= {row['limit']:.4f}, batch {max(row['batch_gap']):.4f}, stale "
+                f"{arguments.shape:11} {each:18} {way:6} {row['verified']:9} {row['mapped']}/{row['of']} mapped, "
+                f"canary {max(row['canary']):.4f} <= {row['limit']:.4f}, batch {max(row['batch_gap']):.4f}, stale "
                 f"{min(row['stale_gap']):.4f}, {row['ms']}",
                 flush=True,
             )

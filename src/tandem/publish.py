@@ -90,6 +90,7 @@ class Publisher:
         self._deadline_s, self._retries, self._canary = deadline_s, retries, canary
         self._call, self._on_proof, self._on_meeting = call, on_proof, on_meeting
         self._attached, self._meetings, self._single_copy = False, 0, False
+        self._map: Mapping[str, Any] = {}
         self._engines: tuple[str, ...] = ()
         self._band, self._epoch = math.nan, -1
         self._proven: set[int] = set()
@@ -159,6 +160,7 @@ class Publisher:
         try:
             async with asyncio.timeout(self._deadline_s):
                 sent, served = await self._meet(teacher.export(self._bridge.carries))
+                self._tell_meeting({**self._map, "transport": sent.transport})
                 self._compare(sent, served, teacher.version)
                 proving = time.perf_counter()
                 gap, tokens = await self._ask_canary(teacher)
@@ -183,6 +185,7 @@ class Publisher:
             logprob_gap=gap,
             gap_limit=self._band if tokens else 0.0,
             canary_tokens=tokens,
+            transport=sent.transport,
         )
 
     async def _attach(self, teacher: Teacher) -> None:
@@ -195,8 +198,14 @@ class Publisher:
         if storage is not None:
             await self._call(teacher.live_in, storage)
         await self._call(check_base, teacher.base(), heard.replies)
-        self._on_meeting({"mode": self._bridge.mode, "engines": heard.replies})
+        self._tell_meeting({"mode": self._bridge.mode, "engines": heard.replies, "transport": {}})
         self._attached, self._meetings = True, self._meetings + 1
+
+    def _tell_meeting(self, map: Mapping[str, Any]) -> None:
+        """Which way versions come is known once the first one has."""
+        if map != self._map:
+            self._map = map
+            self._on_meeting(map)
 
     async def _meet(self, weights: Weights) -> tuple[Sent, Served]:
         sending = asyncio.ensure_future(self._call(self._bridge.send, weights))  # first: an inline engine waits for it

@@ -241,6 +241,8 @@ class Sent:
     """By phase: gather, move."""
     how: Literal["digest", "identity", "none"] = "digest"
     """What the fingerprints are."""
+    transport: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Where a bridge has several ways: `requested`, `engaged`, and `why` it was none of the faster ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,3 +287,5 @@ class Proof:
     canary_tokens: int = 0
     attempts: int = 1
     """More than one where a partner had to be taken back."""
+    transport: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of a bridge that has several: `requested`, `engaged`, and `why` it was none of the faster ones."""

@@ -44,9 +44,12 @@ COPYING: dict[str, Make] = {
     "adapter": lambda at, s: AdapterBridge(at / "adapters", deadline_s=s),
     "broadcast": lambda at, s: BroadcastBridge(bucket_bytes=BUCKET_BYTES, deadline_s=s),
     "adapter_broadcast": lambda at, s: AdapterBroadcastBridge(deadline_s=s),
+    "broadcast by memory": lambda at, s: BroadcastBridge(bucket_bytes=BUCKET_BYTES, deadline_s=s, backend="ipc"),
+    "adapter_broadcast by memory": lambda at, s: AdapterBroadcastBridge(deadline_s=s, backend="ipc"),
 }
 FILES = ("disk", "restart", "adapter")
-COLLECTIVES = ("broadcast", "adapter_broadcast")
+LENT = ("broadcast by memory", "adapter_broadcast by memory")
+COLLECTIVES = ("broadcast", "adapter_broadcast", *LENT)
 BRIDGES: dict[str, Make] = {
     "inproc": lambda at, s: InprocBridge(s),
     "null": lambda at, s: NullBridge(),
@@ -122,26 +125,27 @@ PASSES = {"disk": 1, "restart": 1, "adapter": 2, "broadcast": 2, "adapter_broadc
 """How often a bridge asks for the tensors. The last time they move."""
 
 
-def while_sending(weights: Weights, mode: str, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
+def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
     """What the trainer says changes between looking and sending."""
-    passes = iter(range(PASSES[mode]))
+    of_them = PASSES[name.partition(" ")[0]]
+    passes = iter(range(of_them))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        last = next(passes) == PASSES[mode] - 1
+        last = next(passes) == of_them - 1
         for number, (name, tensor) in enumerate(weights.tensors()):
             yield name, change(number, name, tensor) if last else tensor
 
     return replace(weights, tensors=tensors)
 
 
-def struck_while_sending(weights: Weights, mode: str, strike: Callable[[], object]) -> Weights:
+def struck_while_sending(weights: Weights, name: str, strike: Callable[[], object]) -> Weights:
     def change(number: int, name: str, tensor: Tensor) -> Tensor:
         if number == 1:
             time.sleep(0.2)  # the other end has begun as well
             strike()
         return tensor
 
-    return while_sending(weights, mode, change)
+    return while_sending(weights, name, change)
 
 
 def meet(bridge: WeightBridge, num_receivers: int = 1) -> WeightSource:

@@ -143,8 +143,9 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    allowed = {"", ".errors", ".types", ".ops", ".ops.digest", ".bridge"}
-    allowed |= {f".bridge.{name}" for name in ("deadline", "end", "files", "group", "wire")}
+    allowed = {"", ".errors", ".types", ".ops", ".ops.devices", ".ops.digest", ".bridge"}
+    ours = ("aside", "deadline", "end", "files", "group", "lent", "notes", "seat", "wire")
+    allowed |= {f".bridge.{name}" for name in (*ours, "shared", "shared.cuda", "shared.memory")}
     allowed |= {f".bridge.{mode}{part}" for mode in COPYING for part in ("", ".engine")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
 
@@ -171,7 +172,7 @@ LARGE = {f"layer {n}": torch.full((2**21,), float(n)) for n in range(4)}
 def test_a_lost_engine_is_an_error_in_time_and_another_one_is_taken(
     name: str, strike: signal.Signals, engine: End, victim: End, tmp_path: Path
 ) -> None:
-    large = name == "broadcast"
+    large = name == "broadcast"  # COPYING's is for small tensors
     for deadline_s in (1.5, 6.0):
         bridge = (
             BroadcastBridge(bucket_bytes=2**22, deadline_s=deadline_s) if large else COPYING[name](tmp_path, deadline_s)

@@ -244,7 +244,7 @@ def test_a_damaged_handle_is_refused_and_opens_nothing(kind: str) -> None:
         segment = Segment.create(source.link["meeting"], TENSORS)
         reply["handles"] = copy.deepcopy(dict(segment.handle))
     DAMAGE[kind](reply["handles"])
-    with pytest.raises(SyncError, match="shared: "):
+    with pytest.raises(SyncError, match="shared memory: "):
         source.attached(reply)
 
 

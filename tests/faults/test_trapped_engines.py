@@ -404,7 +404,7 @@ def test_the_base_in_place_of_the_merged_weights_is_noticed_by_the_canary(tmp_pa
 # --- memory
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "adapter_broadcast"])
+@pytest.mark.parametrize("mode", ["broadcast", "adapter_broadcast", "adapter_broadcast by memory"])
 def test_a_version_that_arrives_does_not_change_the_one_that_is_served_or_staged(mode: str, tmp_path: Path) -> None:
     """As many as there may be at a time; none is in memory that another one lies in."""
     rig = Rig(mode, tmp_path)

@@ -146,6 +146,8 @@ def make_bridge(mode: str, module: Any, at: Path, deadline_s: float) -> WeightBr
             return AdapterBridge(at / "adapters", deadline_s=deadline_s)
         case "adapter_broadcast":
             return AdapterBroadcastBridge(deadline_s=deadline_s)
+        case "adapter_broadcast by memory":
+            return AdapterBroadcastBridge(deadline_s=deadline_s, backend="ipc")
         case "shared":
             return SharedHere(deadline_s)
         case _:

@@ -21,6 +21,7 @@ from tandem.obs.sync_text import status_text
 
 TANDEM = Path(sys.executable).with_name("tandem")
 LAYOUT = {f"model.layers.{number}.weight": ["float32", [4, 4]] for number in range(10)}
+TRANSPORT = {"requested": "auto", "engaged": "gloo", "why": "an engine is on cpu, and NCCL joins GPUs"}
 ENGINE = {
     "boot_id": "boot-1",
     "version": 7,
@@ -39,7 +40,7 @@ def make_run(directory: Path, *, engines: list[dict[str, Any]] | None = None, ve
     directory.mkdir()
     write_json(directory / "status.json", {"state": "running"})
     if engines is not None:
-        write_json(directory / "sync-map.json", {"mode": "broadcast", "engines": engines})
+        write_json(directory / "sync-map.json", {"mode": "broadcast", "engines": engines, "transport": TRANSPORT})
     with JsonlWriter(directory / "sync.jsonl") as writer:
         for version in range(versions):
             writer.write(
@@ -75,9 +76,11 @@ def test_a_run_tells_its_version_its_coverage_and_its_last_proofs(tmp_path: Path
     assert [proof["version"] for proof in told["proofs"]] == [2, 3]
     assert told["map_is_of_the_last_proof"]
     assert told["engines"][0]["layout"] == LAYOUT
+    assert told["transport"] == TRANSPORT
     text = status_text(told)
     assert text.startswith(f"{tmp_path / 'run'}: running; version 3 was served last, by broadcast.\n")
     assert "engine boot-1: 2 workers, 10 tensors in its layout, 100% of the 10 sent mapped" in text
+    assert "sync.backend = auto: gloo, an engine is on cpu, and NCCL joins GPUs\n" in text
 
 
 def test_where_an_engine_fuses_tensors_the_pieces_count_and_not_its_layout(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from vllm_cpu import Vllm, adapted, gap, small_model
 
 from tandem.bridge.adapter.trainer import AdapterBridge
+from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+from tandem.bridge.lent import Lending
 from tandem.engine.pieces import whole
+from tandem.errors import SyncError
 from tandem.model import serving
 from tandem.types import Weights
 
@@ -21,18 +25,23 @@ NEAR, FAR = 0.001, 0.05  # float32
 class Pair:
     def __init__(self, vllm: Vllm, module: Any) -> None:
         self.vllm, self.module = vllm, module
-        self.bridge = AdapterBridge(deadline_s=5)
-        source = self.bridge.source()
-        self.reply = vllm.call("tandem_attach", dict(source.link))
-        assert "error" not in self.reply, self.reply
-        source.attached(self.reply)
+        self.bridge: Any = AdapterBridge(deadline_s=5)
+        self.attach()
         self.version = 0
+
+    def attach(self) -> None:
+        source = self.bridge.source()
+        self.reply = self.vllm.call("tandem_attach", dict(source.link))
+        assert "error" not in self.reply, self.reply
+        source.attached({**self.reply, "devices": [self.reply["device"]]})
 
     def send(self, wrapped: Any) -> tuple[Any, Any]:
         self.version += 1
         inner = wrapped.base_model.model
         weights = Weights(self.version, "adapter", lambda: serving.adapter(inner), serving.adapter_config(wrapped))
-        return self.bridge.send(weights), self.vllm.call("tandem_load", self.version)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(self.vllm.call, "tandem_load", self.version)
+            return self.bridge.send(weights), answer.result()
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +111,42 @@ def test_an_adapter_in_no_slot_proves_nothing(pair: Pair):
 def test_a_rank_that_the_slots_do_not_hold_is_refused(pair: Pair):
     _, answer = pair.send(adapted(pair.module, seed=400, rank=16))
     assert "--max-lora-rank 8" in answer["error"]["message"]
+
+
+def test_an_adapter_comes_by_memory_that_both_processes_map(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """One that was spoiled on its way leaves the one before as it is, and a new meeting goes on."""
+    files, pair.bridge = pair.bridge, AdapterBroadcastBridge(deadline_s=30, backend="ipc")
+    held: list[tuple[Any, str, int]] = []
+
+    def send_one(seed: int) -> None:
+        wrapped = adapted(pair.module, seed=seed)
+        sent, answer = pair.send(wrapped)
+        assert sent.transport == {"requested": "ipc", "engaged": "memory", "why": ""}
+        held.append((wrapped, answer["adapter"], pair.version))
+        for trained, name, number in held[-2:]:
+            assert gap(trained, PROMPT, pair.vllm.generate(PROMPT, adapter=name, number=number)[0]) < NEAR
+        proven = pair.vllm.call("tandem_adapter", answer["adapter"])
+        assert whole(proven["pieces"], proven["shapes"]) == dict(sent.fingerprints)
+
+    def spoil(self: Any, buffer: torch.Tensor, deadline: Any) -> int:
+        buffer[100] += 1
+        return tell(self, buffer, deadline)
+
+    tell = Lending.broadcast
+    pair.attach()
+    for seed in (600, 601):
+        send_one(seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lending, "broadcast", spoil)
+        with pytest.raises(SyncError, match="is not what was sent"):
+            pair.send(adapted(pair.module, seed=602))
+    wrapped, name, number = held[-1]
+    assert gap(wrapped, PROMPT, pair.vllm.generate(PROMPT, adapter=name, number=number)[0]) < NEAR
+    pair.attach()
+    send_one(603)
+    pair.bridge.close()
+    pair.bridge = files
+    pair.attach()
 
 
 def test_a_dropped_adapter_frees_its_slot(pair: Pair):

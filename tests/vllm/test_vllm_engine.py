@@ -64,6 +64,7 @@ class Rig:
             "broadcast": lambda: BroadcastBridge("cpu", deadline_s=20),
             "adapter": lambda: AdapterBridge(deadline_s=20),
             "adapter_broadcast": lambda: AdapterBroadcastBridge("cpu", deadline_s=20),
+            "adapter_broadcast by memory": lambda: AdapterBroadcastBridge("cpu", deadline_s=20, backend="ipc"),
         }[mode]()
         self.run(self.engine.attach(made.source(self.engine.receivers)))
         return made
@@ -98,7 +99,7 @@ def rig(tmp_path_factory: Any) -> Iterator[Rig]:
     made.close()
 
 
-@pytest.mark.parametrize("mode", ["adapter", "adapter_broadcast", "broadcast", "disk"])
+@pytest.mark.parametrize("mode", ["adapter", "adapter_broadcast", "adapter_broadcast by memory", "broadcast", "disk"])
 def test_versions_are_published_with_equal_fingerprints_and_served(rig: Rig, mode: str):
     bridge = rig.bridge(mode)
     for seed in (1, 2):

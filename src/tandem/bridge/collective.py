@@ -1,11 +1,13 @@
-"""The trainer's end of the wire of collectives: two buckets, one that is packed while the other one travels."""
+"""The trainer's end of a meeting: two buckets, one that is packed while the other one travels."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +15,18 @@ from torch import Tensor
 
 from tandem.bridge import wire
 from tandem.bridge.deadline import Deadline
-from tandem.bridge.group import CLOSED, CLOSING_S, WAY_OUT, Group, GroupSource, Meeting, Notes
+from tandem.bridge.group import Group
+from tandem.bridge.lent import AGAIN, UNMAPPED, Lending, Memory, Unmapped
+from tandem.bridge.notes import CLOSED, CLOSING_S, WAY_OUT, Meeting, Notes
 from tandem.bridge.outgoing import Form, forms, outgoing
+from tandem.bridge.seat import GroupSource
+from tandem.bridge.way import Backend, Way, way
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops import digest
 from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
+
+_log = logging.getLogger(__name__)
 
 
 class CollectiveBridge:
@@ -27,12 +35,15 @@ class CollectiveBridge:
     mode: str
     carries: WeightKind
 
-    def __init__(self, device: torch.device | str, host: str, bucket_bytes: int, deadline_s: float) -> None:
-        """`device`: where the bytes are packed; cuda sends by NCCL, cpu by gloo. `bucket_bytes`: 0 is all in one."""
+    def __init__(
+        self, device: torch.device | str, host: str, bucket_bytes: int, deadline_s: float, backend: Backend
+    ) -> None:
+        """`device`: where the trainer's tensors are. `bucket_bytes`: 0 is all in one."""
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._host, self._bucket_bytes, self._deadline_s = host, bucket_bytes, deadline_s
+        self._backend: Backend = backend
         self._host_of: _Host | None = None
         self._meetings = 0
 
@@ -50,7 +61,7 @@ class CollectiveBridge:
             self._device.type,
             self._deadline_s,
         )
-        self._host_of = _Host(meeting, listening, self._device, self.carries)
+        self._host_of = _Host(meeting, listening, self._device, self.carries, self._backend)
         return self._host_of.source
 
     def storage(self) -> Mapping[str, Tensor] | None:
@@ -70,13 +81,18 @@ class CollectiveBridge:
 class _Host:
     """The trainer at one meeting: rank 0, and the store's owner."""
 
-    def __init__(self, meeting: Meeting, listening: socket.socket, device: torch.device, carries: WeightKind) -> None:
+    def __init__(
+        self, meeting: Meeting, listening: socket.socket, device: torch.device, carries: WeightKind, backend: Backend
+    ) -> None:
         self._meeting, self._device = meeting, device
+        self._backend: Backend = backend
         self._notes = Notes(meeting, meeting.host_it(listening), mine=True)
         self.source = GroupSource(meeting.to_link(), meeting.mode, carries, device if device.type == "cpu" else None)
         self._given_up = threading.Event()
         self._lock = threading.Lock()
+        self._way: Way | None = None
         self._group: Group | None = None
+        self._memory: Memory | None = None
         self._sequence, self._ended = 0, ""
 
     def send(self, weights: Weights, bucket_bytes: int) -> Sent:
@@ -90,7 +106,7 @@ class _Host:
             into = forms(weights, self.source.replies, self._meeting.mode)
             manifest = _manifest(weights, into, self._meeting.mode, bucket_bytes)
             phases.end("gather")
-            self._gather_everybody(manifest, deadline)
+            chosen, manifest = self._agree_on_a_way(manifest, deadline)
             phases.end("meet")
             self._move(weights, into, manifest, deadline)
             phases.end("move")
@@ -98,7 +114,14 @@ class _Host:
             phases.end("confirm")
         finally:
             self._lock.release()
-        return Sent(weights.version, self._meeting.mode, manifest.fingerprints, manifest.size_bytes, phases.seconds)
+        return Sent(
+            weights.version,
+            self._meeting.mode,
+            manifest.fingerprints,
+            manifest.size_bytes,
+            phases.seconds,
+            transport=chosen._asdict(),
+        )
 
     def close(self) -> None:
         self._given_up.set()
@@ -112,6 +135,35 @@ class _Host:
         self._notes.write(f"{self._sequence + 1}/manifest", "", deadline)
         self._lock.release()
 
+    def _agree_on_a_way(self, manifest: wire.Manifest, deadline: Deadline) -> tuple[Way, wire.Manifest]:
+        """What works is kept for all versions of this meeting. Only auto looks for another."""
+        if self._way is None:
+            devices = [each for reply in self.source.replies for each in reply.get("devices", ("",))]
+            small = manifest.kind == "adapter"
+            self._way = way(self._meeting.mode, self._backend, self._device, devices, small=small)
+        try:
+            return self._way, self._announced_by(self._way, manifest, deadline)
+        except Unmapped as error:
+            if self._backend != "auto":
+                raise
+            _log.warning("%s; by way of the host instead", error)
+            self._way = Way("auto", "gloo", str(error))
+            return self._way, self._announced_by(self._way, manifest, deadline)
+
+    def _announced_by(self, chosen: Way, manifest: wire.Manifest, deadline: Deadline) -> wire.Manifest:
+        lent = self._lend(manifest).handles if chosen.is_lent else ()
+        manifest = replace(manifest, way=chosen.engaged, lent=lent)
+        self._gather_everybody(manifest, deadline)
+        return manifest
+
+    def _lend(self, manifest: wire.Manifest) -> Memory:
+        """Nobody reads there any more: each version before was taken by all, or else this meeting has ended."""
+        size, rooms = min(manifest.bucket_bytes, manifest.size_bytes), max(1, _rooms_of(manifest))
+        if self._memory is None or self._memory.room_bytes < size or len(self._memory.rooms) < rooms:
+            receivers = self._meeting.world_size - 1
+            self._memory = Memory(self._meeting.token, self._device, rooms, size, receivers)
+        return self._memory
+
     def _gather_everybody(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         """From here to the end of `_move` both ends walk in step; before it, either may still refuse."""
         mode, version = self._meeting.mode, manifest.version
@@ -123,25 +175,38 @@ class _Host:
             answers = self._hear(f"{now}/answer", f"for version {version}, {{}} did not come", deadline)
             refusals = [f"receiver {rank - 1}: {text}" for rank, text in answers.items() if text]
             if refusals:
-                raise SyncError(f"{mode}: version {version} was not sent: {'; '.join(refusals)}")
+                kind = Unmapped if all(UNMAPPED in text for text in refusals) else SyncError
+                raise kind(f"{mode}: version {version} was not sent: {'; '.join(refusals)}")
         except SyncError as error:
             # Whoever comes late must not wait in a collective for a sender that has gone on.
-            self._notes.write(f"{now}/go", str(error), Deadline(mode, CLOSING_S))
+            again = isinstance(error, Unmapped) and self._backend == "auto"
+            self._notes.write(f"{now}/go", AGAIN if again else str(error), Deadline(mode, CLOSING_S))
             raise
         self._notes.write(f"{now}/go", "", deadline)
 
     def _move(self, weights: Weights, into: Mapping[str, Form], manifest: wire.Manifest, deadline: Deadline) -> None:
+        carrier: Group | Lending | None = None
         try:
-            if self._group is None:
-                self._group = Group(self._meeting, 0, self._notes, self._device, deadline)
-            with self._group.aside():
-                packer = _Packer(self._group, manifest, self._device, deadline)
+            carrier = self._carrier(manifest, deadline)
+            with carrier.aside():
+                packer = _Packer(carrier, manifest, deadline)
                 for name, tensor in outgoing(weights, into, self._meeting.mode):
                     packer.add(wire.as_bytes(tensor), manifest.tensors[name].offset)
                 packer.finish()
         except SyncError as error:
+            if isinstance(carrier, Lending):
+                carrier.break_off(str(error))
             self._end(str(error), broken=True)
             raise
+
+    def _carrier(self, manifest: wire.Manifest, deadline: Deadline) -> Group | Lending:
+        if manifest.lent:
+            assert self._memory is not None
+            return Lending(self._memory, self._device, self._notes, self._sequence, len(manifest.lent))
+        if self._group is None:
+            device = self._device if manifest.way == "nccl" else torch.device("cpu")
+            self._group = Group(self._meeting, 0, self._notes, device, deadline)
+        return self._group
 
     def _hear_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         version = manifest.version
@@ -174,6 +239,7 @@ class _Host:
 
     def _end(self, why: str, *, broken: bool) -> None:
         group, self._group, self._ended = self._group, None, self._ended or why
+        self._memory = None
         if group is not None:
             group.close(broken=broken)
 
@@ -181,13 +247,14 @@ class _Host:
 class _Packer:
     """Tensors, one behind the other, into the bucket whose turn it is."""
 
-    def __init__(self, group: Group, manifest: wire.Manifest, device: torch.device, deadline: Deadline) -> None:
-        self._group, self._deadline = group, deadline
+    def __init__(self, carrier: Group | Lending, manifest: wire.Manifest, deadline: Deadline) -> None:
+        self._carrier: Any = carrier
+        self._deadline = deadline
         self._bucket_bytes, self._left = manifest.bucket_bytes, manifest.size_bytes
         self._failed = f"version {manifest.version} was not taken"
-        rooms = min(2, -(-manifest.size_bytes // max(self._bucket_bytes, 1)))
+        rooms = _rooms_of(manifest)
         size = min(self._bucket_bytes, manifest.size_bytes)
-        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(rooms)]
+        self._buffers = carrier.buffers(rooms, size)
         self._works: list[Any] = [None] * rooms
         self._turn = 0
 
@@ -202,7 +269,7 @@ class _Packer:
     def finish(self) -> None:
         if self._left:
             self._send()
-        self._group.finish(self._failed, self._deadline)
+        self._carrier.finish(self._failed, self._deadline)
 
     def _go_on_to(self, bucket: int) -> None:
         while self._turn < bucket:
@@ -211,11 +278,16 @@ class _Packer:
     def _send(self) -> None:
         room = self._turn % 2
         full = min(self._bucket_bytes, self._left)
-        self._works[room] = self._group.broadcast(self._buffers[room][:full], self._deadline)
+        self._works[room] = self._carrier.broadcast(self._buffers[room][:full], self._deadline)
         self._left -= full
         self._turn += 1
         if self._left and (before := self._works[self._turn % 2]) is not None:
-            self._group.free(before, self._failed, self._deadline)
+            self._carrier.free(before, self._failed, self._deadline)
+
+
+def _rooms_of(manifest: wire.Manifest) -> int:
+    """One is written while the other one travels."""
+    return min(2, -(-manifest.size_bytes // manifest.bucket_bytes))
 
 
 def _manifest(weights: Weights, into: Mapping[str, Form], mode: str, bucket_bytes: int) -> wire.Manifest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -93,6 +93,10 @@ class Manifest:
     size_bytes: int = 0
     """Of the flat bytes that tensors lie in, where they are in no file."""
     bucket_bytes: int = 0
+    way: str = ""
+    """nccl and gloo: by a collective. ipc and memory: by what is lent."""
+    lent: Sequence[Mapping[str, Any]] = ()
+    """The handle of that memory, for each receiver."""
 
     @property
     def fingerprints(self) -> Fingerprints:

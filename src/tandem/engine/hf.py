@@ -26,6 +26,7 @@ from tandem.engine.sample import Settings, draw
 from tandem.engine.slots import SlotCache
 from tandem.errors import EngineError, SyncError
 from tandem.ops import digest, masks
+from tandem.ops.devices import device_name
 from tandem.ops.head import Head
 from tandem.ops.phases import Phases
 from tandem.ops.tensors import live_tensors
@@ -158,6 +159,7 @@ class EmbeddedEngine:
             self._holding.house(home)
             await self.wake()
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
+        reply["devices"] = [device_name(self._device)]
         reply["digests"] = digest.fused(next(self._module.parameters()).device)
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)

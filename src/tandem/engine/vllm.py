@@ -161,6 +161,7 @@ class VllmEngine:
         told = ("layout", "derived", "adapter_dtype", "handles", "versions", "digests")
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]
+        reply["devices"] = [answer["device"] for answer in answers]
         if "pieces" in first:
             shapes = {name: shape for name, (_, shape) in first["layout"].items()}
             reply["base"] = whole([piece for answer in answers for piece in answer["pieces"]], shapes)

@@ -23,6 +23,7 @@ from tandem.inside.layout import Layout, layout_of
 from tandem.inside.lora_slots import LoraSlots
 from tandem.inside.sources import EngineEnd, open_source
 from tandem.ops import digest
+from tandem.ops.devices import device_name
 from tandem.ops.phases import Phases
 from tandem.types import Weights
 
@@ -71,7 +72,7 @@ class Worker:
             "boot_id": self._boot_id,
             "rank": self._rank,
             "world": self._world,
-            "device": _device_name(self._theirs.device),
+            "device": device_name(self._theirs.device),
             "versions": {"vllm": _vllm_version(), "torch": str(torch.__version__)},
             "layout": self._layout.forms(),
             "derived": sorted(self._layout.tables()),
@@ -196,10 +197,6 @@ class Worker:
 
 def _whereabouts(tensor: Tensor) -> str:
     return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_properties(device).uuid})" if device.type == "cuda" else str(device)
 
 
 def _vllm_version() -> str:

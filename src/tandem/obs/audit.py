@@ -133,6 +133,7 @@ def proof_of(row: Row) -> Proof:
     if not isinstance(seconds, Mapping):
         raise ValueError(f"seconds = {seconds!r}")
     values["seconds"] = {str(phase): _or_nan(took) for phase, took in seconds.items()}
+    values["transport"] = dict(values.get("transport") or {})
     values["engines"] = tuple(str(engine) for engine in values.get("engines") or ())
     return Proof(**values)
 

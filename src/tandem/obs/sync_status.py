@@ -42,6 +42,7 @@ def _of_run(run_dir: Path, last: int) -> dict[str, Any]:
         "directory": str(run_dir),
         "state": str(status.get("state", "unknown")),
         "mode": str(told.get("mode") or (newest.mode if newest else "")),
+        "transport": dict(told.get("transport") or {}),
         "version": newest.version if newest else None,
         "engines": engines,
         "coverage": min((engine["coverage"] for engine in engines), default=None),

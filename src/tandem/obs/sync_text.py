@@ -160,6 +160,9 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
     version, mode = told["version"], told["mode"] or "no bridge yet"
     serves = "no version is served yet" if version is None else f"version {version} was served last"
     lines = [f"{told['directory']}: {told['state']}; {serves}, by {mode}."]
+    if way := told["transport"]:
+        why = f", {way['why']}" if way.get("why") else ""
+        lines.append(f"sync.backend = {way['requested']}: {way['engaged']}{why}")
     for engine in told["engines"]:
         what = "of the base" if engine["is_base"] else "sent"
         share = f", {engine['coverage']:.0%} of the {engine['of']} {what} mapped" if engine["of"] else ""

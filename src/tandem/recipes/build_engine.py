@@ -339,15 +339,18 @@ def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
             from tandem.bridge.broadcast.trainer import BroadcastBridge
 
             return BroadcastBridge(
-                _packed_on(spec, sync, model),
+                model.device,
                 host=sync.host,
                 bucket_bytes=sync.bucket_mib * 2**20,
                 deadline_s=sync.deadline_s,
+                backend=sync.backend,
             )
         case AdapterBroadcastSync():
             from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
 
-            return AdapterBroadcastBridge(_packed_on(spec, sync, model), host=sync.host, deadline_s=sync.deadline_s)
+            return AdapterBroadcastBridge(
+                model.device, host=sync.host, deadline_s=sync.deadline_s, backend=sync.backend
+            )
         case AdapterSync():
             from tandem.bridge.adapter.trainer import AdapterBridge
 
@@ -366,12 +369,6 @@ def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
     from tandem.bridge.inproc import InprocBridge
 
     return InprocBridge(deadline_s)
-
-
-def _packed_on(spec: RlSpec, sync: BroadcastSync | AdapterBroadcastSync, model: Model) -> str:
-    """NCCL moves what is on a GPU, gloo what is in the host's memory. Two ranks of NCCL on one GPU do not work."""
-    apart = bool(getattr(spec.engine, "gpus", ())) or bool(getattr(spec.engine, "url", ""))
-    return {"auto": model.device.type if apart else "cpu", "gloo": "cpu", "nccl": "cuda"}[sync.backend]
 
 
 def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:

@@ -34,8 +34,9 @@ class SharedSync(_Sync):
 class _Collective(_Sync):
     host: str = "127.0.0.1"
     """Where trainer and engines meet; an address of the trainer's machine that the engines reach."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: NCCL if the engine has GPUs of its own (engine.gpus, engine.url), else gloo, by way of the host."""
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """nccl: between GPUs. ipc: by memory that both map, of the one GPU or the one host that they are on. gloo: by way
+    of the host. auto: NCCL if every engine has GPUs of its own, else ipc for adapters on one GPU, else gloo."""
 
 
 class BroadcastSync(_Collective):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tandem.bridge.group import GroupSource
+from tandem.bridge.seat import GroupSource
 
 
 def open(link: Mapping[str, Any], device: torch.device | None = None) -> GroupSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tandem.bridge.collective import CollectiveBridge
+from tandem.bridge.way import Backend
 from tandem.bridge.wire import padded
 from tandem.types import WeightKind
 
@@ -22,7 +23,8 @@ class BroadcastBridge(CollectiveBridge):
         host: str = "127.0.0.1",
         bucket_bytes: int = 0,
         deadline_s: float = 60.0,
+        backend: Backend = "auto",
     ) -> None:
         """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 is what suits the device."""
         size = bucket_bytes or _BUCKET_BYTES[torch.device(device).type]
-        super().__init__(device, host, padded(size), deadline_s)
+        super().__init__(device, host, padded(size), deadline_s, backend)

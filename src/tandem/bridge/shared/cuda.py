@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.bridge.shared.memory import DTYPES, dtype_name
 from tandem.errors import SyncError
+from tandem.ops.devices import device_name
 
 _PARTS = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_needed")
 _NOT_SHARABLE = (
@@ -29,7 +30,7 @@ def export(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     places: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if tensor.device != device or not dtype_name(tensor.dtype):
-            raise SyncError(f"shared: '{name}' is {tensor.dtype} on {tensor.device}; this mode cannot carry it")
+            raise SyncError(f"shared memory: '{name}' is {tensor.dtype} on {tensor.device}; it cannot carry it")
         storage = tensor.untyped_storage()
         number = storages[storage.data_ptr()]
         if number not in handles:
@@ -41,7 +42,7 @@ def export(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             "stride": list(tensor.stride()),
             "dtype": dtype_name(tensor.dtype),
         }
-    return {"device": _uuid(device), "storages": [handles[n] for n in range(len(handles))], "tensors": places}
+    return {"device": device_name(device), "storages": [handles[n] for n in range(len(handles))], "tensors": places}
 
 
 def numbers(tensors: Mapping[str, Tensor]) -> dict[int, int]:
@@ -70,7 +71,7 @@ class Mapped:
             storages = [_open(device, handle) for handle in exported["storages"]]
             self.tensors = {name: _view(name, at, storages) for name, at in exported["tensors"].items()}
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise SyncError(f"shared: the engine's memory cannot be mapped: {error!r}; {_NOT_SHARABLE}") from error
+            raise SyncError(f"shared memory: it cannot be mapped: {error!r}; {_NOT_SHARABLE}") from error
         self._numbers = {storage.data_ptr(): number for number, storage in enumerate(storages)}
 
     def place(self, tensor: Tensor) -> str:
@@ -81,7 +82,7 @@ def _handle(name: str, storage: torch.UntypedStorage) -> dict[str, Any]:
     try:
         _, *parts = storage._share_cuda_()
     except RuntimeError as error:
-        raise SyncError(f"shared: the memory of '{name}' cannot be exported: {error}; {_NOT_SHARABLE}") from error
+        raise SyncError(f"shared memory: that of '{name}' cannot be exported: {error}; {_NOT_SHARABLE}") from error
     return {key: part.hex() if isinstance(part, bytes) else part for key, part in zip(_PARTS, parts, strict=True)}
 
 
@@ -99,12 +100,8 @@ def _view(name: str, at: Mapping[str, Any], storages: list[torch.UntypedStorage]
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
-def _uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 def _find(uuid: str) -> int:
     for number in range(torch.cuda.device_count()):
-        if _uuid(torch.device("cuda", number)) == uuid:
+        if device_name(torch.device("cuda", number)) == uuid:
             return number
-    raise SyncError(f"shared: the engine is on device {uuid}, which this process does not see")
+    raise SyncError(f"shared memory: it is on device {uuid}, which this process does not see")

@@ -21,7 +21,13 @@ from tandem.errors import SyncError
 _PAGE, _ALIGNED = 4096, 64
 _HEADER = struct.Struct("<8s32sq")  # magic, meeting, version
 _MAGIC = b"tandem01"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int64": torch.int64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -45,7 +51,7 @@ class Segment:
         end = _PAGE
         for name, tensor in tensors.items():
             if tensor.dtype not in _NAMES:
-                raise SyncError(f"shared: '{name}' is {tensor.dtype}, which this mode does not carry")
+                raise SyncError(f"shared memory: '{name}' is {tensor.dtype}, which it does not carry")
             places[name] = {
                 "offset": end,
                 "shape": list(tensor.shape),
@@ -67,22 +73,22 @@ class Segment:
             pid, number, size = int(handle["pid"]), int(handle["fd"]), int(handle["size"])
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         except (KeyError, TypeError, ValueError) as error:
-            raise SyncError(f"shared: the engine's handle is damaged: {error!r}") from error
+            raise SyncError(f"shared memory: its handle is damaged: {error!r}") from error
         except OSError as error:
             raise SyncError(
-                f"shared: the memory of the engine's process {handle['pid']} cannot be opened: {error.strerror}; "
+                f"shared memory: that of process {handle['pid']} cannot be opened: {error.strerror}; "
                 "trainer and engine must be processes of one user on one machine"
             ) from error
         try:
             found = os.fstat(descriptor).st_size
             if found != size or size < _PAGE:
-                raise SyncError(f"shared: the engine's handle speaks of {size} bytes, and its memory has {found}")
+                raise SyncError(f"shared memory: its handle speaks of {size} bytes, and there are {found}")
             buffer = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
         magic, meeting, _ = _HEADER.unpack_from(buffer)
         if magic != _MAGIC or meeting != str(handle["meeting"]).encode():
-            raise SyncError("shared: that memory belongs to another engine; this one was started again since")
+            raise SyncError("shared memory: it belongs to another meeting; its owner was started again since")
         return cls(buffer, handle)
 
     @property
@@ -112,9 +118,9 @@ class Segment:
             dtype = DTYPES[place["dtype"]]
             steps = [(length - 1) * step for length, step in zip(shape, stride, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
-            raise SyncError(f"shared: the handle of '{name}' is damaged: {error!r}") from error
+            raise SyncError(f"shared memory: the handle of '{name}' is damaged: {error!r}") from error
         size_bytes = (sum(steps) + 1 if all(shape) else 0) * dtype.itemsize
         inside = offset >= _PAGE and offset + size_bytes <= len(self._bytes) and min([0, *shape, *stride]) == 0
         if not inside or offset % dtype.itemsize:
-            raise SyncError(f"shared: the handle of '{name}' reaches outside the engine's memory")
+            raise SyncError(f"shared memory: the handle of '{name}' reaches outside it")
         return self._bytes[offset : offset + size_bytes].view(dtype).as_strided(shape, stride)

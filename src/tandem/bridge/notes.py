@@ -1,0 +1,113 @@
+"""What both ends of a meeting say to each other besides the bytes: short notes, on a store that the trainer hosts.
+
+They wait on the store, not in collectives: a collective that waits for its partner occupies a GPU, and cannot be told
+to stop.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from tandem.bridge.deadline import Deadline
+from tandem.errors import SyncError
+
+_T = TypeVar("_T")
+CLOSED = -(10**9)
+CLOSING_S = 1.0
+WAY_OUT = "meet again with a new source(); neither process need be started anew"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """All that the other process needs."""
+
+    mode: str
+    host: str
+    port: int
+    token: str
+    """Nothing is found on the store without it: two meetings never mix."""
+    generation: int
+    world_size: int
+    device: str
+    """The trainer's: cpu, cuda."""
+    deadline_s: float
+
+    def to_link(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def connect(self) -> TCPStore:
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._patience)
+
+    def host_it(self, listening: socket.socket) -> TCPStore:
+        """On the socket that is given: left to itself, the store would listen on every interface."""
+        return TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+            timeout=self._patience,
+        )
+
+    @property
+    def _patience(self) -> timedelta:
+        return timedelta(seconds=self.deadline_s)
+
+
+class Notes:
+    """One end's connection to the store. No call outlasts the deadline, even if the store's process is stopped."""
+
+    def __init__(self, meeting: Meeting, store: Store, *, mine: bool) -> None:
+        """`mine`: the store is this process's own, and answers at once."""
+        self._mode, self._mine = meeting.mode, mine
+        self.store = PrefixStore(f"{meeting.token}/{meeting.generation}", store)
+
+    def write(self, key: str, text: str, deadline: Deadline) -> None:
+        content = base64.b64encode(zlib.compress(text.encode())).decode()  # the store takes 8 MiB at most
+        self._call(lambda: self.store.set(key, content), f"note '{key}' was not taken", deadline)
+
+    def read(self, key: str, what_failed: str, deadline: Deadline) -> str:
+        """Waits for it."""
+        if self._mine:  # no thread is left in a wait that ends with the store, when the interpreter may be ending too
+            deadline.until(lambda: self.has(key), what_failed)
+        else:
+            left = timedelta(seconds=max(deadline.left_s, 0.001))
+            self._call(lambda: self.store.wait([key], left), what_failed, deadline)
+        content = self._call(lambda: self.store.get(key), what_failed, deadline)
+        return zlib.decompress(base64.b64decode(content)).decode()
+
+    def has(self, key: str) -> bool:
+        return self.store.check([key])
+
+    def count(self, what_failed: str, deadline: Deadline, more: int = 0) -> int:
+        """Announcements so far; less than none: the meeting is closed."""
+        return self._call(lambda: self.store.add("latest", more), what_failed, deadline)
+
+    def _call(self, function: Callable[[], _T], what_failed: str, deadline: Deadline) -> _T:
+        with as_sync_errors(self._mode, what_failed, deadline):
+            return function() if self._mine else deadline.call(function, what_failed)
+
+
+@contextmanager
+def as_sync_errors(mode: str, what_failed: str, deadline: Deadline) -> Iterator[None]:
+    """Torch raises RuntimeError for all that can go wrong between processes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if deadline.left_s < 0.01 or "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise deadline.missed(what_failed) from error
+        raise SyncError(f"{mode}: {what_failed}: a partner was lost ({first_line(error)}); {WAY_OUT}") from error
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text.partition("] ")[2] if text.startswith("[") and "] " in text else text  # gloo begins with a source file

@@ -1,0 +1,207 @@
+"""The engine's end, and the order of things at a meeting. A seat is one worker's.
+
+One version, between the trainer (T, rank 0) and every engine worker (E, ranks from 1):
+
+    T  <seq>/manifest          what travels, with its digests, and which way; `latest` = seq
+    E  <seq>/answer/<rank>     "" (it comes), or why not: another version is asked for
+    T  <seq>/go                "" once everybody comes, or why not: until here nothing can hang that is not a note
+    *  the flat bytes travel in buckets: by a group, which forms once a meeting, or by memory that both map
+    E  <seq>/done/<rank>       "" (digests compared), or what is wrong with what arrived
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from tandem.bridge.deadline import Deadline
+from tandem.bridge.end import EngineEnd
+from tandem.bridge.group import Group
+from tandem.bridge.lent import AGAIN, UNMAPPED, Borrowed, Borrowing
+from tandem.bridge.notes import CLOSING_S, WAY_OUT, Meeting, Notes, as_sync_errors, first_line
+from tandem.bridge.wire import Manifest, check
+from tandem.errors import SyncError
+from tandem.types import WeightKind, Weights
+
+
+class GroupSource(EngineEnd):
+    """The engine's end: one seat a worker."""
+
+    def __init__(
+        self, link: Mapping[str, Any], mode: str, carries: WeightKind, device: torch.device | None = None
+    ) -> None:
+        super().__init__(link, mode, carries)
+        kinds = {"int": int, "float": float, "str": str}
+        self._meeting = Meeting(**{each.name: self._need(each.name, kinds[str(each.type)]) for each in fields(Meeting)})
+        if device is None:  # of the thread that opens the link: another thread's current device is the first one
+            cuda = self._meeting.device == "cuda" and torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._device = device
+        self._seats: dict[int, _Seat] = {}
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        if not 0 <= rank < self._meeting.world_size - 1:
+            raise SyncError(
+                f"{self._mode}: receiver {rank} has no place at this meeting: it is of {self._meeting.world_size - 1}"
+            )
+        seat = self._seats.setdefault(rank, _Seat(self._meeting, rank, self._device))
+        return seat.receive(version, self.carries, self.deadline())
+
+    def close(self) -> None:
+        super().close()
+        for seat in self._seats.values():
+            seat.close()
+
+
+class _Seat:
+    """One worker at a meeting."""
+
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+        self._meeting, self._rank, self._device = meeting, rank + 1, device
+        self._lock = threading.Lock()  # who gave up may still be waiting while it is asked anew
+        self._notes: Notes | None = None
+        self._group: Group | None = None
+        self._borrowed: Borrowed | None = None
+        self._seen, self._ended = 0, ""
+
+    def receive(self, version: int, carries: WeightKind, deadline: Deadline) -> Weights:
+        failed = f"version {version} was not sent"
+        deadline.until(lambda: self._lock.acquire(blocking=False), failed)
+        try:
+            if self._ended:
+                raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
+            if self._notes is None:
+                self._notes = Notes(self._meeting, self._connect(failed, deadline), mine=False)
+            sequence, manifest, flat = self._agree(self._notes, version, carries, failed, deadline)
+            self._take(self._notes, sequence, manifest, flat, deadline)
+            return self._confirm(self._notes, sequence, manifest, flat, deadline)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """After the source was given up, so that whoever receives is about to end."""
+        if self._lock.acquire(timeout=CLOSING_S):
+            self._end("it was closed", broken=False)
+            self._lock.release()
+
+    def _end(self, why: str, *, broken: bool) -> None:
+        group, self._group, self._ended = self._group, None, self._ended or why
+        self._borrowed = None
+        if group is not None:
+            group.close(broken=broken)
+
+    def _connect(self, failed: str, deadline: Deadline) -> TCPStore:
+        with as_sync_errors(self._meeting.mode, failed, deadline):
+            return deadline.call(self._meeting.connect, failed)
+
+    def _agree(
+        self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline
+    ) -> tuple[int, Manifest, Tensor]:
+        """The announcement of that version, once everybody is there, and memory for what will come."""
+        mode = self._meeting.mode
+        while True:
+            sequence = self._next(notes, failed, deadline)
+            text = notes.read(f"{sequence}/manifest", failed, deadline)
+            try:
+                manifest = Manifest.from_text(text, mode)
+            except SyncError as error:
+                self._say(notes, f"{sequence}/answer", str(error), deadline)
+                raise
+            answer, unmapped, flat = "", "", torch.empty(0)
+            if manifest.version != version:
+                answer = f"asked for version {version}, sent was {manifest.version}"
+            elif manifest.kind != carries:
+                answer = f"'{carries}' weights are expected, not '{manifest.kind}'"
+            else:
+                try:
+                    self._borrow(manifest)
+                    flat = torch.empty(manifest.size_bytes, dtype=torch.uint8, device=self._device_of(manifest))
+                except SyncError as error:
+                    answer = unmapped = f"{UNMAPPED}: {error}"
+                except RuntimeError as error:  # here, and not while the others are already sending
+                    answer = f"no memory for {manifest.size_bytes} bytes beside the old version: {first_line(error)}"
+            notes.write(f"{sequence}/answer/{self._rank}", answer, deadline)
+            if unmapped and notes.read(f"{sequence}/go", failed, deadline) == AGAIN:
+                continue
+            if answer and manifest.version >= version:
+                raise SyncError(f"{mode}: {answer}")
+            if not answer and not notes.read(f"{sequence}/go", failed, deadline):
+                return sequence, manifest, flat
+
+    def _device_of(self, manifest: Manifest) -> torch.device:
+        """Where its bytes arrive."""
+        return self._device if manifest.way in ("nccl", "ipc") else torch.device("cpu")
+
+    def _borrow(self, manifest: Manifest) -> None:
+        """The memory that it comes by, mapped once for all versions that do."""
+        if manifest.lent:
+            handle = manifest.lent[self._rank - 1]
+            if self._borrowed is None or self._borrowed.handle != handle:
+                self._borrowed = Borrowed(handle, self._meeting.token)
+
+    def _next(self, notes: Notes, failed: str, deadline: Deadline) -> int:
+        """The newest announcement, if this end has not seen it: what was left over before it is passed over."""
+        latest = notes.count(failed, deadline)
+        if 0 <= latest <= self._seen:
+            notes.read(f"{self._seen + 1}/manifest", failed, deadline)
+            latest = notes.count(failed, deadline)
+        if latest < 0:
+            raise SyncError(f"{self._meeting.mode}: {failed}: the trainer closed this meeting; {WAY_OUT}")
+        self._seen = latest
+        return latest
+
+    def _take(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
+        failed = f"version {manifest.version} did not arrive whole"
+        try:
+            carrier = self._carrier(notes, sequence, manifest, deadline)
+            with carrier.aside():
+                for bucket in buckets_of(flat, manifest.bucket_bytes):
+                    carrier.broadcast(bucket, deadline)
+                carrier.finish(failed, deadline)
+        except SyncError as error:
+            self._end(str(error), broken=True)
+            raise
+
+    def _carrier(self, notes: Notes, sequence: int, manifest: Manifest, deadline: Deadline) -> Group | Borrowing:
+        device = self._device_of(manifest)
+        if manifest.lent:
+            assert self._borrowed is not None
+            return Borrowing(self._borrowed, device, notes, sequence, self._rank)
+        if self._group is None:
+            self._group = Group(self._meeting, self._rank, notes, device, deadline)
+        return self._group
+
+    def _confirm(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> Weights:
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            return ((name, entry.view(flat)) for name, entry in manifest.tensors.items())
+
+        weights = Weights(
+            manifest.version,
+            manifest.kind,
+            tensors,
+            adapter=manifest.adapter,
+            expected=manifest.fingerprints,
+        )
+        try:
+            check(weights, self._meeting.mode)
+        except SyncError as error:
+            self._say(notes, f"{sequence}/done", str(error), deadline)
+            raise
+        notes.write(f"{sequence}/done/{self._rank}", "", deadline)
+        return weights
+
+    def _say(self, notes: Notes, key: str, what_is_wrong: str, deadline: Deadline) -> None:
+        """To the sender, if it still listens; here it is raised in any case."""
+        with suppress(SyncError):
+            notes.write(f"{key}/{self._rank}", what_is_wrong, deadline)
+
+
+def buckets_of(flat: Tensor, bucket_bytes: int) -> tuple[Tensor, ...]:
+    return flat.split(bucket_bytes) if flat.numel() else ()

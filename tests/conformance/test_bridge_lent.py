@@ -1,0 +1,294 @@
+"""What is particular to memory that both ends see: nobody reads what is being written, and nobody maps another's."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bridges import BUCKET_BYTES, COPYING, LENT, as_served, bits, carry, meet, weights_of
+
+from tandem.bridge import collective, way
+from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+from tandem.bridge.broadcast.trainer import BroadcastBridge
+from tandem.bridge.lent import Borrowed, Borrowing, Lending
+from tandem.bridge.way import Way
+from tandem.errors import SyncError, SyncTimeout
+from tandem.inside.sources import open_source
+
+OURS, OTHER = "GPU-1", "GPU-2"
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_it_is_told_which_way_was_asked_for_and_taken(name: str, tmp_path: Path) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
+    sent, _ = carry(bridge, meet(bridge), weights_of(1, bridge.carries))
+    assert sent.transport == {"requested": "ipc", "engaged": "memory", "why": ""}
+    bridge.close()
+
+
+def test_on_a_cpu_auto_is_gloo(tmp_path: Path) -> None:
+    bridge = COPYING["adapter_broadcast"](tmp_path, 10.0)
+    sent, _ = carry(bridge, meet(bridge), weights_of(1, bridge.carries))
+    assert sent.transport == {"requested": "auto", "engaged": "gloo", "why": ""}
+    bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("requested", "theirs", "small", "engaged"),
+    [
+        ("auto", [OURS], True, "ipc"),
+        ("auto", [OURS, OURS], True, "ipc"),
+        ("auto", [OURS], False, "gloo"),
+        ("auto", [OTHER], True, "nccl"),
+        ("auto", [OTHER, "GPU-3"], False, "nccl"),
+        ("auto", [OTHER, OTHER], True, "gloo"),
+        ("auto", [OURS, OTHER], True, "gloo"),
+        ("auto", ["cpu"], True, "gloo"),
+        ("auto", [""], True, "gloo"),
+        ("gloo", [OURS], True, "gloo"),
+        ("ipc", [OURS], False, "ipc"),
+        ("ipc", [OTHER], True, "the trainer is on GPU GPU-1 and an engine on GPU-2"),
+        ("nccl", [OTHER], True, "nccl"),
+        ("nccl", [OURS], True, "two of its ranks on one GPU"),
+    ],
+)
+def test_which_way_suits_which_gpus(
+    requested: Any, theirs: list[str], small: bool, engaged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way, "device_name", lambda device: OURS)
+    arguments = ("broadcast", requested, torch.device("cuda", 0), theirs)
+    if " " in engaged:
+        with pytest.raises(SyncError, match=engaged):
+            way.way(*arguments, small=small)
+        return
+    chosen = way.way(*arguments, small=small)
+    assert (chosen.requested, chosen.engaged) == (requested, engaged)
+    assert bool(chosen.why) == (requested == "auto" and engaged == "gloo")
+
+
+def test_a_cpu_has_no_nccl() -> None:
+    with pytest.raises(SyncError, match="the trainer is on a CPU"):
+        way.way("broadcast", "nccl", torch.device("cpu"), [""], small=True)
+
+
+# --- who writes, and who reads
+
+
+def test_no_room_is_written_before_the_slowest_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three receivers, one of them slow, and many more buckets than rooms."""
+    settle = Borrowing.settle
+
+    def slow(self: Any, *args: Any) -> None:
+        time.sleep(0.005 if self._rank == 2 else 0)
+        settle(self, *args)
+
+    before = threading.Event()
+
+    def slow_to_begin(self: Any, into: torch.Tensor, deadline: Any) -> None:
+        self._notes.read(f"{self._sequence}/lent/{self._num_taken}", "", deadline)
+        time.sleep(0.02 if self._rank == 2 else 0)  # told, and not yet reading
+        before.set()
+        broadcast(self, into, deadline)
+
+    broadcast = Borrowing.broadcast
+    monkeypatch.setattr(Borrowing, "settle", slow)
+    monkeypatch.setattr(Borrowing, "broadcast", slow_to_begin)
+    bridge = BroadcastBridge(bucket_bytes=BUCKET_BYTES, deadline_s=20, backend="ipc")
+    source = meet(bridge, num_receivers=3)
+    for version in (1, 2):
+        _, received = carry(bridge, source, weights_of(version, "full"), ranks=(0, 1, 2))
+        assert {str(bits(each.tensors())) for each in received} == {str(bits(as_served("full", version)))}
+    assert before.is_set()
+    bridge.close()
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_what_was_written_over_as_it_was_read_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = COPYING[name](tmp_path, 10.0)
+    source = meet(bridge)
+    carry(bridge, source, weights_of(1, bridge.carries))
+    tell = Lending.broadcast
+
+    def spoil(self: Any, buffer: torch.Tensor, deadline: Any) -> int:
+        buffer[-8:] = 77
+        return tell(self, buffer, deadline)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(Lending, "broadcast", spoil)
+        answer = threads.submit(source.receive, 2)
+        with pytest.raises(SyncError, match=r"version 2 was refused: receiver 0: .* is not what was sent"):
+            bridge.send(weights_of(2, bridge.carries))
+        with pytest.raises(SyncError, match="is not what was sent"):
+            answer.result(timeout=10)
+    _, (received,) = carry(bridge, source, weights_of(2, bridge.carries))
+    assert bits(received.tensors()) == bits(as_served(bridge.carries, 2))
+    bridge.close()
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_who_still_reads_when_a_meeting_is_broken_off_finds_nothing_of_the_next(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = COPYING[name](tmp_path, 1.0)
+    late = open_source(dict(meet(bridge).link))
+    reading, go_on, rooms = threading.Event(), threading.Event(), list[list[torch.Tensor]]()
+
+    def stuck(self: Any, *_: Any) -> None:
+        rooms.append(self._memory.rooms)
+        reading.set()
+        assert go_on.wait(20)
+
+    with ThreadPoolExecutor(1) as threads:
+        with monkeypatch.context() as patch:
+            patch.setattr(Borrowing, "settle", stuck)
+            answer = threads.submit(late.receive, 1)
+            with pytest.raises(SyncTimeout, match="version 1 was not taken within 1 s"):
+                bridge.send(weights_of(1, bridge.carries))
+            assert reading.is_set()
+        was = [room.clone() for room in rooms[0]]
+        _, (received,) = carry(bridge, meet(bridge), weights_of(2, bridge.carries))
+        assert bits(received.tensors()) == bits(as_served(bridge.carries, 2))
+        assert all(torch.equal(room, before) for room, before in zip(rooms[0], was, strict=True))
+        go_on.set()
+        with pytest.raises(SyncError):
+            answer.result(timeout=10)
+    bridge.close()
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_either_ends_trouble_in_the_middle_is_told_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise SyncError("the device fell off")
+
+    for end, verb in ((Borrowing, "settle"), (Lending, "settle")):
+        bridge = COPYING[name](tmp_path, 20.0)
+        source = meet(bridge)
+        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+            patch.setattr(end, verb, fails)
+            answer, started = threads.submit(source.receive, 1), time.monotonic()
+            with pytest.raises(SyncError, match="the device fell off"):
+                bridge.send(weights_of(1, bridge.carries))
+            with pytest.raises(SyncError, match="the device fell off"):
+                answer.result(timeout=10)
+            assert time.monotonic() - started < 5
+        bridge.close()
+
+
+# --- whose memory it is
+
+
+def of_another_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the process that the handle names had been replaced by another one."""
+    lend = collective.Memory
+
+    def foreign(name: str, *args: Any) -> Any:
+        return lend("f" * len(name), *args)
+
+    monkeypatch.setattr(collective, "Memory", foreign)
+
+
+def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handle has the right name, and what it leads to has not."""
+    lend = collective.Memory
+
+    def foreign(name: str, *args: Any) -> Any:
+        memory = lend("f" * len(name), *args)
+        memory.handles = [{**handle, "meeting": name} for handle in memory.handles]
+        return memory
+
+    monkeypatch.setattr(collective, "Memory", foreign)
+
+
+@pytest.mark.parametrize("plant", [of_another_meeting, renamed])
+def test_the_memory_of_another_meeting_is_refused_before_anything_is_read(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
+    source = meet(bridge)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 1)
+        with pytest.raises(SyncError, match=r"receiver 0: the trainer's memory cannot be mapped here: .* meeting"):
+            bridge.send(weights_of(1, "adapter"))
+        with pytest.raises(SyncError, match="cannot be mapped here"):
+            answer.result(timeout=10)
+    bridge.close()
+
+
+def test_what_one_engine_cannot_map_goes_to_all_by_gloo_and_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `auto`. The others had mapped it, and wait on."""
+    monkeypatch.setattr(collective, "way", lambda *_, **__: Way("auto", "memory"))
+    lend = collective.Memory
+
+    def unlike(*args: Any) -> Any:
+        memory = lend(*args)
+        memory.handles[1] = {**memory.handles[1], "fd": 10**6}
+        return memory
+
+    monkeypatch.setattr(collective, "Memory", unlike)
+    bridge = AdapterBroadcastBridge(deadline_s=10)
+    source = meet(bridge, num_receivers=2)
+    for version in (1, 2):
+        sent, received = carry(bridge, source, weights_of(version, "adapter"), ranks=(0, 1))
+        assert (sent.transport["requested"], sent.transport["engaged"]) == ("auto", "gloo")
+        assert "receiver 1: the trainer's memory cannot be mapped here" in sent.transport["why"]
+        assert [bits(each.tensors()) for each in received] == [bits(as_served("adapter", version))] * 2
+    bridge.close()
+
+
+def test_memory_is_mapped_once_a_meeting_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    class Counted(Borrowed):
+        def __init__(self, handle: Any, name: str) -> None:
+            opened.append(name)
+            super().__init__(handle, name)
+
+    monkeypatch.setattr("tandem.bridge.seat.Borrowed", Counted)
+    bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
+    for _ in range(2):
+        source = meet(bridge)
+        for version in (1, 2, 3):
+            carry(bridge, source, weights_of(version, "adapter"))
+    bridge.close()
+    assert len(opened) == len(set(opened)) == 2
+
+
+def test_a_larger_version_gets_larger_rooms() -> None:
+    bridge = BroadcastBridge(bucket_bytes=BUCKET_BYTES, deadline_s=10, backend="ipc")
+    for length in (3, BUCKET_BYTES // 4, 2000):
+        tensors = {"q": torch.arange(length, dtype=torch.float32)}
+        source = bridge.source()
+        source.attached({"boot_id": "engine-1", "layout": {"q": ["float32", [length]]}})
+        _, (received,) = carry(bridge, source, weights_of(1, "full", tensors))
+        assert bits(received.tensors()) == bits(tensors)
+    bridge.close()
+
+
+def test_meetings_leave_no_memory_behind() -> None:
+    bridge, held = AdapterBroadcastBridge(deadline_s=10, backend="ipc"), list[int]()
+    before = _segments_held()
+    for version in range(4):
+        carry(bridge, meet(bridge), weights_of(version, "adapter"))
+        held.append(_segments_held())
+    bridge.close()
+    assert before < held[0] == held[-1]
+    assert _segments_held() == before
+
+
+def _segments_held() -> int:
+    gc.collect()  # what earlier tests left to it
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return sum("tandem-weights" in os.readlink(link) for link in links if os.path.lexists(link))
