@@ -113,6 +113,15 @@ def produce(setting: Setting, *, groups: int = 6, max_failed_share: float = 1.0,
     return asyncio.run(scenario())
 
 
+def in_time(within_s: float, play: Callable[[], Played]) -> Played:
+    """The first of three that is: a busy machine is late now and then, a mistake every time."""
+    for _ in range(3):
+        played = play()
+        if played.took_s < within_s:
+            return played
+    raise AssertionError(f"{played.took_s:.2f} s, and not {within_s:g}")
+
+
 # --- every way to fail
 
 
@@ -240,14 +249,14 @@ SLOWEST_S = {"hangs whatever it is told": LIMIT_S + GRACE_S, "swallows the alarm
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_costs_its_own_group_and_is_counted_under_its_kind(name):
     bad, kind = FAULTS[name]
-    played = produce(setting_of(Mixed(bad)), groups=6)
+    # Two groups fail on the way: one after the other where they block, together where they wait.
+    within_s = 3 * SLOWEST_S.get(name, LIMIT_S if kind == "hung" else 0.0) + SLACK_S
+    played = in_time(within_s, lambda: produce(setting_of(Mixed(bad)), groups=6))
     assert played.error is None
     assert len(played.kept) == 6
     assert {each.task_id for group in played.kept for each in group} == {"1", "2", "3"}
     assert played.dropped.keys() == {kind}
     assert played.metrics[f"groups/dropped/{kind}"] == played.dropped[kind] >= 1
-    # Two groups fail on the way: one after the other where they block, together where they wait.
-    assert played.took_s < 3 * SLOWEST_S.get(name, LIMIT_S if kind == "hung" else 0.0) + SLACK_S
 
 
 @pytest.mark.parametrize("bad", [sleeps, loops], ids=lambda bad: bad.__name__)
@@ -403,11 +412,11 @@ HIDING = [
 @pytest.mark.parametrize("hiding", HIDING, ids=lambda hiding: hiding.__name__)
 @pytest.mark.parametrize(("engine", "named"), [(Dead(), EngineError), (Silent(), EngineSilent)], ids=["dead", "silent"])
 def test_a_broad_except_cannot_hide_a_dead_engine(hiding, engine, named):
-    played = produce(setting_of(Mixed(hiding, every=1), engine, engine_deadline_s=0.1))
+    setting = setting_of(Mixed(hiding, every=1), engine, engine_deadline_s=0.1)
+    played = in_time(LIMIT_S + SLACK_S, lambda: produce(setting))
     assert isinstance(played.error, BaseExceptionGroup)
     assert type(played.error.exceptions[0]) is named
     assert played.dropped == {}
-    assert played.took_s < LIMIT_S + SLACK_S
 
 
 # --- the alarm
