@@ -115,11 +115,12 @@ def produce(setting: Setting, *, groups: int = 6, max_failed_share: float = 1.0,
 
 def in_time(within_s: float, play: Callable[[], Played]) -> Played:
     """The first of three that is: a busy machine is late now and then, a mistake every time."""
-    for _ in range(3):
-        played = play()
-        if played.took_s < within_s:
-            return played
-    raise AssertionError(f"{played.took_s:.2f} s, and not {within_s:g}")
+    played = play()
+    for _ in range(2):
+        if played.took_s >= within_s:
+            played = play()
+    assert played.took_s < within_s
+    return played
 
 
 # --- every way to fail
