@@ -22,7 +22,16 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.errors import EngineError, TandemError
+from tandem.errors import (
+    Conflict,
+    EngineError,
+    GroupRefused,
+    NotKnown,
+    QueueFull,
+    StoreBroken,
+    StoreFull,
+    TandemError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +43,8 @@ _CODES = {
     409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid", 429: "busy",
     499: "client_gone", 500: "internal", 503: "unavailable", 507: "full",
 }  # fmt: skip
+
+_STORE_STATUS: dict[type[TandemError], int] = {NotKnown: 404, QueueFull: 429, StoreFull: 507, StoreBroken: 503}
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -65,6 +76,8 @@ class Service:
     close: Callable[[], Awaitable[None]] | None = None
     why_unfit: Callable[[], str] = lambda: ""
     """Why it cannot answer, for /health; empty if it can."""
+    start: Callable[[], Awaitable[None]] | None = None
+    """Before the first request, on the event loop."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
@@ -72,6 +85,8 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if service.start is not None:
+            await service.start()
         yield
         if service.close is not None:
             async with asyncio.timeout(_CLOSE_S):
@@ -115,6 +130,10 @@ def as_refused(error: Exception) -> Refused:
             return error
         case EngineError():
             return Refused(503, str(error), code="engine")
+        case GroupRefused(field=field, text=text):
+            return Refused(422, text, field=field)
+        case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken():
+            return Refused(_STORE_STATUS.get(type(error), 409), str(error))
         case TandemError() if isinstance(error, ValueError):
             return Refused(422, str(error))
         case HTTPException(status_code=status):
