@@ -59,7 +59,7 @@ class TooManyFailures(EnvironmentFailed):
 
 class EpisodeFailed(TandemError):
     """One episode's own failure. `kind` is what it is counted under: raised, hung, not_a_number, no_outcome, no_reply,
-    template, context_full."""
+    template, context_full, judge; of an environment in workers also crashed, out_of_memory, protocol."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)

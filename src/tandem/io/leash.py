@@ -28,7 +28,7 @@ class Leash:
         # Before any thread is started: what runs between fork and exec may not wait for a lock. And on the main thread:
         # the kernel's signal comes when the thread that forked ends.
         die = partial(_die_with, os.getpid())
-        self._program = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die)
+        self._program = subprocess.Popen(command, process_group=0, preexec_fn=die)  # our stdin is its own
         self._unreaped = threading.Lock()  # who holds it may signal: the program's number is nobody else's yet
         self._asked, self._ended = threading.Event(), threading.Event()
 

@@ -34,6 +34,7 @@ def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs")
             view.say(f"run {directory}")
             asyncio.run(_train(spec, made, environment))
     finally:
+        build.close(environment)
         _conclude(made)
     return made
 

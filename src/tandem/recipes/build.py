@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.protocols import Algorithm, Environment, Optimizer, Producer, RolloutStore, Trainer
+from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
-from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.environment import EngineJudge as EngineJudgeSpec
+from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
+from tandem.spec.environment import HttpJudge as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -32,15 +35,48 @@ if TYPE_CHECKING:
     from tandem.optim.master import Master
     from tandem.optim.rule import Rule
     from tandem.rollout.episode import Setting
+    from tandem.rollout.judge import Judge
     from tandem.text.renderer import Renderer
 
 # Imports stand inside the functions: what a spec does not ask for is not loaded, and wrong specs fail before torch.
 
 
 def environment(spec: EnvironmentSpec) -> Environment:
+    """With workers, none of its code runs in this process; whoever made it closes it."""
     from tandem.env.load import load_environment
 
-    return load_environment(spec.name, spec.params)
+    if not spec.workers:
+        return load_environment(spec.name, spec.params)
+    from tandem.rollout.nursery import Order
+    from tandem.rollout.workers import WorkerEnvironment
+
+    memory_bytes = int(spec.worker_memory_gib * 2**30)
+    order = Order(spec.name, spec.params, spec.episode_timeout_s, memory_bytes=memory_bytes, pass_env=spec.pass_env)
+    return WorkerEnvironment(order, spec.workers)
+
+
+def close(environment: Environment | None) -> None:
+    """Ends its processes, if it has any. May be called again."""
+    from tandem.rollout.workers import WorkerEnvironment
+
+    if isinstance(environment, WorkerEnvironment):
+        environment.close()
+
+
+def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int) -> Judge | None:
+    from tandem.errors import SpecError
+    from tandem.rollout.judge import EngineJudge, HttpJudge
+
+    match spec:
+        case NoJudge():
+            return None
+        case EngineJudgeSpec():
+            return EngineJudge(engine, renderer, max_context=max_context, timeout_s=spec.timeout_s)
+        case HttpJudgeSpec():
+            key = os.environ.get(spec.key_env, "") if spec.key_env else ""
+            if spec.key_env and not key:
+                raise SpecError(f"environment.judge.key_env = '{spec.key_env}': no such environment variable is set")
+            return HttpJudge(spec.url, spec.model, key, timeout_s=spec.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

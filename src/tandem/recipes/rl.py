@@ -42,11 +42,13 @@ class RlRun:
             spec.engine.deadline_s,
             spec.environment.episode_timeout_s,
             spec.train.thinking_length_penalty,
+            build.judge(spec.environment.judge, self.joined.engine, self.model.renderer, self.model.context),
+            retries=1 if spec.environment.workers else 0,
         )
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
 
     async def train(self) -> None:
-        alarm_missing = why_not()
+        alarm_missing = "" if self.spec.environment.workers else why_not()  # a worker is killed, whatever it does
         self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
         for note in build.options(self.spec, self.model):
             self.run.note_option(*note)
@@ -77,6 +79,7 @@ class RlRun:
         )
 
     async def close(self) -> None:
+        build.close(self.environment)
         await self.joined.engine.close()
         self.joined.bridge.close()
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import logging
+from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
+from tandem.env.outcome import checked
 from tandem.errors import EpisodeFailed, TemplateError
 from tandem.protocols import Engine, Environment
 from tandem.rollout.guard import Blocked, Clock, Guarded
+from tandem.rollout.judge import Judge
 from tandem.rollout.recorder import Recorder, Renders
-from tandem.types import Outcome, Sampling, Task, Trajectory
+from tandem.types import Sampling, Task, Trajectory
+
+_log = logging.getLogger(__name__)
+
+RETRIED = frozenset({"raised", "hung", "crashed", "out_of_memory", "protocol", "judge"})
+"""What may go better the next time; an outcome that is none, or a full context, will not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +35,31 @@ class Setting:
     engine_deadline_s: float
     episode_timeout_s: float
     thinking_length_penalty: float = 0.0
+    judge: Judge | None = None
+    retries: int = 0
+    """How often an episode is played again, with the same seed, that hung, crashed or raised."""
+    retried: Counter[str] = field(default_factory=Counter[str])
     clock: Clock = field(default_factory=Clock)
 
 
 async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) -> Trajectory:
     """Raises EpisodeFailed for whatever the environment did, and EngineError for what the engine did."""
+    for _ in range(setting.retries):
+        try:
+            return await _play_once(setting, task, opening_ids, seed)
+        except EpisodeFailed as failure:
+            if failure.kind not in RETRIED:
+                raise
+            _log.info("played again: %s", failure)
+            setting.retried[failure.kind] += 1
+    return await _play_once(setting, task, opening_ids, seed)
+
+
+async def _play_once(setting: Setting, task: Task, opening_ids: list[int], seed: int) -> Trajectory:
     recorder = Recorder(
         setting.engine, setting.renderer, task, opening_ids, setting.sampling,
         max_context=setting.max_context, deadline_s=setting.engine_deadline_s, seed=seed, clock=setting.clock,
+        judge=setting.judge,
     )  # fmt: skip
     limit_s = setting.episode_timeout_s
     outcome: object = None
@@ -54,7 +78,7 @@ async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) 
         raise recorder.engine_error
     if failure is not None:
         raise failure
-    reward, metrics = _checked(task, outcome)
+    reward, metrics = checked(task.id, outcome)
     if not recorder.replied:
         raise EpisodeFailed("no_reply", f"task {task.id}: run() returned without a reply of the policy")
     if recorder.unclosed:
@@ -80,23 +104,3 @@ async def _outcome(task: Task, run: Awaitable[object]) -> object:
         if isinstance(error, asyncio.CancelledError) and this is not None and this.cancelling():
             raise
         raise EpisodeFailed("raised", f"task {task.id}: {type(error).__name__}: {error}") from error
-
-
-def _checked(task: Task, outcome: object) -> tuple[float, dict[str, float]]:
-    if not isinstance(outcome, Outcome):
-        raise EpisodeFailed("no_outcome", f"task {task.id}: run() returned {type(outcome).__name__}, not an Outcome")
-    try:
-        metrics = {str(name): _number(value) for name, value in outcome.metrics.items()}
-        return _number(outcome.reward), metrics
-    except Exception as error:
-        text = f"reward = {outcome.reward!r:.80}, metrics = {outcome.metrics!r:.200}"
-        raise EpisodeFailed("not_a_number", f"task {task.id}: {text}: {error}") from error
-
-
-def _number(value: object) -> float:
-    if isinstance(value, str | bytes):
-        raise TypeError("a text is no number")
-    number = float(cast(float, value))
-    if not math.isfinite(number):
-        raise ValueError("it must be finite")
-    return number

@@ -39,9 +39,9 @@ class Speaks(Protocol):
 class EngineJudge:
     """The engine of the run itself, greedily: the policy as it is now."""
 
-    def __init__(self, engine: Engine, renderer: Speaks, *, max_context: int, deadline_s: float) -> None:
+    def __init__(self, engine: Engine, renderer: Speaks, *, max_context: int, timeout_s: float) -> None:
         self._engine, self._renderer = engine, renderer
-        self._max_context, self._deadline_s = max_context, deadline_s
+        self._max_context, self._timeout_s = max_context, timeout_s
 
     async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
         prompt_ids = self._renderer.prompt(messages)
@@ -50,12 +50,12 @@ class EngineJudge:
             raise EpisodeFailed("judge", f"judge: {len(prompt_ids)} tokens fill the context of {self._max_context}")
         sampling = Sampling(max_tokens=min(max_tokens, room), temperature=0.0)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._timeout_s):
                 completion = await self._engine.generate(prompt_ids, sampling)
         except TimeoutError as error:
             if isinstance(error, TandemError):
                 raise
-            raise EpisodeFailed("judge", f"judge: the engine gave no answer within {self._deadline_s:g} s") from error
+            raise EpisodeFailed("judge", f"judge: the engine gave no answer within {self._timeout_s:g} s") from error
         return self._renderer.visible(completion.ids)
 
 

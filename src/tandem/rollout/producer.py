@@ -65,6 +65,8 @@ class EnvironmentProducer:
         groups, self._played = self._played, []
         dropped, self._dropped = self._dropped, Counter()
         metrics: Metrics = {f"groups/dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
+        metrics |= {f"episodes/retried/{kind}": float(count) for kind, count in sorted(self._setting.retried.items())}
+        self._setting.retried.clear()
         metrics["groups/played"] = float(len(groups))
         metrics["groups/dropped"] = float(sum(dropped.values()))
         if groups:

@@ -1,0 +1,103 @@
+"""What a worker may use of a machine. Limits against accidents; not walls against malice."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+FILE_BYTES = 4 * 2**30
+OPEN_FILES = 1024
+PROCESSES = 256
+"""Of one worker. Where it may have more by the kernel's count (root has no limit), the nursery counts."""
+_CPU_GRACE_S = 60
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def limit_files() -> None:
+    """Before the environment is loaded: loading may write a data set, but not fill a disk by a loop."""
+    _lower(resource.RLIMIT_FSIZE, FILE_BYTES)
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def limit_worker(memory_bytes: int) -> None:
+    """`memory_bytes`: of address space, beyond what is there by now."""
+    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    if address_space := _address_space():
+        _lower(resource.RLIMIT_AS, address_space + memory_bytes)
+    if running := _processes_of_user():
+        _lower(resource.RLIMIT_NPROC, running + 16 * PROCESSES)  # of the user: others of theirs may start, too
+
+
+def limit_cpu(seconds: float) -> None:
+    """From now on, all threads together. A backstop: whoever should have ended this worker may be stopped itself."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + seconds * (os.cpu_count() or 1)) + _CPU_GRACE_S
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
+
+
+def die_with(parent: int) -> None:
+    """When the process that started this one ends, however it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before we asked
+            os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Processes that were left by theirs become this one's children, and can be ended (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> set[int]:
+    """Of this process; empty where that cannot be read."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            found |= {int(pid) for pid in (thread / "children").read_text().split()}
+    return found
+
+
+def count_by_group() -> dict[int, int]:
+    """Processes of the machine, by process group; empty where that cannot be read."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with suppress(OSError, ValueError, IndexError):
+                    stat = Path("/proc", entry, "stat").read_text()
+                    group = int(stat.rpartition(")")[2].split()[2])
+                    found[group] = found.get(group, 0) + 1
+    return found
+
+
+def _lower(which: int, limit: int) -> None:
+    _, hard = resource.getrlimit(which)
+    limit = limit if hard < 0 else min(limit, hard)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(which, (limit, limit))
+
+
+def _address_space() -> int:
+    with suppress(OSError, ValueError):
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return 0
+
+
+def _processes_of_user() -> int:
+    """Threads count, as the kernel counts them."""
+    count, uid = 0, os.getuid()
+    with suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with suppress(OSError):
+                    if os.stat(f"/proc/{entry}").st_uid == uid:
+                        count += len(os.listdir(f"/proc/{entry}/task"))
+    return count

@@ -1,0 +1,30 @@
+"""What an environment returned: is it an outcome, and are its numbers numbers?"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from tandem.errors import EpisodeFailed
+from tandem.types import Outcome
+
+
+def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
+    """Its reward and metrics; EpisodeFailed if they are none."""
+    if not isinstance(outcome, Outcome):
+        raise EpisodeFailed("no_outcome", f"task {task_id}: run() returned {type(outcome).__name__}, not an Outcome")
+    try:
+        metrics = {str(name): _number(value) for name, value in outcome.metrics.items()}
+        return _number(outcome.reward), metrics
+    except Exception as error:
+        text = f"reward = {outcome.reward!r:.80}, metrics = {outcome.metrics!r:.200}"
+        raise EpisodeFailed("not_a_number", f"task {task_id}: {text}: {error}") from error
+
+
+def _number(value: object) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError("a text is no number")
+    number = float(cast(float, value))
+    if not math.isfinite(number):
+        raise ValueError("it must be finite")
+    return number

@@ -1,0 +1,217 @@
+"""What runs in a worker: the environment, and a Chat that is asked over a socket. One episode at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import itertools
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tandem.env import limits
+from tandem.env.outcome import checked
+from tandem.env.worker_wire import FAILURE_KINDS, MAX_TEXT
+from tandem.errors import EpisodeFailed, TemplateError
+from tandem.io import frames
+from tandem.protocols import Environment
+from tandem.types import Message, Task, ToolCall
+
+_PAGE_CHARS = 2**20
+_MOST_TASKS = 1_000_000
+
+
+@dataclass
+class Loaded:
+    """An environment, and its tasks as far as they were asked for."""
+
+    environment: Environment
+    name: str
+    episode_timeout_s: float
+    _splits: dict[str, Sequence[Task]] = field(default_factory=dict[str, Sequence[Task]])
+
+    def task(self, split: str, index: int, task_id: str) -> Task:
+        found = self.tasks(split)[index]
+        if found.id != task_id:
+            text = f"tasks('{split}')[{index}] is '{found.id}' now, and was '{task_id}'; the same tasks on every call"
+            raise EpisodeFailed("raised", text)
+        return found
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        if split not in self._splits:
+            self._splits[split] = self.environment.tasks(split)
+        return self._splits[split]
+
+
+@dataclass(frozen=True, slots=True)
+class ToldReply:
+    """The assistant's turn, as the other process tells of it."""
+
+    text: str
+    truncated: bool
+    tool_calls: Sequence[ToolCall]
+
+
+class FarChat:
+    """A `Chat` whose other end records: text goes over, and text comes back."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.said: list[Message] = []
+        self.over = False
+        """The episode is: a task that it left behind says no more."""
+
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._tell({"op": "offer", "tools": list(tools)})
+
+    def say(self, *messages: Message | str) -> None:
+        for message in messages:
+            self.said.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
+
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ToldReply:
+        ask = {"op": "reply", "said": self.said, "max_tokens": max_tokens, "stop": list(stop)}
+        self.said = []  # it is the other end's now, whatever becomes of the reply
+        told = await self._ask(ask)
+        return ToldReply(told["text"], told["truncated"], tuple(ToolCall(**call) for call in told["tool_calls"]))
+
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
+        return (await self._ask({"op": "judge", "messages": list(messages), "max_tokens": max_tokens}))["text"]
+
+    def hear(self, told: dict[str, Any]) -> None:
+        waiting = self._waiting.pop(told["id"], None)
+        if waiting is None or waiting.done():
+            return
+        if told["op"] == "wrong":
+            text = told["text"]
+            template = told["kind"] == "template"
+            waiting.set_exception(TemplateError(text) if template else EpisodeFailed(told["kind"], text))
+        else:
+            waiting.set_result(told)
+
+    async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self.over:
+            raise EpisodeFailed("raised", "asked after the episode had ended")
+        number = next(self._ids)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._tell({**question, "id": number})
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._waiting.pop(number, None) is not None:
+                self._tell({"op": "forget", "id": number})
+            raise
+
+    def _tell(self, value: dict[str, Any]) -> None:
+        if not self.over:
+            self._writer.write(frames.pack(value))
+
+
+def work(sock: socket.socket, loaded: Loaded) -> None:
+    """Until the other end closes. Does not return: nothing that the nursery has at exit is this process's business."""
+    faulthandler.enable()
+    gc.freeze()  # what was loaded is shared with the nursery as long as nobody writes to it
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    try:
+        asyncio.run(_serve(sock, loaded))
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve(sock: socket.socket, loaded: Loaded) -> None:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    episode: asyncio.Task[None] | None = None
+    chat = FarChat(writer)
+    heard = frames.Reader(reader)
+    while frame := await heard.read():
+        told: dict[str, Any] = json.loads(frame)
+        match told["op"]:
+            case "play":
+                chat = FarChat(writer)
+                limits.limit_cpu(loaded.episode_timeout_s)
+                episode = asyncio.create_task(_play(loaded, chat, writer, told))
+            case "cancel":
+                if episode is not None:
+                    episode.cancel()
+            case "tasks":
+                _tell_tasks(loaded, writer, told)
+            case "demonstrate":
+                _tell_demonstration(loaded, writer, told)
+            case _:
+                chat.hear(told)
+
+
+async def _play(loaded: Loaded, chat: FarChat, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+    try:
+        task = loaded.task(told["split"], told["index"], told["id"])
+        reward, metrics = checked(task.id, await loaded.environment.run(task, chat))
+        end = frames.pack({"op": "done", "said": chat.said, "reward": reward, "metrics": metrics})
+    except EpisodeFailed as error:
+        end = _failed(error.kind if error.kind in FAILURE_KINDS else "raised", str(error))
+    except TemplateError as error:
+        end = _failed("template", str(error))
+    except MemoryError as error:
+        end = _failed("out_of_memory", f"MemoryError: {error}")
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever an environment raises is data
+        end = _failed("raised", f"{type(error).__name__}: {error}")
+    chat.over = True
+    writer.write(end)
+
+
+def _failed(kind: str, text: str) -> bytes:
+    return frames.pack({"op": "failed", "kind": kind, "text": _clean(text)})
+
+
+def _tell_tasks(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+    """Ids and messages, page by page. The payloads stay here: whoever plays elsewhere needs none."""
+    try:
+        tasks = loaded.tasks(told["split"])
+        if len(tasks) > _MOST_TASKS:
+            text = f"'{told['split']}' has {len(tasks)} tasks; with environment.workers at most {_MOST_TASKS}"
+            raise ValueError(text)
+        page: list[dict[str, Any]] = []
+        chars = 0
+        for task in tasks:
+            page.append({"id": task.id, "messages": [dict(message) for message in task.messages]})
+            chars += 100 + sum(len(str(message.get("content"))) for message in task.messages)
+            if chars > _PAGE_CHARS:
+                writer.write(frames.pack({"op": "tasks", "tasks": page, "more": True}))
+                page, chars = [], 0
+        writer.write(frames.pack({"op": "tasks", "tasks": page, "more": False}))
+    except Exception as error:  # noqa: BLE001 - somebody else's code: what it raises is told
+        _refuse(writer, f"tasks('{told['split']}'): {type(error).__name__}: {error}")
+
+
+def _tell_demonstration(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+    """Drawn from the other end's generator, so that workers change no demonstration."""
+    rng = random.Random()
+    version, state, gauss = told["state"]
+    rng.setstate((version, tuple(state), gauss))
+    try:
+        demonstrate = cast(Any, loaded.environment).demonstrate
+        messages = demonstrate(loaded.task(told["split"], told["index"], told["id"]), rng)
+        told_messages = [dict(message) for message in messages]
+        writer.write(frames.pack({"op": "demonstrated", "messages": told_messages, "state": rng.getstate()}))
+    except Exception as error:  # noqa: BLE001 - as above
+        _refuse(writer, f"demonstrate(task '{told['id']}'): {type(error).__name__}: {error}")
+
+
+def _refuse(writer: asyncio.StreamWriter, text: str) -> None:
+    writer.write(frames.pack({"op": "refused", "kind": "environment", "text": _clean(text)}))
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()[: MAX_TEXT - 1]

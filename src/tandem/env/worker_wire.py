@@ -1,0 +1,121 @@
+"""What a worker may say to the process that plays with it. All of it is checked: a worker runs somebody else's code.
+
+A worker says what the assistant is told and asks for its replies, as text. Tokens, logprobs and versions never come by
+here, so none can be forged; what a worker decides is the reward.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
+
+FailureKind = Literal[
+    "raised", "hung", "no_outcome", "not_a_number", "template", "context_full", "judge", "out_of_memory"
+]
+FAILURE_KINDS = frozenset(FailureKind.__args__)
+MAX_TEXT = 2_000  # of an error
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SaidMessage(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    role: str = Field(min_length=1, max_length=64)
+    content: JsonValue = None
+
+    def plain(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+class AskTools(_Said):
+    op: Literal["offer"]
+    tools: list[dict[str, JsonValue]] = Field(max_length=256)
+
+
+class AskReply(_Said):
+    op: Literal["reply"]
+    id: int
+    said: list[SaidMessage]
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: list[str] = Field(default=[], max_length=64)
+
+
+class AskJudge(_Said):
+    op: Literal["judge"]
+    id: int
+    messages: list[SaidMessage] = Field(min_length=1)
+    max_tokens: int = Field(ge=1, le=1_000_000)
+
+
+class Forget(_Said):
+    """It does not wait for this answer any more."""
+
+    op: Literal["forget"]
+    id: int
+
+
+class Done(_Said):
+    op: Literal["done"]
+    said: list[SaidMessage]
+    reward: float
+    metrics: dict[str, float] = Field(max_length=1_000)
+
+
+class Failed(_Said):
+    op: Literal["failed"]
+    kind: FailureKind
+    text: str = Field(max_length=MAX_TEXT)
+
+
+FromEpisode = AskTools | AskReply | AskJudge | Forget | Done | Failed
+FROM_EPISODE: TypeAdapter[FromEpisode] = TypeAdapter(Annotated[FromEpisode, Field(discriminator="op")])
+
+
+class ToldTask(_Said):
+    id: str
+    messages: list[SaidMessage] = Field(min_length=1)
+
+
+class Tasks(_Said):
+    op: Literal["tasks"]
+    tasks: list[ToldTask]
+    more: bool
+
+
+class Demonstrated(_Said):
+    op: Literal["demonstrated"]
+    messages: list[SaidMessage]
+    state: list[JsonValue]
+    """Of the generator that it drew from."""
+
+
+class Refused(_Said):
+    op: Literal["refused"]
+    kind: Literal["spec", "environment"]
+    text: str = Field(max_length=MAX_TEXT)
+
+
+class Loaded(_Said):
+    op: Literal["loaded"]
+    demonstrates: bool
+    threads: int
+
+
+FromLoader = Tasks | Demonstrated | Refused | Loaded
+FROM_LOADER: TypeAdapter[FromLoader] = TypeAdapter(Annotated[FromLoader, Field(discriminator="op")])
+
+
+class Ended(_Said):
+    """From the nursery: how a worker ended."""
+
+    op: Literal["ended"]
+    worker: int
+    how: str = Field(max_length=16_000)
+
+
+ENDED: TypeAdapter[Ended] = TypeAdapter(Ended)
