@@ -186,6 +186,7 @@ class Publisher:
             gap_limit=self._band if tokens else 0.0,
             canary_tokens=tokens,
             transport=sent.transport,
+            lent_bytes=served.lent_bytes,
         )
 
     async def _attach(self, teacher: Teacher) -> None:

@@ -260,6 +260,8 @@ class Served:
     """By phase: wait, verify, pause, apply, prove, resume."""
     read_back: bool = True
     """False: the engine's memory cannot be read, and fingerprints are of the files that it was given."""
+    lent_bytes: int = 0
+    """Of GPU memory, that the trainer had the use of since the version before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,8 @@ class Proof:
     """Between trainer and engine about the canary's tokens: the mean of its absolute value, in nats."""
     gap_limit: float = 0.0
     canary_tokens: int = 0
+    lent_bytes: int = 0
+    """Of GPU memory that the engines gave back while the trainer made this version."""
     attempts: int = 1
     """More than one where a partner had to be taken back."""
     transport: Mapping[str, str] = field(default_factory=dict[str, str])

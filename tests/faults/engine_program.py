@@ -22,7 +22,7 @@ class Counting:
 
     def __init__(self, version: int, torn: Path) -> None:
         self.torn = torn
-        self.version, self.cache_epoch, self.boot_id = version, 0, uuid.uuid4().hex
+        self.version, self.cache_epoch, self.lent_bytes, self.boot_id = version, 0, 0, uuid.uuid4().hex
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: Any = None, on_token: OnToken | None = None

@@ -179,7 +179,7 @@ def test_attaching_tells_the_layout_and_loading_the_fingerprints(served: EngineS
     told = served.post("load", {"version": 4, "attachment": 1, "boot_id": "boot-a"}).json()
     assert told == {
         "version": 4, "fingerprints": {"w": "00ff"}, "engines": ["boot-a"], "cache_epoch": 6, "seconds": {"wait": 0.25},
-        "read_back": True,
+        "read_back": True, "lent_bytes": 0,
     }  # fmt: skip
     assert served.post("digest", {"version": 4}).json()["fingerprints"] == {"w": "00ff"}
     assert code(served.post("digest", {"version": 3})) == (409, "sync")

@@ -140,6 +140,7 @@ BAD = [
     (SHARED, "train.gradient_release = true", "train.gradient_release = true", "leave one of them out"),
     (SHARED + "every = 2\n", "train.max_lag = 1", "sync.every = 2", "one copy of the weights"),
     (RL, "engine = {kind = 'vllm', on_update = 'continue'}", "engine.on_update", "'finish' or 'restart'"),
+    (SHARED, "engine = {kind = 'vllm', sleep = 'free'}", "engine.sleep = 'free'", "choose another bridge"),
     (RL, "device = 'gpu'", 'device = "gpu"', "'auto', 'cpu' or 'cuda'"),
     (RL, "name = '../x'", 'name = "../x"', "match pattern"),
     (RL, "seed = -1", "seed = -1", "greater than or equal to 0"),

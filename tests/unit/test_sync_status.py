@@ -103,6 +103,16 @@ def test_of_an_engine_that_takes_adapters_the_base_is_what_must_be_mapped(tmp_pa
     assert "50% of the 10 of the base mapped" in status_text(told)
 
 
+def test_it_tells_whether_an_engine_lends_its_memory(tmp_path: Path):
+    sleep = {"requested": "free", "engaged": False, "why_not": "no sleep mode here"}
+    engines = [{"boot_id": "boot-1", "layout": LAYOUT, "sleep": sleep}]
+    told = of_run(make_run(tmp_path / "run", engines=engines))
+    assert told["engines"][0]["sleep"] == sleep
+    assert "sleep = free: not engaged, no sleep mode here" in status_text(told)
+    sleep["engaged"] = True
+    assert "sleep = free: engaged" in status_text(of_run(make_run(tmp_path / "other", engines=engines)))
+
+
 def test_a_map_of_another_engine_than_the_last_proof_is_said_to_be_one(tmp_path: Path):
     engines = [{"boot_id": "boot-2", "workers": 1, "layout": LAYOUT}]
     told = of_run(make_run(tmp_path / "run", engines=engines))

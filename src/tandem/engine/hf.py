@@ -99,7 +99,7 @@ class EmbeddedEngine:
         masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
-        self.cache_epoch = 0
+        self.cache_epoch = self.lent_bytes = 0
         config = module.config.get_text_config()
         self.max_context: int = max_context or config.max_position_embeddings
         self._module, self._head, self._config = module, Head(module, num_ids), module.config

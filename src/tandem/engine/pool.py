@@ -313,6 +313,7 @@ def _merged(served: Sequence[Served]) -> Served:
         min(each.cache_epoch for each in served),
         {name: max(each.seconds.get(name, 0.0) for each in served) for name in phases},
         all(each.read_back for each in served),
+        lent_bytes=sum(each.lent_bytes for each in served),
     )
 
 

@@ -69,11 +69,14 @@ class ServerEngine:
         shares_memory: bool = False,
         shares_device: bool = False,
         lease_s: float = 60.0,
+        make_room: Callable[[], None] = lambda: None,
     ) -> None:
         """`shares_memory`: the trainer writes where this engine reads. `shares_device`: it computes where this engine
-        computes. Either makes `sleep` a pause, which ends by itself `lease_s` after this process stops renewing it."""
+        computes. Either makes `sleep` a pause, which ends by itself `lease_s` after this process stops renewing it.
+        `make_room`: called before the engine starts or wakes, which may need the memory that is kept here for later."""
         self._place, self._receivers, self._deadline_s = place, receivers, deadline_s
         self._shares_memory, self._pauses, self._lease_s = shares_memory, shares_memory or shares_device, lease_s
+        self._make_room = make_room
         self._process = _Process(place) if isinstance(place, Owned) else None
         self._connection: Connection | None = None
         self._meeting, self._met = asyncio.Lock(), asyncio.Event()
@@ -112,17 +115,11 @@ class ServerEngine:
         if not source.link:
             raise SyncError("engine: this bridge works within one process, and the engine is in another")
         await self._stop_renewing()
+        self._make_room()
         connection = await self._meet()
         if connection.boot_id != self._loaded_boot:
             self._serving.clear()
-        body = {
-            "link": dict(source.link),
-            "lease_s": self._lease_s,
-            "writing": self._shares_memory,
-            "owner": self._owner,
-        }
-        reply = dict(await connection.post("/engine/attach", body, self._deadline_s))
-        self._attachment = int(reply.pop("attachment"))
+        reply = await self._take(connection, source)
         if reply.get("boot_id") != connection.boot_id:
             raise EngineLost(f"engine: {connection.url} was started anew as it was attached")
         if reply.get("workers", self._receivers) != self._receivers:
@@ -136,10 +133,11 @@ class ServerEngine:
 
     async def load(self, version: int) -> Served:
         connection, source = self._attached()
+        await self._stop_renewing()
+        self._make_room()
         if source.link["mode"] == "restart":
             served = await self._load_by_restart(source, version)
         else:
-            await self._stop_renewing()
             body = {**self._caller(), "version": version, "deadline_s": self._deadline_s}
             try:
                 served = served_of(await connection.post("/engine/load", body, self._deadline_s + _LOAD_GRACE_S))
@@ -152,12 +150,14 @@ class ServerEngine:
 
     async def sleep(self) -> None:
         if self._pauses:
-            await self._pause()
+            if lent_bytes := await self._pause():
+                _log.info("the engine sleeps: %.2f GiB of GPU memory are the trainer's", lent_bytes / 2**30)
             self._keep_renewing()
 
     async def wake(self) -> None:
         if self._renewing is not None:
             await self._stop_renewing()
+            self._make_room()
             await self._attached()[0].post("/engine/wake", self._caller(), self._deadline_s)
 
     async def lost(self) -> None:
@@ -248,14 +248,25 @@ class ServerEngine:
             raise SyncError("engine: load() before attach(): it does not know where weights come from")
         return self._connection, self._source
 
+    async def _take(self, connection: Connection, source: WeightSource) -> dict[str, Any]:
+        body = {
+            "link": dict(source.link),
+            "lease_s": self._lease_s,
+            "writing": self._shares_memory,
+            "owner": self._owner,
+        }
+        reply = dict(await connection.post("/engine/attach", body, self._deadline_s))
+        self._attachment = int(reply.pop("attachment"))
+        return reply
+
     def _caller(self) -> dict[str, Any]:
         return {"attachment": self._attachment, "boot_id": self._attached()[0].boot_id}
 
     # --- pauses
 
-    async def _pause(self) -> None:
+    async def _pause(self) -> int:
         body = {**self._caller(), "lease_s": self._lease_s, "writing": self._shares_memory}
-        await self._attached()[0].post("/engine/sleep", body, self._deadline_s)
+        return int((await self._attached()[0].post("/engine/sleep", body, self._deadline_s))["lent_bytes"])
 
     def _keep_renewing(self) -> None:
         if self._renewing is None:
@@ -298,6 +309,8 @@ class ServerEngine:
             ready = await asyncio.to_thread(self._process.start_with, weights.path, version)
             connection = await self._connect(ready)
         phases.end("apply")
+        if self._pauses:
+            await self._take(connection, source)  # who is not attached may not send it to sleep
         served = served_of(await connection.post("/engine/digest", {"version": version}, self._deadline_s))
         phases.end("prove")
         return replace(served, seconds=phases.seconds)

@@ -6,6 +6,9 @@ produces: completions           of one version each: requests end under the old 
 vLLM itself does not say on every version which weights made a token. So no request crosses an exchange: the gate shuts,
 what runs ends (`finish`) or is ended and asked again (`restart`), the workers take the version over and read back what
 they serve, caches are dropped, and the gate opens. What failed halfway stays shut: no torn weights answer.
+
+Asleep, with `engine.sleep = "free"`, its weights are in the host's memory and its keys and values nowhere: nothing may
+touch the GPU before they are back, and they are not called back before there is room.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -59,11 +62,18 @@ class VllmEngine:
         self._torn = ""
         self._adapters: list[str] = []
         self._running: Counter[str] = Counter()
+        self._moving_memory = asyncio.Lock()
+        self._lent: list[int] = []
+        """Bytes that each worker gave back to sleep; empty: awake."""
         self._source: WeightSource | None = None
 
     @property
     def receivers(self) -> int:
         return self._process.options.tensor_parallel
+
+    @property
+    def lent_bytes(self) -> int:
+        return sum(self._lent)
 
     # --- sampling
 
@@ -162,6 +172,9 @@ class VllmEngine:
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]
         reply["devices"] = [answer["device"] for answer in answers]
+        if self._process.options.sleeps:
+            why_not = self._process.options.why_awake
+            reply["sleep"] = {"requested": "free", "engaged": not why_not, "why_not": why_not}
         if "pieces" in first:
             shapes = {name: shape for name, (_, shape) in first["layout"].items()}
             reply["base"] = whole([piece for answer in answers for piece in answer["pieces"]], shapes)
@@ -183,8 +196,11 @@ class VllmEngine:
         deadline_s = float(self._source.link["deadline_s"])
         if self._source.carries == "adapter":
             return await self._load_adapter(version, deadline_s)
-        phases = Phases()
+        phases, lent_bytes = Phases(), self.lent_bytes
         try:
+            await self._take_back()
+            if lent_bytes:
+                phases.end("wake")
             await self._shut(deadline_s)
             phases.end("pause")
             answers = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
@@ -197,11 +213,25 @@ class VllmEngine:
         self._serve(version)
         await self._open()
         phases.end("resume")
-        return self._served(served, {**phases.seconds, **answers[0]["seconds"]})
+        return self._served(served, {**phases.seconds, **answers[0]["seconds"]}, lent_bytes)
 
     async def _load_adapter(self, version: int, deadline_s: float) -> Served:
         """Beside the one that is served, under a name of its own: requests under way end with theirs."""
-        phases = Phases()
+        phases, lent_bytes = Phases(), self.lent_bytes
+        await self._take_back()
+        if lent_bytes:
+            phases.end("wake")
+        try:
+            seconds, served = await self._flip_adapter(version, deadline_s, phases)
+        finally:
+            await self._open()  # also after a failure: what was served before was not touched
+        await self._drop_unused()
+        phases.end("resume")
+        return self._served(served, {**phases.seconds, **seconds}, lent_bytes)
+
+    async def _flip_adapter(
+        self, version: int, deadline_s: float, phases: Phases
+    ) -> tuple[Mapping[str, float], dict[str, str]]:
         loaded = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
         name = loaded[0]["adapter"]
         phases.end("load")
@@ -216,11 +246,7 @@ class VllmEngine:
         self._model, self._torn = name, ""
         self._adapters.append(name)
         self._serve(version)
-        if self._restarts:
-            await self._open()
-        await self._drop_unused()
-        phases.end("resume")
-        return self._served(served, {**phases.seconds, **loaded[0]["seconds"]})
+        return loaded[0]["seconds"], served
 
     async def _drop_unused(self) -> None:
         for name in [each for each in self._adapters if each != self._model and not self._running[each]]:
@@ -232,11 +258,13 @@ class VllmEngine:
         self.version = version
         self.cache_epoch += 1
 
-    def _served(self, fingerprints: Mapping[str, str], seconds: Mapping[str, float]) -> Served:
-        return Served(self.version, fingerprints, (self.boot_id,), self.cache_epoch, seconds)
+    def _served(self, fingerprints: Mapping[str, str], seconds: Mapping[str, float], lent_bytes: int) -> Served:
+        return Served(self.version, fingerprints, (self.boot_id,), self.cache_epoch, seconds, lent_bytes=lent_bytes)
 
     async def _after_failed_load(self, why: str) -> None:
-        """The version before goes on serving, if no worker has written over it."""
+        """The version before goes on serving, if no worker has written over it. Asleep, it sleeps on."""
+        if self._lent:
+            return
         if await self._untouched():
             await self._open()
         else:
@@ -248,18 +276,22 @@ class VllmEngine:
         return _whole(await self._workers("tandem_digest", deadline_s=_CONTROL_S))
 
     async def sleep(self) -> None:
-        """Only where the trainer writes into this engine's memory does it matter; elsewhere nobody asks."""
+        """What runs ends, what comes waits; and if it was started for that, its GPU's memory is free."""
         await self._shut(_CONTROL_S)
+        if self._process.options.sleeps and not self._process.options.why_awake:
+            await _to_its_end(self._lend())
 
     async def wake(self) -> None:
+        await self._take_back()
         await self._open()
 
     async def remember(self) -> None:
         """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
-        await self._workers("tandem_remember", deadline_s=_CONTROL_S)
+        await self._workers("tandem_remember", self._adapters, deadline_s=_CONTROL_S)
 
     async def intact(self) -> bool:
-        return all(answer["intact"] for answer in await self._workers("tandem_intact", deadline_s=_CONTROL_S))
+        answers = await self._workers("tandem_intact", self._adapters, deadline_s=_CONTROL_S)
+        return all(answer["intact"] for answer in answers)
 
     async def lost(self) -> None:
         while self._process.running:
@@ -267,6 +299,48 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._process.close()
+
+    # --- its memory
+
+    async def _lend(self) -> None:
+        async with self._moving_memory:
+            if self._lent:
+                return
+            await self._drop_unused()
+            await self.remember()
+            before = await self._free_bytes()
+            self._lent = [0] * len(before)  # from here on it may be asleep, whatever is heard of it
+            await self._process.post("/sleep", deadline_s=_CONTROL_S, level="1")
+            self._lent = [max(0, now - was) for now, was in zip(await self._free_bytes(), before, strict=True)]
+            _log.info("asleep: %.2f GiB of GPU memory are free for others", self.lent_bytes / 2**30)
+
+    async def _take_back(self) -> None:
+        await _to_its_end(self._wake_up())
+
+    async def _wake_up(self) -> None:
+        """EngineError while there is no room: it sleeps on, and may be asked again."""
+        async with self._moving_memory:
+            if not self._lent:
+                return
+            for needed, free in zip(self._lent, await self._free_bytes(), strict=True):
+                if free < needed:
+                    raise EngineError(
+                        f"engine: it gave {needed / 2**30:.2f} GiB of its GPU away to sleep, and of them "
+                        f"{free / 2**30:.2f} are free now; set a smaller engine.memory_share, or let the trainer keep "
+                        "less between steps"
+                    )
+            try:
+                await self._process.post("/wake_up", deadline_s=_CONTROL_S)
+            except EngineError:
+                await self._process.end()  # half of its memory is there: no vLLM gets over that
+                raise
+            self._lent = []
+            if not await self.intact():
+                self._torn = "its weights are not what they were before it slept"
+                raise EngineError(f"engine: {self._torn}; load a version")
+
+    async def _free_bytes(self) -> list[int]:
+        return [answer["free"] for answer in await self._workers("tandem_free_bytes", deadline_s=_CONTROL_S)]
 
     # --- the gate
 
@@ -293,12 +367,19 @@ class VllmEngine:
 
     async def _workers(self, method: str, *args: Any, deadline_s: float) -> list[dict[str, Any]]:
         """What each worker answers; the first error that one of them tells of."""
+        if self._lent and method not in ("tandem_free_bytes", "tandem_status"):
+            raise EngineError(f"engine: it is asleep, and its weights are not on the GPU; {method} has to wait")
         body = {"method": method, "args": list(args), "timeout": deadline_s}
         answers = (await self._process.post("/collective_rpc", body, deadline_s=deadline_s))["results"]
         for answer in answers:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Also if whoever asked hangs up: vLLM does what it was told, and half-known memory is lost."""
+    await asyncio.shield(asyncio.ensure_future(work))
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -7,6 +7,8 @@ trainer's own packages must not become vLLM's.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 import tempfile
 import time
@@ -20,6 +22,8 @@ import httpx
 from tandem.engine.vllm_versions import refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io.child import Child
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
@@ -43,6 +47,8 @@ class VllmOptions:
     max_running: int = 256
     max_context: int = 0
     eager: bool = False
+    sleeps: bool = False
+    """Gives its GPU's memory back while it sleeps, if the device can."""
     adapter_slots: int = 0
     """0: no adapters. Else how many versions may be in use at a time."""
     max_rank: int = 16
@@ -51,6 +57,11 @@ class VllmOptions:
     """Also a version that has not passed the conformance suite: for the suite itself."""
     extra: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def why_awake(self) -> str:
+        """Empty if memory is given back."""
+        return "vLLM's CPU build has no sleep mode: it only pauses" if self.device == "cpu" else ""
 
     def arguments(self, socket: Path, version: str) -> list[str]:
         given = [
@@ -64,6 +75,7 @@ class VllmOptions:
         ]
         given += ["--max-model-len", str(self.max_context)] if self.max_context else []
         given += ["--enforce-eager"] if self.eager else []
+        given += ["--enable-sleep-mode"] if self.sleeps and not self.why_awake else []
         if self.adapter_slots:
             slots, rank = str(self.adapter_slots), next(rank for rank in _RANKS if rank >= self.max_rank)
             given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
@@ -110,6 +122,7 @@ class VllmProcess:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             **(_ON_CPU if self.options.device == "cpu" else {}),
+            **(_plain_segments(os.environ) if self.options.sleeps else {}),
             **self.options.environment,
         }
 
@@ -146,6 +159,10 @@ class VllmProcess:
         told = answer.headers.get("content-type", "").startswith("application/json")
         return answer.json() if told else {}
 
+    async def end(self) -> None:
+        """What it holds is of no use any more; whoever owns it starts another."""
+        await asyncio.to_thread(self._child.stop, 0.0)
+
     def stream(self, path: str, body: Any) -> Any:
         return self._http.stream("POST", path, json=body)
 
@@ -153,6 +170,18 @@ class VllmProcess:
         await self._http.aclose()
         await asyncio.to_thread(self._child.stop)
         self._folder.cleanup()
+
+
+def _plain_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Torch's allocator without expandable segments: they cannot be mixed with memory that sleeps."""
+    changed: dict[str, str] = {}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        settings = environment.get(name, "").split(",")
+        kept = [setting for setting in settings if not setting.strip().startswith("expandable_segments")]
+        if kept != settings:
+            changed[name] = ",".join(kept)
+            _log.warning("%s: expandable_segments is left out for vLLM; with engine.sleep = 'free' it cannot be", name)
+    return changed
 
 
 def _listens(path: Path) -> bool:

@@ -8,7 +8,7 @@ the engine with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.errors import EngineError, SyncError, SyncTimeout
@@ -42,11 +42,14 @@ class TandemWorker:
     def tandem_digest(self) -> Answer:
         return _answer(lambda: _of(self).digest())
 
-    def tandem_remember(self) -> Answer:
-        return _answer(lambda: _of(self).remember())
+    def tandem_remember(self, adapters: Sequence[str] = ()) -> Answer:
+        return _answer(lambda: _of(self).remember(adapters))
 
-    def tandem_intact(self) -> Answer:
-        return _answer(lambda: _of(self).intact())
+    def tandem_intact(self, adapters: Sequence[str] = ()) -> Answer:
+        return _answer(lambda: _of(self).intact(adapters))
+
+    def tandem_free_bytes(self) -> Answer:
+        return _answer(lambda: _of(self).free_bytes())
 
     def tandem_status(self) -> Answer:
         return _answer(lambda: _of(self).status())

@@ -11,7 +11,7 @@ served until a version has arrived whole. An adapter is staged beside what is se
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,13 +128,19 @@ class Worker:
         shapes = {name: shape for name, (_, shape) in self._layout.forms().items()}
         return {"version": self._version, "pieces": apply.served_pieces(self._layout), "shapes": shapes}
 
-    def remember(self) -> Answer:
-        """Somebody else is about to write into this memory."""
-        self._remembered = apply.served_pieces(self._layout)
+    def remember(self, adapters: Sequence[str] = ()) -> Answer:
+        """Somebody else is about to write into this memory, or it goes to the host and comes back. `adapters`: those
+        that vLLM has loaded."""
+        self._remembered = self._all_served(adapters)
         return {}
 
-    def intact(self) -> Answer:
-        return {"intact": apply.served_pieces(self._layout) == self._remembered}
+    def intact(self, adapters: Sequence[str] = ()) -> Answer:
+        return {"intact": self._all_served(adapters) == self._remembered}
+
+    def free_bytes(self) -> Answer:
+        """Of the GPU, for whoever asks first."""
+        on_gpu = self._theirs.device.type == "cuda"
+        return {"free": torch.cuda.mem_get_info(self._theirs.device)[0] if on_gpu else 0}
 
     def status(self) -> Answer:
         return {
@@ -144,6 +150,12 @@ class Worker:
             "torn": self._torn,
             "adapters": [] if self._adapters is None else self._adapters.names(),
         }
+
+    def _all_served(self, adapters: Sequence[str]) -> list[apply.PieceDigest]:
+        pieces = apply.served_pieces(self._layout)
+        if self._adapters is not None:
+            pieces += [piece for name in adapters for piece in self._adapters.served_pieces(name)]
+        return pieces
 
     # --- a full version
 

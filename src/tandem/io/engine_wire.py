@@ -69,6 +69,7 @@ def served_of(body: Json) -> Served:
         int(body["cache_epoch"]),
         {str(phase): float(seconds) for phase, seconds in body["seconds"].items()},
         read_back=bool(body["read_back"]),
+        lent_bytes=int(body["lent_bytes"]),
     )
 
 

@@ -69,6 +69,7 @@ def _engine(told: Mapping[str, Any], sent: int) -> dict[str, Any]:
         "layout": layout,
         "pieces": pieces,
         "versions": told.get("versions") or {},
+        "sleep": told.get("sleep") or {},
     }
 
 

@@ -168,6 +168,9 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
         share = f", {engine['coverage']:.0%} of the {engine['of']} {what} mapped" if engine["of"] else ""
         workers = f"{engine['workers']} worker{'s' if engine['workers'] != 1 else ''}"
         lines.append(f"engine {engine['boot_id'][:8]}: {workers}, {engine['tensors']} tensors in its layout{share}")
+        if sleep := engine["sleep"]:
+            had = "engaged" if sleep["engaged"] else f"not engaged, {sleep['why_not']}"
+            lines.append(f"  sleep = {sleep['requested']}: {had}")
     if not told["engines"]:
         lines.append("no map: no engine has been attached")
     elif told["proofs"] and not told["map_is_of_the_last_proof"]:

@@ -154,6 +154,7 @@ def vllm_alone(
         eager=spec.eager or device == "cpu",
         adapter_slots=adapter_slots,
         max_rank=max_rank,
+        sleeps=spec.sleep == "free",
         unchecked=unchecked,
     )
     renderer = Renderer(load_tokenizer(path), thinking=thinking)
@@ -194,6 +195,8 @@ def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: b
 def _server(
     spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, start: Path, unchecked: bool
 ) -> Engine:
+    import torch
+
     from tandem.engine.server import Owned, ServerEngine, Standing
 
     place: Owned | Standing
@@ -215,7 +218,18 @@ def _server(
         receivers=getattr(engine, "tensor_parallel", 1),
         deadline_s=spec.sync.deadline_s,
         shares_memory=isinstance(spec.sync, SharedSync),
+        shares_device=sleeps(spec, model.device.type),
+        make_room=torch.cuda.empty_cache,  # does nothing where there is no GPU
     )
+
+
+def sleeps(spec: RlSpec, device: str) -> bool:
+    """Whether the engine lends its GPU's memory to the trainer. `device`: the trainer's."""
+    engine = spec.engine
+    if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
+        return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
+    on_one_gpu = device == "cuda" and not engine.url and (not engine.gpus or 0 in engine.gpus)
+    return on_one_gpu and not isinstance(spec.sync, SharedSync) and spec.train.max_lag == 0
 
 
 def _command_of(
@@ -224,8 +238,11 @@ def _command_of(
     import torch
 
     exact = next(model.policy.module.parameters()).dtype == torch.float32
+    settings: dict[str, Any] = {"max_context": model.context}
+    if sleeps(spec, model.device.type):
+        settings["sleep"] = "free"
     command = engine_command(
-        engine.model_copy(update={"max_context": model.context}),
+        engine.model_copy(update=settings),
         device=model.device.type,
         dtype="float32" if exact else "bfloat16",
         thinking=spec.model.thinking,

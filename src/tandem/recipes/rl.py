@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes import build, build_engine
@@ -31,8 +34,9 @@ class RlRun:
         self.joined = build_engine.join(spec, self.model, run.directory / "engines")
         self.call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = build_engine.publisher(
-            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, run.met
+            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
         )
+        self._sleep_noted = False
         self.setting = Setting(
             environment,
             self.joined.engine,
@@ -78,6 +82,13 @@ class RlRun:
             },
         )
 
+    def _met(self, meeting: Mapping[str, Any]) -> None:
+        self.run.met(meeting)
+        told = next((engine["sleep"] for engine in meeting["engines"] if engine.get("sleep")), None)
+        if told is not None and not self._sleep_noted:
+            self._sleep_noted = True
+            self.run.note_option("engine.sleep", told["requested"], told["engaged"], told["why_not"])
+
     async def close(self) -> None:
         build.close(self.environment)
         await self.joined.engine.close()
@@ -88,6 +99,7 @@ class RlRun:
         await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
+        await self.publisher.rest(trainer)  # till the next version is published: nobody samples
         await supervised_stage(
             self.run, self.model, trainer, stage, recordings, seed=self.spec.seed, deterministic=self.spec.deterministic
         )

@@ -4,7 +4,8 @@ consumes: attach, load, sleep, wake, one at a time        waits for: the engine'
 produces: an Engine that refuses what it cannot answer    a pause ends by itself when its lease does
 
 - The trainer that attached last is the only one: whatever an earlier one asks for is refused, also while it is done.
-- A pause without wake, load or renewal ends in the version that was served before. Where the trainer writes into this
+- A pause without wake, load or renewal ends in the version that was served before; an engine that gave its memory back
+  and finds it taken tries again until it has it. Where the trainer writes into this
   engine's memory, that memory is first compared with what was there when the pause began. If it is not the same any
   more, nothing is answered until a load succeeds: never torn weights.
 """
@@ -28,6 +29,8 @@ from tandem.types import Completion, Fingerprints, Sampling, Served
 
 _log = logging.getLogger(__name__)
 
+_WAKE_AGAIN_S = 2.0
+
 State: TypeAlias = Literal["empty", "serving", "paused", "torn", "dead"]
 
 
@@ -38,6 +41,8 @@ class LocalEngine(Engine, Protocol):
     def boot_id(self) -> str: ...
     @property
     def cache_epoch(self) -> int: ...
+    @property
+    def lent_bytes(self) -> int: ...  # what sleep() gave back and wake() or load() takes; more than 0: asleep
     async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
     async def remember(self) -> None: ...  # somebody is about to write into its memory
     async def intact(self) -> bool: ...  # nobody has, since
@@ -60,6 +65,7 @@ class _Pause:
     until: float
     lease_s: float
     writing: bool = False
+    asleep: bool = False
     expiry: asyncio.Task[None] | None = None
 
 
@@ -149,6 +155,7 @@ class Control:
             "attachment": self._attachment,
             "workers": self._engine.receivers,
             "cache_epoch": self._engine.cache_epoch,
+            "lent_bytes": self._engine.lent_bytes,
             "running": len(self._running),
             "mapping": self._mapping,
         }
@@ -231,10 +238,11 @@ class Control:
             self._torn = ""
             return served
 
-    async def sleep(self, caller: Caller, *, lease_s: float, writing: bool) -> None:
+    async def sleep(self, caller: Caller, *, lease_s: float, writing: bool) -> dict[str, int]:
         """Again before the lease ends: renews it."""
         async with self._turn_of(caller):
             await self._begin_pause(lease_s, writing=writing)
+            return {"lent_bytes": self._engine.lent_bytes}
 
     async def wake(self, caller: Caller) -> None:
         async with self._turn_of(caller):
@@ -296,9 +304,11 @@ class Control:
     async def _begin_pause(self, lease_s: float, *, writing: bool) -> None:
         now = asyncio.get_running_loop().time
         if self._pause is None:
-            await self._engine.sleep()
-            self._pause = _Pause(now(), lease_s)
+            self._pause = _Pause(now() + lease_s, lease_s)  # first: who hangs up leaves no engine asleep for ever
             self._pause.expiry = asyncio.create_task(self._expire(self._pause), name="lease")
+        if not self._pause.asleep:
+            await self._engine.sleep()
+            self._pause.asleep = True
         if writing and not self._pause.writing:
             await self._engine.remember()
             self._pause.writing = True
@@ -306,24 +316,35 @@ class Control:
 
     async def _expire(self, pause: _Pause) -> None:
         now = asyncio.get_running_loop().time
-        while pause is self._pause:
+        while pause is self._pause and not self._dead:
             if (left_s := pause.until - now()) > 0:
                 await asyncio.sleep(left_s)
                 continue
             async with self._turn:
                 if pause is self._pause and pause.until <= now():
                     self._abandoned = pause.writing
-                    await self._end_pause(f"nobody renewed its lease of {pause.lease_s:g} s")
+                    try:
+                        await self._end_pause(f"nobody renewed its lease of {pause.lease_s:g} s")
+                    except EngineError as error:
+                        pause.until = now() + _WAKE_AGAIN_S
+                        _log.warning("the pause is over, and the engine does not wake: %s", error)
 
     async def _end_pause(self, why: str) -> None:
         """Into the version before; or into nothing, if its weights are not what they were."""
-        if not self._drop_pause() or await self._is_intact():
-            await self._engine.wake()
+        intact = True
+        if self._pause is not None and self._pause.writing:
+            self._drop_pause()
+            intact = await self._is_intact()
+        if intact:
+            await self._engine.wake()  # before it is dropped: until the engine has its memory back, the pause goes on
+            self._drop_pause()
             _log.info("the pause is over: %s", why)
         else:
             _log.error("the pause is over (%s), and the weights are torn", why)
 
     async def _after_failed_load(self) -> None:
+        if self._engine.lent_bytes:
+            return  # it did not even wake: the pause goes on, and so does its lease
         if self._drop_pause():
             await self._engine.sleep()
             if await self._is_intact():

@@ -65,7 +65,11 @@ class VllmEngineSpec(_Process):
     tensor_parallel: int = Field(default=1, ge=1, le=8)
     """GPUs that hold one copy of the model together."""
     memory_share: float = Field(default=0.9, gt=0, lt=1)
-    """Of each GPU's memory, weights included."""
+    """Of each GPU's memory, weights included. It must be free when the engine starts and whenever it wakes."""
+    sleep: Literal["auto", "free", "keep"] = "auto"
+    """Its GPU memory while the trainer steps. free: keys and values are dropped and weights moved to the host, so that
+    the trainer has the room; nothing is sampled meanwhile. keep: it stays the engine's. auto: free where both are on
+    one GPU and train.max_lag = 0, so that nothing would be sampled anyway."""
     eager: bool = False
     """Without CUDA graphs: starts sooner, decodes slower."""
     gpus: tuple[int, ...] = Field(default=(), strict=False)

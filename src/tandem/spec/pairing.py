@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.spec.engine import EngineSpec, HfEngineSpec, RemoteEngineSpec
+from tandem.spec.engine import EngineSpec, HfEngineSpec, RemoteEngineSpec, VllmEngineSpec
 from tandem.spec.model import ModelSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, InprocSync, RestartSync, SharedSync, SyncSpec
@@ -27,6 +27,11 @@ def check_sync(
             "'disk'"
         )
     if isinstance(sync, SharedSync):
+        if isinstance(engine, VllmEngineSpec) and engine.sleep == "free":
+            raise ValueError(
+                "engine.sleep = 'free': under sync.bridge = 'shared' the engine's weights are the trainer's own, and "
+                "cannot be given away; leave sleep out, or choose another bridge"
+            )
         _check_shared(model, precision, stages)
 
 

@@ -1,0 +1,314 @@
+"""An engine that lends its GPU's memory to the trainer: over a vLLM that keeps the books of one GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_served import EngineServed, FakeEnd, engine_serving
+from served import wait_until
+
+from tandem.engine.vllm import VllmEngine
+from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.errors import EngineError
+from tandem.serve import engine_control
+from tandem.text.renderer import Renderer
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.types import Sampling
+
+GPU, ENGINE = 100, 60  # bytes: of them all, and of those that sleeping frees
+
+
+class Vllm:
+    """Stands where `vllm serve` is talked to. Touching weights that are not there ends it, as a GPU would."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.options = VllmOptions("model", "python", device=device, sleeps=True)
+        self.taken = 0
+        """By the trainer."""
+        self.mapped, self.weights, self.remembered = ENGINE, "v0", ""
+        self.running, self.calls, self.refuses = True, list[str](), ""
+        self.slow_s = 0.0
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
+        name = body["method"] if path == "/collective_rpc" else path
+        self.calls.append(name)
+        if name == self.refuses:
+            raise EngineError(f"engine: vLLM answers {name} with 500")
+        match name:
+            case "/sleep":
+                await asyncio.sleep(self.slow_s)
+                self.mapped = 0
+            case "/wake_up":
+                if self.mapped or self.taken + ENGINE > GPU:
+                    self.running = False
+                self.mapped = ENGINE
+            case "tandem_free_bytes":
+                return {"results": [{"free": GPU - self.taken - self.mapped}]}
+            case "/pause" | "/resume" | "tandem_status" | "/v1/load_lora_adapter":
+                return {"results": [{"untouched": True}]}
+            case _:
+                self._touch()
+                return {"results": [self._worker(name, *body["args"])]}
+
+    def _worker(self, method: str, *args: Any) -> Mapping[str, Any]:
+        pieces = {"pieces": [["w", 0, 2, 0, 2, 255]], "shapes": {"w": [2, 2]}}
+        match method:
+            case "tandem_remember":
+                self.remembered = self.weights
+            case "tandem_intact":
+                return {"intact": self.weights == self.remembered}
+            case "tandem_attach":
+                return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0"}
+            case "tandem_load":
+                self.weights = f"v{args[0]}"
+                return {"seconds": {"apply": 0.01}, "adapter": "a", **pieces}
+        return pieces
+
+    def _touch(self) -> None:
+        self.running = self.running and bool(self.mapped)
+        assert self.running, "an illegal memory access"
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
+        self._touch()
+
+        async def lines() -> AsyncIterator[str]:
+            told = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "length"}
+            yield f"data: {json.dumps({'choices': [told]})}"
+
+        yield SimpleNamespace(status_code=200, aiter_lines=lines)
+
+    async def end(self) -> None:
+        self.running = False
+
+    async def close(self) -> None: ...
+
+
+def engine_on(vllm: Vllm) -> VllmEngine:
+    engine = VllmEngine(vllm, end_ids=frozenset(), num_ids=0, version=3)  # pyright: ignore[reportArgumentType]
+    engine.boot_id = "boot-a"
+    return engine
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 10))
+
+
+def end(carries: str = "full") -> Any:
+    made = FakeEnd({"mode": "disk", "deadline_s": 5.0})
+    made.carries = carries
+    return made
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
+    monkeypatch.setattr(engine_control, "_WAKE_AGAIN_S", 0.05)
+    renderer = Renderer(byte_tokenizer())
+    with engine_serving(engine_on(Vllm()), renderer, tmp_path) as made:
+        yield made
+
+
+def vllm_of(served: EngineServed) -> Any:
+    return served.engine._process
+
+
+# --- the engine
+
+
+@pytest.mark.parametrize("carries", ["full", "adapter"])
+def test_its_memory_is_free_while_it_sleeps_and_back_before_a_version_comes(carries: str):
+    vllm = Vllm()
+    engine = engine_on(vllm)
+
+    async def work() -> None:
+        await engine.attach(end(carries))
+        await engine.sleep()
+        assert (vllm.mapped, engine.lent_bytes) == (0, ENGINE)
+        waiting = asyncio.ensure_future(engine.generate([1], Sampling(max_tokens=1)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        served = await engine.load(4)
+        assert served.lent_bytes == ENGINE
+        assert "wake" in served.seconds
+        assert (await waiting).versions == [4]
+        assert engine.lent_bytes == 0
+
+    run(work())
+    slept = vllm.calls.index("/sleep")
+    assert vllm.calls[slept - 2] == "tandem_remember"  # awake, with nothing running
+    assert vllm.calls[slept:].index("/wake_up") < vllm.calls[slept:].index("tandem_load")
+
+
+def test_weights_that_come_back_changed_serve_nothing_until_a_version_is_loaded():
+    vllm = Vllm()
+    engine = engine_on(vllm)
+
+    async def work() -> None:
+        await engine.attach(end())
+        await engine.sleep()
+        await engine.wake()
+        assert (await engine.generate([1], Sampling(max_tokens=1))).versions == [3]
+        await engine.sleep()
+        vllm.weights = "noise"
+        with pytest.raises(EngineError, match="not what they were before it slept"):
+            await engine.wake()
+        await engine.wake()
+        with pytest.raises(EngineError, match="serves nothing until a version is loaded"):
+            await engine.generate([1], Sampling(max_tokens=1))
+        await engine.load(4)
+        assert (await engine.generate([1], Sampling(max_tokens=1))).versions == [4]
+
+    run(work())
+
+
+def test_it_is_not_woken_where_there_is_no_room_and_the_error_says_what_to_set():
+    vllm = Vllm()
+    engine = engine_on(vllm)
+
+    async def work() -> None:
+        await engine.attach(end())
+        await engine.sleep()
+        vllm.taken = GPU - ENGINE + 1
+        with pytest.raises(EngineError, match=r"engine\.memory_share"):
+            await engine.load(4)
+        with pytest.raises(EngineError, match="is asleep"):
+            await engine.fingerprints()
+        assert vllm.running
+        vllm.taken = 0
+        assert (await engine.load(4)).version == 4
+
+    run(work())
+
+
+def test_vllm_that_failed_halfway_to_wake_is_ended():
+    vllm = Vllm()
+    engine = engine_on(vllm)
+
+    async def work() -> None:
+        await engine.attach(end())
+        await engine.sleep()
+        vllm.refuses = "/wake_up"
+        with pytest.raises(EngineError, match="500"):
+            await engine.wake()
+        await engine.lost()
+
+    run(work())
+
+
+def test_without_sleep_mode_it_pauses_and_says_why():
+    vllm = Vllm("cpu")
+    engine, source = engine_on(vllm), end()
+
+    async def work() -> None:
+        await engine.attach(source)
+        await engine.sleep()
+        waiting = asyncio.ensure_future(engine.generate([1], Sampling(max_tokens=1)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await engine.wake()
+        assert (await waiting).versions == [3]
+
+    run(work())
+    assert source.reply["sleep"]["requested"] == "free"
+    assert not source.reply["sleep"]["engaged"]
+    assert "CPU" in source.reply["sleep"]["why_not"]
+    assert "/sleep" not in vllm.calls
+
+
+def test_an_adapter_that_is_refused_while_it_sleeps_leaves_the_one_before_serving():
+    vllm = Vllm()
+    engine = engine_on(vllm)
+
+    async def work() -> None:
+        await engine.attach(end("adapter"))
+        await engine.sleep()
+        vllm.refuses = "tandem_load"
+        with pytest.raises(EngineError, match="500"):
+            await engine.load(4)
+        assert (await engine.generate([1], Sampling(max_tokens=1))).versions == [3]
+
+    run(work())
+
+
+def test_vllm_is_asked_for_sleep_mode_where_it_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def arguments(**options: Any) -> list[str]:
+        return VllmOptions("model", "python", **options).arguments(tmp_path / "socket", "0.26.0")
+
+    assert "--enable-sleep-mode" in arguments(sleeps=True)
+    assert "--enable-sleep-mode" not in arguments(sleeps=True, device="cpu")
+    assert "--enable-sleep-mode" not in arguments()
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    environment = environment_of(VllmOptions("model", "python", sleeps=True), tmp_path / "a")
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(VllmOptions("model", "python"), tmp_path / "b")
+
+
+def environment_of(options: VllmOptions, folder: Path) -> dict[str, str]:
+    folder.mkdir()
+    made = object.__new__(VllmProcess)
+    made.options = options
+    return made._environment(folder)
+
+
+# --- its server
+
+
+def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed):
+    caller = served.attach()
+    assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}
+    assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}  # renewed
+    assert (vllm_of(served).calls.count("/pause"), vllm_of(served).calls.count("/sleep")) == (1, 1)
+    assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
+    loaded = served.post("load", {**caller, "version": 4}).json()
+    assert (loaded["version"], loaded["lent_bytes"]) == (4, ENGINE)
+    assert served.status()["lent_bytes"] == 0
+
+
+def test_a_trainer_that_dies_does_not_leave_it_asleep_and_the_version_before_answers(served: EngineServed):
+    caller = served.attach()
+    served.post("sleep", {**caller, "lease_s": 0.2})
+    vllm_of(served).taken = GPU - 10  # its process is dead, and the driver has not yet noticed
+    asking = served.in_background("generate", {"prompt_ids": [1], "sampling": {"max_tokens": 1}})
+    time.sleep(0.5)
+    assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
+    assert asking.answer is None
+    vllm_of(served).taken = 0
+    assert '"version":3' in asking.wait().text
+    wait_until(lambda: served.status()["state"] == "serving")
+    assert vllm_of(served).running
+
+
+def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served: EngineServed):
+    caller = served.attach()
+    vllm_of(served).slow_s = 0.3
+    with pytest.raises(Exception, match="timed out"):
+        served.client.post("/engine/sleep", json={**caller, "lease_s": 0.6}, timeout=0.1)
+    wait_until(lambda: served.status()["lent_bytes"] == ENGINE)
+    wait_until(lambda: served.status()["state"] == "serving")
+    assert vllm_of(served).mapped == ENGINE
+
+
+def test_a_load_that_finds_no_room_leaves_it_asleep_under_its_lease(served: EngineServed):
+    caller = served.attach()
+    served.post("sleep", {**caller, "lease_s": 0.5})
+    vllm_of(served).taken = GPU
+    assert "memory_share" in served.post("load", {**caller, "version": 4}).text
+    assert served.status()["state"] == "paused"
+    vllm_of(served).taken = 0
+    wait_until(lambda: served.status()["state"] == "serving")
+    assert served.status()["version"] == 3
+
+
+def test_whoever_attaches_next_finds_it_awake(served: EngineServed):
+    served.post("sleep", {**served.attach(), "lease_s": 30.0})
+    assert served.attach()["attachment"] == 2
+    assert (served.status()["state"], vllm_of(served).mapped) == ("serving", ENGINE)
