@@ -43,12 +43,13 @@ class Rig:
             eager=True,
             adapter_slots=2,
             max_rank=8,
+            sleeps=True,
             extra=["--skip-tokenizer-init"],
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )
         process = VllmProcess(options, path)
         process.wait_ready(300)
-        self.engine = VllmEngine(process, end_ids=frozenset())
+        self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=200)
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -150,4 +151,47 @@ def test_a_version_that_is_refused_leaves_the_one_before_serving(rig: Rig):
         rig.publish(bridge, adapted(rig.module, seed=9, rank=16))
     assert rig.engine.version == before
     assert rig.gap(rig.module, rig.sample()) < NEAR
+    bridge.close()
+
+
+@pytest.mark.parametrize("mode", ["adapter", "disk"])
+def test_asleep_it_answers_nobody_until_it_wakes_or_a_version_comes(rig: Rig, mode: str):
+    """There is no sleep mode on a CPU, which the trainer is told: it pauses."""
+    bridge = rig.bridge(mode)
+
+    async def asked_while_asleep(then: Any) -> Completion:
+        await rig.engine.sleep()
+        asking = asyncio.ensure_future(rig.engine.generate(PROMPT, GREEDY))
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        await then()
+        return await asking
+
+    assert set(rig.run(asked_while_asleep(rig.engine.wake)).versions) == {rig.engine.version}
+    trained = adapted(rig.module, seed=3) if mode == "adapter" else rig.module
+    rig.run(rig.engine.sleep())
+    rig.publish(bridge, trained)
+    told = rig.sample()
+    assert set(told.versions) == {rig.version}
+    assert rig.gap(trained, told) < NEAR
+    bridge.close()
+
+
+def test_the_trainer_is_told_that_no_memory_is_lent(rig: Rig):
+    bridge = DiskBridge(rig.path / "versions", rig.path, buffers=[], deadline_s=20)
+    source = bridge.source()
+    rig.run(rig.engine.attach(source))
+    assert source.reply["sleep"]["requested"] == "free"
+    assert "no sleep mode" in source.reply["sleep"]["why_not"]
+    assert rig.engine.lent_bytes == 0
+    bridge.close()
+
+
+def test_vllm_was_asked_to_remember_adapters_too_and_finds_them_intact(rig: Rig):
+    bridge = rig.bridge("adapter")
+    rig.publish(bridge, adapted(rig.module, seed=5))
+    rig.run(rig.engine.remember())
+    assert rig.run(rig.engine.intact())
+    rig.publish(bridge, adapted(rig.module, seed=6))
+    assert not rig.run(rig.engine.intact())
     bridge.close()
