@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.rollout.wire import Rules, WireGroup
-
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
@@ -46,8 +44,11 @@ class TrainerSpec:
 
     run_id: str
     groups_per_step: int = 0
-    """Slots are (max_lag + 1) times this. 0: batches are counted in sequences, and there are no slots."""
+    """Slots are (max_lag + 1) times this. 0: batches are counted in sequences, and slots are made as they are asked."""
+    sequences_per_step: int = 0
+    """Where batches are counted in sequences: how many. A larger group could never leave, and is refused."""
     max_lag: int = 0
+    """Groups older than this are dropped when their turn comes; -1 takes any."""
     version: int = 0
     """What the trainer holds now: 0, or a checkpoint's."""
     num_ids: int = 0
@@ -133,9 +134,3 @@ class Lease:
     @property
     def sequences(self) -> int:
         return sum(group.size for group in self.groups)
-
-
-__all__ = [
-    "EnvironmentSeat", "EnvironmentSpec", "Lease", "Once", "QueueLimits", "Rules", "Stored", "Taken", "TrainerSeat",
-    "TrainerSpec", "WireGroup",
-]  # fmt: skip

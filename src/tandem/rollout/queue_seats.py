@@ -1,0 +1,117 @@
+"""Who takes part: the trainer's seat and those of environments."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+
+from tandem.errors import Conflict
+from tandem.rollout import queue_checks as checks
+from tandem.rollout import queue_rows as rows
+from tandem.rollout.queue_core import Core
+from tandem.rollout.queue_state import EnvironmentState
+from tandem.rollout.queue_types import EnvironmentSeat, EnvironmentSpec, Once, TrainerSeat, TrainerSpec
+
+
+class Seats(Core):
+    async def register_trainer(
+        self, spec: TrainerSpec, *, fresh: bool = False, once: Once | None = None
+    ) -> TrainerSeat:
+        """Again, by the same run: what an earlier registration holds under lease returns at once, and its calls are
+        Fenced. By another run: Conflict, unless `fresh`: then whatever is queued for the run before is dropped."""
+        self._wake()
+        checks.check_trainer(spec)
+        return await self._calls.whole(self._register_trainer(spec, fresh, once))
+
+    async def _register_trainer(self, spec: TrainerSpec, fresh: bool, once: Once | None) -> TrainerSeat:
+        async with self._calls.turn(once) as earlier:
+            if earlier is not None:
+                return TrainerSeat(*earlier)
+            state = self._state
+            other = state.trainer is not None and state.trainer.run_id != spec.run_id
+            if other and not fresh:
+                assert state.trainer is not None
+                raise Conflict(
+                    f"this service holds groups of run '{state.trainer.run_id}'; register with fresh = true to drop "
+                    "them and begin another run"
+                )
+            if other:
+                await self._begin_again()
+            state.epoch += 1  # at once: whoever held the seat takes nothing any more
+            leases = list(state.leases)
+            seat = TrainerSeat(spec.run_id, state.epoch, spec.version, spec.slots)
+
+            def change(db: sqlite3.Connection) -> None:
+                rows.take_back(db, leases)
+                rows.say(
+                    db, trainer=dataclasses.asdict(spec), epoch=seat.epoch, version=seat.version, holding_acked=0,
+                )  # fmt: skip
+
+            await self._calls.write(change, once, dataclasses.astuple(seat))
+            self._return(leases)
+            state.holding.clear()
+            state.trainer, state.version, state.dropped_in_a_row = spec, seat.version, 0
+            self._go_on()
+            return seat
+
+    async def announce_version(self, epoch: int, version: int, *, once: Once | None = None) -> None:
+        """The trainer holds `version` now; what became too old with it is dropped when its turn comes."""
+        await self._calls.whole(self._announce(epoch, version, once))
+
+    async def _announce(self, epoch: int, version: int, once: Once | None = None) -> None:
+        self._check_epoch(epoch)
+        async with self._calls.turn(once) as earlier:
+            if earlier is not None or version == self._state.version:
+                return
+            if version < self._state.version:
+                raise Conflict(f"version {version}, but this registration was at {self._state.version} already")
+            await self._calls.write(lambda db: rows.say(db, version=version), once, [])
+            self._state.version = max(version, self._state.version)
+            self._go_on()
+
+    async def register_environment(self, spec: EnvironmentSpec, *, once: Once | None = None) -> EnvironmentSeat:
+        """Conflict while no trainer has registered, or where it has another tokenizer."""
+        return await self._calls.whole(self._register_environment(spec, once))
+
+    async def _register_environment(self, spec: EnvironmentSpec, once: Once | None) -> EnvironmentSeat:
+        async with self._calls.turn(once) as earlier:
+            if earlier is not None:
+                return EnvironmentSeat(*earlier)
+            known = self._state.environments
+            checks.check_environment(spec, self._state.trainer, known.values(), self.limits)
+            id = max(known, default=0) + 1
+            same = sum(each.spec.name == spec.name for each in known.values())
+            made = EnvironmentState(id, f"{spec.name}_{same}", spec, self._clock())
+            known[id] = made  # before it is written: the next one has another id
+            try:
+                await self._calls.write(lambda db: rows.add_environment(db, made), once, [id, made.name])
+            except BaseException:
+                del known[id]
+                raise
+            self._state.share_out()
+            return EnvironmentSeat(id, made.name)
+
+    async def disconnect(self, environment: int, *, once: Once | None = None) -> None:
+        """Its tickets lapse; what it has put stays."""
+        await self._calls.whole(self._disconnect(environment, once))
+
+    async def _disconnect(self, environment: int, once: Once | None) -> None:
+        async with self._calls.turn(once) as earlier:
+            if earlier is not None:
+                return
+            each = self._environment(environment)
+            gone = dataclasses.replace(each, connected=False)
+            await self._calls.write(lambda db: rows.add_environment(db, gone), once, [])
+            each.connected = False
+            self._lapse(each, "disconnected")
+
+    async def reset(self) -> None:
+        """Forgets everything but its own counts: groups, leases, environments, the trainer."""
+        await self._calls.whole(self._reset())
+
+    async def _reset(self) -> None:
+        await self._begin_again()
+        await self._calls.write(lambda db: rows.say(db, trainer=None, version=0, holding_acked=0))
+        self._state.trainer, self._state.version = None, 0
+        self._state.holding.clear()
+        self._go_on()
