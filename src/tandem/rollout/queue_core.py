@@ -82,6 +82,7 @@ class Core:
         """The first call finds an event loop to tick on."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick_for_ever(), name="rollout-queue")
+            self._go_on()
 
     async def _tick_for_ever(self) -> None:
         while not self.broken:

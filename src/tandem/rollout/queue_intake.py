@@ -87,9 +87,10 @@ class Intake(Core):
             if earlier is not None:
                 return [Stored(*each) for each in earlier]
             trainer, state = self._trainer(), self._state
+            for named in {group.head.environment or environment for group in groups}:
+                if named is not None and self._environment_lives(named):
+                    self.seen(named)  # whatever becomes of what it sends
             makers = checks.check_groups(groups, environment, trainer, state)
-            for each in set(makers):
-                self.seen(each)
             free = sum(group.head.ticket is None for group in groups)
             if free and state.queued + free > self.limits.max_queued:
                 raise QueueFull(f"{state.queued} groups wait, and {self.limits.max_queued} is the most; send it later")
