@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import logging
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,9 +26,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.errors import (
     Conflict,
     EngineError,
+    Fenced,
     GroupRefused,
+    KeyReused,
     NotKnown,
     QueueFull,
+    Starved,
     StoreBroken,
     StoreFull,
     TandemError,
@@ -37,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 BODY_BYTES = 16 * 2**20
 _CLOSE_S = 3.0
+_AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
+_MAX_RATIO = 100
 
 _CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -45,6 +51,8 @@ _CODES = {
 }  # fmt: skip
 
 _STORE_STATUS: dict[type[TandemError], int] = {NotKnown: 404, QueueFull: 429, StoreFull: 507, StoreBroken: 503}
+
+_STORE_CODES: dict[type[TandemError], str] = {Fenced: "fenced", KeyReused: "key_reused", Starved: "starved"}
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -78,6 +86,11 @@ class Service:
     """Why it cannot answer, for /health; empty if it can."""
     start: Callable[[], Awaitable[None]] | None = None
     """Before the first request, on the event loop."""
+    body_types: frozenset[str] = frozenset({"application/json"})
+    gzip: bool = False
+    """Whether bodies may come compressed; unpacked they are held to the same cap."""
+    open_paths: frozenset[str] = frozenset()
+    """Beside /health: who calls them needs no token."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
@@ -115,7 +128,7 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(RequestValidationError, _answer)
     app.add_exception_handler(Exception, _answer)
-    app.add_middleware(Gate, token=token, hosts=hosts, body_bytes=body_bytes)
+    app.add_middleware(Gate, service=service, token=token, hosts=hosts, body_bytes=body_bytes)
     app.add_middleware(Meter, registry=registry)  # added last, so outermost: refusals at the gate are counted too
     return app
 
@@ -132,8 +145,8 @@ def as_refused(error: Exception) -> Refused:
             return Refused(503, str(error), code="engine")
         case GroupRefused(field=field, text=text):
             return Refused(422, text, field=field)
-        case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken():
-            return Refused(_STORE_STATUS.get(type(error), 409), str(error))
+        case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken() | Starved():
+            return Refused(_STORE_STATUS.get(type(error), 409), str(error), code=_STORE_CODES.get(type(error), ""))
         case TandemError() if isinstance(error, ValueError):
             return Refused(422, str(error))
         case HTTPException(status_code=status):
@@ -161,8 +174,11 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, *, token: str, hosts: frozenset[str] | None, body_bytes: int) -> None:
-        self.app, self.hosts, self.body_bytes = app, hosts, body_bytes
+    def __init__(
+        self, app: ASGIApp, *, service: Service, token: str, hosts: frozenset[str] | None, body_bytes: int
+    ) -> None:
+        self.app, self.service, self.hosts, self.body_bytes = app, service, hosts, body_bytes
+        self.open_paths = {"/health"} | service.open_paths
         self.credential = b"Bearer " + token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,11 +189,11 @@ class Gate:
         try:
             self._check_host(headers)
             self._check_origin(headers)
-            if scope["path"] != "/health":
+            if scope["path"] not in self.open_paths:
                 self._check_token(headers)
             if _has_body(headers):
-                _check_type(headers)
-                receive = await self._whole_body(headers, receive)
+                self._check_type(headers)
+                receive = _played_back(await self._whole_body(headers, receive), receive)
         except Refused as error:
             return await refusal(error)(scope, receive, send)
         await self.app(scope, receive, send)
@@ -204,38 +220,64 @@ class Gate:
         if not hmac.compare_digest(headers.get("authorization", "").encode(), self.credential):
             raise Refused(401, "send 'Authorization: Bearer TOKEN'; the token is in the service's token file")
 
-    async def _whole_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Reads the body up to the cap, before anything parses it, and plays it back."""
+    def _check_type(self, headers: Headers) -> None:
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in self.service.body_types:
+            known = " or ".join(sorted(self.service.body_types))
+            raise Refused(415, f"Content-Type must be {known}, not '{kind}'", field="content-type")
+        encoding = headers.get("content-encoding", "identity").lower()
+        if encoding != "identity" and not (self.service.gzip and encoding == "gzip"):
+            raise Refused(415, "bodies of this encoding are not taken; send it plain", field="content-encoding")
+
+    async def _whole_body(self, headers: Headers, receive: Receive) -> bytes:
+        """Reads the body up to the cap, before anything parses it."""
         too_large = Refused(413, f"the body is larger than {self.body_bytes} bytes")
         if int(headers.get("content-length", "0")) > self.body_bytes:
             raise too_large
-        body, more = bytearray(), True
+        parts, size, more = list[bytes](), 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise Refused(499, "the client hung up")
-            body += message.get("body", b"")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
             more = message.get("more_body", False)
-            if len(body) > self.body_bytes:
+            if size > self.body_bytes:
                 raise too_large
-        waiting: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if headers.get("content-encoding", "identity").lower() != "gzip":
+            return body
+        if size > _AT_ONCE:
+            return await asyncio.to_thread(gunzip, body, self.body_bytes)
+        return gunzip(body, self.body_bytes)
 
-        async def replay() -> Message:
-            return waiting.pop() if waiting else await receive()
 
-        return replay
+def gunzip(body: bytes, most: int) -> bytes:
+    """Stops at the cap, and earlier at what no honest text packs to: a small body must not cost much memory."""
+    most = min(most, max(_AT_ONCE, _MAX_RATIO * len(body)))
+    unpacker = zlib.decompressobj(wbits=31)
+    try:
+        plain = unpacker.decompress(body, most + 1)
+    except zlib.error as error:
+        raise Refused(422, f"the body is not gzip: {error}", field="content-encoding") from None
+    if len(plain) > most:
+        raise Refused(413, f"unpacked the body is larger than {most} bytes")
+    if not unpacker.eof or unpacker.unused_data:
+        raise Refused(422, "the body is not one whole gzip stream", field="content-encoding")
+    return plain
 
 
 def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _check_type(headers: Headers) -> None:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refused(415, f"Content-Type must be application/json, not '{kind}'", field="content-type")
-    if headers.get("content-encoding", "identity") != "identity":
-        raise Refused(415, "compressed bodies are not taken; send it plain", field="content-encoding")
+def _played_back(body: bytes, receive: Receive) -> Receive:
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
 
 
 # --- the books
