@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install quickstart test test-vllm lint format types bench sync-kills test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm lint format types bench sync-kills env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -40,6 +40,10 @@ bench: install
 # Kills and stops trainer and engine at 40 instants; about ten minutes. Exit code 1 if a figure is missed.
 sync-kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sync_kills.py
+
+# A tenth of the episodes hang or crash; two minutes. Exit code 1 if a figure is missed.
+env-faults: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/env_faults.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install

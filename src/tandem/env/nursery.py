@@ -174,9 +174,8 @@ class Nursery:
         if code != 0:
             self._kill_strays()
         how = worker.why or (f"exit code {code}" if code >= 0 else f"signal {-code} ({_name(-code)})")
-        last = [line for line in worker.tail.decode("utf-8", "replace").splitlines() if line.strip()][-12:]
-        if code != 0 and last:
-            how = "\n  ".join([f"{how}; its last words:", *(line[:500] for line in last)])
+        if code != 0 and (last := _last_words(worker.tail)):
+            how = "\n  ".join([f"{how}; its last words:", *last])
         with suppress(OSError):
             frames.send(self._control, {"op": "ended", "worker": worker.number, "how": how})
 
@@ -216,6 +215,12 @@ class Nursery:
                     self._kill_strays()  # those whose parent has just died
                     time.sleep(0.01)
         os._exit(0)
+
+
+def _last_words(tail: bytes) -> list[str]:
+    lines = [line[:500] for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
+    crash = next((index for index, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    return lines[-12:] if crash is None else lines[crash : crash + 8]  # below that stand our own calls
 
 
 def _name(number: int) -> str:
