@@ -110,7 +110,7 @@ def read_list(body: bytes, max_groups: int = MAX_GROUP) -> list[Scored]:
     try:
         posts = _raw_list.decode(body)
     except Exception as error:  # noqa: BLE001 - RecursionError, UnicodeDecodeError: what a parser says to bad bytes
-        raise _refused(error, body, "") from None
+        raise why_refused(error, body, "") from None
     if len(posts) > max_groups:
         raise GroupRefused("body", f"{len(posts)} groups in one post; {max_groups} at most")
     return [_read(bytes(post), f"{index}.") for index, post in enumerate(posts)]
@@ -121,10 +121,10 @@ def _read(body: bytes, place: str) -> Scored:
         data = _one.decode(body)
     except msgspec.ValidationError as error:
         if "unknown field" not in str(error):
-            raise _refused(error, body, place) from None
+            raise why_refused(error, body, place) from None
         return _read(_rewritten(body, place), place)  # theirs ignores what it does not know
     except Exception as error:  # noqa: BLE001 - as above
-        raise _refused(error, body, place) from None
+        raise why_refused(error, body, place) from None
     if any(getattr(data, name) == [] for name in _BY_SEQUENCE):
         # Their own collector sends [] for "nobody had any", and their own trainer then indexes into it.
         return _read(_rewritten(body, place, empty=True), place)
@@ -140,7 +140,7 @@ def _rewritten(body: bytes, place: str, *, empty: bool = False) -> bytes:
     try:
         raw = _raw_object.decode(body)
     except Exception as error:  # noqa: BLE001 - as above
-        raise _refused(error, body, place) from None
+        raise why_refused(error, body, place) from None
     kept = [
         b'"%s":%s' % (name.encode(), bytes(raw[name]))
         for name in KEYS
@@ -256,30 +256,31 @@ _SHAPES = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 _DEEP = 64
 
 
-def _refused(error: Exception, body: bytes, place: str) -> GroupRefused:
+def why_refused(error: Exception, body: bytes, place: str = "", keys: Sequence[str] = KEYS) -> GroupRefused:
+    """A parser's error as the client is told: the field that it is about, and what is wrong with it."""
     text = str(error)
+
+    def field_at(offset: int) -> str:
+        """The key that was written last before it."""
+        at, name = max((body.rfind(b'"%s"' % key.encode(), 0, offset), key) for key in keys)
+        return place + (name if at >= 0 else "body")
+
     if isinstance(error, RecursionError):
-        return GroupRefused(place + _field_at(body, _depth_at(body)), "is nested without end")
+        return GroupRefused(field_at(_depth_at(body)), "is nested without end")
     if isinstance(error, msgspec.ValidationError):
         path = found.group(1) if (found := _PATH.search(text)) else ""
         named = found.group(1) if (found := _NAMED.search(text)) else ""
         field = ".".join(part for part in (re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).strip("."), named) if part)
         return GroupRefused(place + (field or "body"), _PATH.sub("", text).removesuffix(" - at ").lower() or text)
     if isinstance(error, UnicodeDecodeError):
-        return GroupRefused(place + _field_at(body, _not_text_at(body)), "is not UTF-8")
+        return GroupRefused(field_at(_not_text_at(body)), "is not UTF-8")
     if found := _LONE.search(body):
-        return GroupRefused(place + _field_at(body, found.start()), "has half of a surrogate pair")
+        return GroupRefused(field_at(found.start()), "has half of a surrogate pair")
     offset = int(found.group(1)) if (found := _OFFSET.search(text)) else len(body)
     word = body[max(0, offset - 1) : offset + 9].lstrip(b"-, [:")
     if word.startswith((b"NaN", b"Inf", b"aN", b"nf")):
-        return GroupRefused(place + _field_at(body, offset), "is NaN or infinite; numbers must be finite")
-    return GroupRefused(place + _field_at(body, offset), text[:200])
-
-
-def _field_at(body: bytes, offset: int) -> str:
-    """The key that was written last before it."""
-    at, name = max((body.rfind(b'"%s"' % key.encode(), 0, offset), key) for key in KEYS)
-    return name if at >= 0 else "body"
+        return GroupRefused(field_at(offset), "is NaN or infinite; numbers must be finite")
+    return GroupRefused(field_at(offset), text[:200])
 
 
 def _not_text_at(body: bytes) -> int:

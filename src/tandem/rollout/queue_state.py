@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -132,6 +132,8 @@ class QueueState:
         rest, by_weight = 1.0, [each for each in self.environments.values() if each.live]
         for each in self.environments.values():
             each.share = 0.0
+            if not each.admitted and not each.behind:
+                each.behind = self._now  # a newcomer begins now: it was not away, and has no credit
         while low := [each for each in by_weight if each.spec.min_share > _part(each, by_weight, rest)]:
             for each in low:
                 each.share = each.spec.min_share
@@ -147,9 +149,14 @@ class QueueState:
         chosen = min(waiting, key=lambda each: (self._turn(each), each.id))
         chosen.behind = self._turn(chosen)
         self._now = max(self._now, chosen.behind)
-        chosen.behind += 1 / self._share(chosen)
+        chosen.behind += self._cost(chosen) / self._share(chosen)
         chosen.admitted += 1
         return chosen
+
+    def _cost(self, each: EnvironmentState) -> int:
+        """Of what comes next: batches that are counted in sequences are shared by sequences."""
+        by_sequences = self.trainer is not None and self.trainer.sequences_per_step
+        return each.line[0].size if by_sequences and each.line else 1
 
     def _turn(self, each: EnvironmentState) -> float:
         """Whoever was away comes back with some credit, and not with all that it did not use."""
@@ -241,15 +248,19 @@ class QueueState:
         return list(islice(self.flight.values(), count))
 
     def ready_sequences(self, sequences: int) -> tuple[list[Entry], list[Entry]]:
-        """Groups that hold exactly so many siblings, the oldest that can; lines are let in until they do."""
+        """Groups that hold exactly so many siblings, the oldest that can; lines are let in until they do. None while
+        an environment that lives has not put its minimum."""
         stale: list[Entry] = self.let_in()
+        minima = {each.id: int(sequences * each.spec.min_share) for each in self.environments.values() if each.live}
+        missing = Counter({id: most for id, most in minima.items() if most})
         pool: list[Entry] = []
         reach, whole = 1, (1 << (sequences + 1)) - 1
         for entry in self._in_order(stale):
             pool.append(entry)
             reach |= (reach << entry.size) & whole
-            if reach >> sequences & 1:
-                return _exactly(pool, sequences), stale
+            missing[entry.environment] -= entry.size
+            if reach >> sequences & 1 and all(size <= 0 for size in missing.values()):
+                return _exactly(pool, sequences, minima), stale
             if len(pool) >= _LOOK_AHEAD:
                 break
         return [], stale
@@ -284,12 +295,30 @@ def _part(each: EnvironmentState, others: list[EnvironmentState], whole: float) 
     return whole * each.spec.weight / sum(other.spec.weight for other in others)
 
 
-def _exactly(pool: list[Entry], sequences: int) -> list[Entry]:
-    """Of those that add up to it, the ones with the oldest: an entry is left out only if the rest would not fit."""
+def _exactly(pool: list[Entry], sequences: int, minima: Mapping[int, int]) -> list[Entry]:
+    """Of those that add up to it, the ones with the oldest, each environment's minimum first: an entry is left out only
+    if the rest would not fit."""
+    due, first, left = Counter(minima), list[Entry](), sequences
+    for entry in pool:
+        if due[entry.environment] > 0 and entry.size <= left:
+            first.append(entry)
+            due[entry.environment] -= entry.size
+            left -= entry.size
+    kept = {entry.id for entry in first}
+    rest = _fill([entry for entry in pool if entry.id not in kept], left)
+    if rest is None:  # groups of these sizes meet the minima in no batch: the oldest, then, rather than none for ever
+        first, rest = [], _fill(pool, sequences) or []
+    return sorted([*first, *rest], key=lambda entry: entry.order)
+
+
+def _fill(pool: list[Entry], sequences: int) -> list[Entry] | None:
+    """The oldest that add up to it; None if none do."""
     suffix = [1] * (len(pool) + 1)
     whole = (1 << (sequences + 1)) - 1
     for number in range(len(pool) - 1, -1, -1):
         suffix[number] = suffix[number + 1] | (suffix[number + 1] << pool[number].size) & whole
+    if not suffix[0] >> sequences & 1:
+        return None
     chosen, left = list[Entry](), sequences
     for number, entry in enumerate(pool):
         if entry.size <= left and suffix[number + 1] >> (left - entry.size) & 1:

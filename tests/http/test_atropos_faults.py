@@ -1,0 +1,236 @@
+"""What the original gets wrong, each shown to be right here."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from atropos_bodies import encoded, group
+from atropos_served import TRAINER, Client, seeds, sequences, serving_atropos
+from served import wait_until
+
+
+@pytest.fixture(scope="module")
+def _client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with serving_atropos(tmp_path_factory.mktemp("atropos")) as client:
+        yield client
+
+
+@pytest.fixture
+def client(_client: Client) -> Client:
+    _client.http.get("/reset_data")
+    return _client
+
+
+def score(seed: int, size: int = 2) -> float:
+    return group(size, seed=seed)["scores"][0]
+
+
+# --- batches
+
+
+def test_the_oldest_groups_come_first(client: Client):
+    client.begin(batch_size=4)
+    client.join()
+    for seed in range(1, 7):
+        client.put(seed=seed)
+    taken = [seeds(client.get("/batch")["batch"]) for _ in range(3)]
+    assert taken == [[score(1), score(2)], [score(3), score(4)], [score(5), score(6)]]
+
+
+def test_the_step_counts_batches_that_were_trained_on_not_those_that_could_be_made(client: Client):
+    client.begin(batch_size=2)
+    client.join()
+    steps: list[int] = []
+    for seed in range(3):
+        client.put(seed=seed)
+    for _ in range(4):
+        client.get("/batch")
+        steps.append(client.get("/status")["current_step"])
+    assert steps == [0, 1, 2, 3]
+    assert client.get("/batch") == {"batch": None}
+    assert client.get("/status") == {"current_step": 3, "queue_size": 0}
+
+
+def test_a_batch_that_a_trainer_did_not_read_to_its_end_comes_again(client: Client):
+    client.begin(batch_size=64)
+    client.join(group_size=64)
+    first, second = (group(64, length=500, seed=seed) for seed in (1, 2))
+    client.post("/scored_data_list", [first, second])
+    assert seeds(client.get("/batch")["batch"]) == first["scores"][:1]
+    url = httpx.URL(str(client.http.base_url))
+    for _ in range(2):
+        with socket.socket() as hasty:
+            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            hasty.connect((url.host, url.port))
+            token = client.http.headers["authorization"]
+            hasty.sendall(f"GET /batch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {token}\r\n\r\n".encode())
+            hasty.recv(100)
+        wait_until(lambda: not client.atropos.busy)
+    assert seeds(client.get("/batch")["batch"]) == second["scores"][:1]
+    assert client.get("/status")["current_step"] == 1
+    assert client.atropos.counts["batches_again"] >= 1
+
+
+def test_a_trainer_that_is_started_again_gets_the_batch_again(client: Client):
+    client.begin(batch_size=2)
+    client.join()
+    client.put(seed=1)
+    first = client.get("/batch")["batch"]
+    client.post("/register", TRAINER | {"batch_size": 2})
+    assert client.get("/status") == {"current_step": 0, "queue_size": 1}
+    assert client.get("/batch")["batch"] == first
+
+
+def test_the_clock_goes_on_when_a_trainer_resumes(client: Client):
+    client.begin(batch_size=2, starting_step=40)
+    assert client.get("/status")["current_step"] == 40
+    client.join()
+    client.put(seed=1)
+    client.get("/batch")
+    client.get("/batch")
+    client.post("/register", TRAINER | {"batch_size": 2})
+    assert client.get("/status")["current_step"] == 41
+
+
+def test_groups_of_many_sizes_make_batches_of_exactly_the_size(client: Client):
+    client.begin(batch_size=16)
+    client.join(group_size=4)
+    sizes = [3, 5, 4, 8, 1, 7, 2, 6, 16, 4, 4, 4, 3, 1]
+    for seed, size in enumerate(sizes):
+        client.put(size=size, seed=seed)
+    taken = []
+    while (batch := client.get("/batch")["batch"]) is not None:
+        assert sequences(batch) == 16
+        taken += [len(each["tokens"]) for each in batch]
+    assert sum(taken) == sum(sizes) // 16 * 16
+    assert client.get("/status")["current_step"] == 4
+
+
+def test_a_group_larger_than_registered_leaves(client: Client):
+    client.begin(batch_size=8)
+    client.join(group_size=2)
+    assert client.put(size=8, seed=1)["status"] == "buffered"
+    assert sequences(client.get("/batch")["batch"]) == 8
+
+
+def test_a_group_larger_than_a_batch_is_refused_at_once(client: Client):
+    client.begin(batch_size=4)
+    client.join()
+    answer = client.send(encoded(6))
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "tokens")
+
+
+# --- posts
+
+
+def test_the_same_post_five_times_is_one_group_and_counted(client: Client):
+    client.begin(batch_size=4)
+    client.join()
+    before = client.atropos.counts["duplicate_posts"]
+    for _ in range(5):
+        assert client.put(seed=1) == {"status": "received"}
+    assert client.get("/status")["queue_size"] == 1
+    assert client.atropos.counts["duplicate_posts"] == before + 4
+    other = client.join("other")
+    client.put(seed=1, env_id=other)
+    assert client.get("/status")["queue_size"] == 2
+
+
+def test_equal_bytes_after_two_minutes_are_another_post(client: Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tandem.rollout.atropos.SAME_POST_S", 0.05)
+    client.begin(batch_size=4)
+    client.join()
+    client.put(seed=1)
+    time.sleep(0.1)
+    client.put(seed=1)
+    assert client.get("/status")["queue_size"] == 2
+
+
+def test_a_post_is_stamped_with_the_step_that_its_environment_was_last_told(client: Client):
+    client.begin(batch_size=2)
+    env_id = client.join()
+    for seed in range(3):
+        client.put(seed=seed)
+        client.get("/batch")
+    client.get("/batch")
+    assert client.get("/status")["current_step"] == 3
+    client.put(seed=10)  # begun before anybody told it of a step
+    assert client.get("/status-env", {"env_id": env_id})["current_step"] == 3
+    client.put(seed=11)
+    lags = [client.queued_lag(number) for number in (-2, -1)]
+    assert lags == [3, 0]
+
+
+# --- environments
+
+
+def drained(client: Client, batches: int) -> Counter[int]:
+    count: Counter[int] = Counter()
+    for _ in range(batches):
+        for each in client.get("/batch")["batch"]:
+            count[each["env_id"]] += len(each["tokens"])
+    return count
+
+
+def test_weights_shape_batches(client: Client):
+    client.begin(batch_size=8)
+    heavy, light = client.join("heavy", weight=3.0), client.join("light", weight=1.0)
+    for seed in range(40):
+        client.put(env_id=light, seed=seed)
+    for seed in range(40):
+        client.put(env_id=heavy, seed=100 + seed)
+    count = drained(client, 8)
+    assert 0.68 < count[heavy] / sum(count.values()) < 0.82
+
+
+def test_weights_count_sequences_not_groups(client: Client):
+    client.begin(batch_size=16)
+    large, small = client.join("large", 8), client.join("small", 2)
+    for seed in range(24):
+        client.put(env_id=large, size=8, seed=seed)
+    for seed in range(96):
+        client.put(env_id=small, size=2, seed=100 + seed)
+    count = drained(client, 10)
+    assert 0.4 < count[large] / sum(count.values()) < 0.6
+
+
+def test_every_batch_holds_an_environments_minimum(client: Client):
+    client.begin(batch_size=8)
+    fast, slow = client.join("fast"), client.join("slow", min_batch_allocation=0.5)
+    for seed in range(30):
+        client.put(env_id=fast, seed=seed)
+    assert client.get("/batch") == {"batch": None}  # it lives, and its half is not there yet
+    for seed in range(6):
+        client.put(env_id=slow, seed=100 + seed)
+    for _ in range(3):
+        count = drained(client, 1)
+        assert (count[slow], count[fast]) == (4, 4)
+
+
+def test_a_dead_environment_with_an_allocation_stops_nothing_once_it_lapsed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tandem.rollout.atropos.LAPSE_S", 1.0)
+    client.begin(batch_size=4)
+    fast, dead = client.join("fast", lapse=60), client.join("dead", min_batch_allocation=0.5)
+    client.put(env_id=fast, seed=1)
+    client.put(env_id=fast, seed=2)
+    assert client.get("/batch") == {"batch": None}
+    wait_until(lambda: client.get("/batch")["batch"] is not None, 5)
+    assert client.get("/status-env", {"env_id": fast})["unallocated_fraction"] == 1.0
+    assert dead == 1
+
+
+def test_minima_of_more_than_a_batch_are_cut_to_one(client: Client):
+    client.begin(batch_size=8)
+    first, second = client.join("a", min_batch_allocation=0.8), client.join("b", min_batch_allocation=0.8)
+    for seed in range(8):
+        client.put(env_id=first, seed=seed)
+        client.put(env_id=second, seed=100 + seed)
+    assert sequences(client.get("/batch")["batch"]) == 8
+    assert client.get("/status-env", {"env_id": first})["unallocated_fraction"] == pytest.approx(0)
