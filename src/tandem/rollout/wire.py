@@ -143,7 +143,7 @@ def read_frames(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]
 
 def read_json(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]:
     """The same of JSON, `{"groups": [...]}`: each group becomes a frame."""
-    raw = _decoded(_POST, body, "").groups
+    raw = decoded(_POST, body, "").groups
     if not 1 <= len(raw) <= max_groups:
         raise GroupRefused("groups", f"{len(raw)} in one post; 1 to {max_groups} are taken")
     return [_from_json(memoryview(each), f"groups.{number}") for number, each in enumerate(raw)]
@@ -301,7 +301,7 @@ def _read_frame(view: memoryview, field: str) -> WireGroup:
             f"the frame says {head_bytes} + {buffer_bytes} bytes; {len(view) - _PREFIX.size} follow, and a head has "
             f"{MAX_HEAD_BYTES} at most",
         )
-    head: GroupHead = _decoded(_GROUP_HEAD, view[_PREFIX.size : _PREFIX.size + head_bytes], field)
+    head: GroupHead = decoded(_GROUP_HEAD, view[_PREFIX.size : _PREFIX.size + head_bytes], field)
     tokens, longest, oldest, newest = _check_head(head, field)
     if buffer_bytes != tokens * _TOKEN_BYTES:
         raise GroupRefused(
@@ -444,7 +444,7 @@ def _from_json(raw: memoryview, field: str) -> WireGroup:
     # Every value but the last has a comma behind it: what lists of them would take is known before they are made.
     if (values := bytes(raw).count(b",")) > 4 * MAX_TOKENS:
         raise GroupRefused(field, f"{values} values; send a group of this size in the binary form")
-    group: GroupJson = _decoded(_GROUP_JSON, raw, field)
+    group: GroupJson = decoded(_GROUP_JSON, raw, field)
     for number, each in enumerate(group.trajectories):
         for name in ("logprobs", "trained"):
             if len(getattr(each, name)) != len(each.ids):
@@ -465,20 +465,21 @@ def _from_json(raw: memoryview, field: str) -> WireGroup:
     )
 
 
-def _decoded(decoder: Any, body: Bytes, field: str) -> Any:
-    """msgspec says where in its own way: `Expected `int`, got `str` - at `$.trajectories[0].ids[3]``."""
+def decoded(decoder: Any, body: Bytes, field: str, whole: str = "groups") -> Any:
+    """`whole`: the name of what has no name inside it. msgspec says where in a way of its own, which is not ours:
+    `Expected `int`, got `str` - at `$.trajectories[0].ids[3]``."""
     try:
         return decoder.decode(body)
     except RecursionError:
-        raise GroupRefused(field or "groups", "nested too deep") from None
+        raise GroupRefused(field or whole, "nested too deep") from None
     except UnicodeDecodeError:
-        raise GroupRefused(field or "groups", "some text in it is not UTF-8") from None
+        raise GroupRefused(field or whole, "some text in it is not UTF-8") from None
     except msgspec.DecodeError as error:
         found = _WHERE.match(str(error))
         text, where = (found.group(1), found.group(2) or "") if found else (str(error), "")
         named = _NAMED.search(text)
         path = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", where).strip(".")
-        raise GroupRefused(_path(field, path, named.group(1) if named else "") or "groups", text) from None
+        raise GroupRefused(_path(field, path, named.group(1) if named else "") or whole, text) from None
 
 
 def _path(*parts: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import secrets
@@ -69,10 +70,13 @@ class Listen:
 
 
 class Server(uvicorn.Server):
-    def __init__(self, app: FastAPI, listen: Listen, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: FastAPI, listen: Listen, tell: Callable[[str], None], http: type[asyncio.Protocol] | None = None
+    ) -> None:
+        """`http`: what reads requests; h11 unless a service needs a faster one."""
         super().__init__(
             uvicorn.Config(
-                app, http="h11", ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
+                app, http=http or "h11", ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
                 proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
             )
         )  # fmt: skip
@@ -115,6 +119,12 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve_forever(app: FastAPI, listen: Listen, *, tell: Callable[[str], None] = print) -> None:
+def serve_forever(
+    app: FastAPI,
+    listen: Listen,
+    *,
+    tell: Callable[[str], None] = print,
+    http: type[asyncio.Protocol] | None = None,
+) -> None:
     """Returns after SIGTERM or Ctrl-C, within 10 s."""
-    Server(app, listen, tell).run()
+    Server(app, listen, tell, http).run()

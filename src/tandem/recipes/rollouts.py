@@ -1,0 +1,54 @@
+"""The rollout service: a queue of groups, on the disk, between environments and a trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from tandem.errors import SpecError
+from tandem.rollout.atropos import Atropos
+from tandem.rollout.queue import RolloutQueue
+from tandem.serve.app import Service, create_app
+from tandem.serve.fast_http import FastHttp
+from tandem.serve.rollouts import BODY_BYTES, rollouts_service
+from tandem.serve.rollouts_atropos import atropos_router
+from tandem.serve.run import Listen, serve_forever
+
+_log = logging.getLogger(__name__)
+
+_NO_AUTH = (
+    "--insecure-no-auth: the endpoints of Atropos ask for no token; every process on this machine may read, feed and "
+    "wipe the queue"
+)
+
+
+def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: bool = False) -> None:
+    """Until SIGTERM or Ctrl-C. `atropos`: also the endpoints of Atropos; their clients send no token, and
+    `insecure_no_auth` lets them in without one, on loopback only."""
+    if insecure_no_auth and not (atropos and listen.is_loopback):
+        raise SpecError(
+            f"--insecure-no-auth is for the clients of --atropos on this machine; with --host = '{listen.host}' and "
+            f"{'' if atropos else 'no '}--atropos everybody would need the token anyway, or nobody would be safe"
+        )
+    token = listen.token()
+    queue = RolloutQueue(listen.data_dir)
+    service = rollouts_service(queue)
+    if atropos:
+        service = _with_atropos(service, queue, listen, open_to_all=insecure_no_auth)
+    app = create_app(service, token=token, hosts=listen.hosts, body_bytes=BODY_BYTES)
+    if insecure_no_auth:
+        _log.warning(_NO_AUTH)
+        print(_NO_AUTH, flush=True)
+    serve_forever(app, listen, http=FastHttp)
+
+
+def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:
+    beside = atropos_router(Atropos(queue, listen.data_dir), may_reset=open_to_all)
+    router = APIRouter()
+    router.include_router(service.router)
+    router.include_router(beside)
+    paths = {route.path for route in beside.routes if isinstance(route, APIRoute)}
+    return dataclasses.replace(service, router=router, open_paths=frozenset(paths if open_to_all else ()))
