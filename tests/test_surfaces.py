@@ -24,6 +24,7 @@ PYTHON_FUNCTION = {
     "sweep": "sweep",
     "serve": "serve_model",
     "engine serve": "serve_engine",
+    "gateway serve": "serve_gateway",
     "engine install": "install_engine",
     "engine check": "check_engine",
     "chat": "chat_with",

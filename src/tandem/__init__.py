@@ -13,6 +13,7 @@ _API = {
     "sweep": "tandem.recipes.sweep",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",
+    "serve_gateway": "tandem.recipes.gateway",
     "install_engine": "tandem.recipes.engines",
     "check_engine": "tandem.recipes.engines",
     "chat_with": "tandem.recipes.serve",

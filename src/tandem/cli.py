@@ -28,6 +28,8 @@ sync_app = typer.Typer(
 app.add_typer(sync_app, name="sync")
 engine_app = typer.Typer(help="Engines in processes of their own.", no_args_is_help=True)
 app.add_typer(engine_app, name="engine")
+gateway_app = typer.Typer(help="Any agent's conversations, recorded token by token.", no_args_is_help=True)
+app.add_typer(gateway_app, name="gateway")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
 Overrides = Annotated[
@@ -216,6 +218,45 @@ def engine_serve(
         unchecked=unchecked,
         allow_hosts=allow_host or (),
         allow_directories=allow_dir or (),
+    )
+
+
+@gateway_app.command("serve")
+def gateway_serve(
+    model: Annotated[
+        str,
+        typer.Option(help="A model or run directory, or a hub id; with --engine-url its tokenizer alone."),
+    ],
+    engine_url: Annotated[str, typer.Option(help="An engine that is served already. Default: one in here.")] = "",
+    engine_token_file: Annotated[Path | None, typer.Option(help="The file that holds that engine's token.")] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8100,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Keeps the token and the sessions. Default: .tandem/gateway.")
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    thinking: Thinking = False,
+    trajectories: Annotated[
+        Path | None, typer.Option(help="Where rewarded groups go as JSON Lines. Default: trajectories/ in --data-dir.")
+    ] = None,
+    idle_s: Annotated[float, typer.Option(min=1, help="A session that is not asked for so long is forgotten.")] = 3600,
+) -> None:
+    """Give any agent an OpenAI endpoint that records what it does as trajectories, and takes rewards."""
+    from tandem.recipes.gateway import serve_gateway
+    from tandem.serve.run import Listen
+
+    listen = Listen(data_dir or Path(".tandem") / "gateway", host, port, ready_file, insecure)
+    serve_gateway(
+        model,
+        listen,
+        engine_url=engine_url,
+        engine_token_file=engine_token_file,
+        thinking=thinking,
+        trajectories=trajectories,
+        idle_s=idle_s,
     )
 
 

@@ -166,6 +166,19 @@ def vllm_alone(
     return Alone(engine, renderer, context, num_ids)
 
 
+def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
+    """Somebody else's engine, and the name that it is served under. `path`: of its tokenizer and chat template."""
+    from tandem.engine.follower import Follower
+    from tandem.text.renderer import Renderer
+    from tandem.text.tokenizer import load_tokenizer
+
+    engine = Follower(url, token_file)
+    context = int(engine.tell("/limits")["context_tokens"])
+    name = str(engine.tell("/v1/models")["data"][0]["id"])
+    renderer = Renderer(load_tokenizer(path, field="--model"), thinking=thinking)
+    return Alone(engine, renderer, context, len(renderer.tokenizer)), name
+
+
 def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
     """In processes of their own, behind a pool: also a single one is waited for when it was lost."""
     from tandem.engine.pool import EnginePool

@@ -26,7 +26,7 @@ def serve_model(source: str, listen: Listen, spec: HfEngineSpec | None = None, *
 
     path, name, version = find_model(source)
     # Forward passes leave the event loop: HTTP must answer while the model works.
-    model, engine = _load(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
+    model, engine = load_model(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     service = openai_service(engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids)
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
 
@@ -83,7 +83,7 @@ def chat_with(
 ) -> None:
     """Talk to a model in the terminal, until /exit."""
     path, _, version = find_model(source)
-    model, engine = _load(path, version, HfEngineSpec(), thinking=thinking, inline=True)
+    model, engine = load_model(path, version, HfEngineSpec(), thinking=thinking, inline=True)
 
     async def talk() -> None:
         sampling = Sampling(max_tokens=min(max_tokens, model.context // 2), temperature=temperature)
@@ -111,7 +111,9 @@ def find_model(source: str) -> tuple[str, str, int]:
     return str(export), path.name, int(status.get("steps_done", 0))
 
 
-def _load(path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool) -> tuple[build.Model, Engine]:
+def load_model(
+    path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
+) -> tuple[build.Model, Engine]:
     device = build.pick_device("auto")
     model = build.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
     engine = build_engine.embedded(spec, model, inline=inline)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -37,6 +36,9 @@ from tandem.types import Completion, Message, Sampling
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """What a conversation offers to call, each as JSON schema, as OpenAI has it."""
+
+
+SESSION_HEADER = "X-Tandem-Session"
 
 
 class Sampler(Protocol):
@@ -177,13 +179,8 @@ class OpenAi:
         self, asked: ChatRequest | CompletionRequest, opened: Opened, max_tokens: int,
         *, one_prompt: bool, logprobs: bool, calls: bool,
     ) -> Job:  # fmt: skip
-        seed = secrets.randbits(48) if asked.seed is None else asked.seed
-        sampling = Sampling(
-            max_tokens, asked.temperature, asked.top_p, asked.top_k, stop=tuple(asked.stop),
-            stop_ids=tuple(asked.stop_token_ids), seed=seed,
-        )  # fmt: skip
         return Job(
-            opened, asked.n, sampling, one_prompt,
+            opened, asked.n, asked.sampling(max_tokens), one_prompt,
             stream=asked.stream,
             include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
             logprobs=logprobs,
@@ -224,9 +221,8 @@ class OpenAi:
     # --- from a job to an answer
 
     async def _answer(self, request: Request, job: Job, layout: Layout) -> Response:
-        session = {"X-Tandem-Session": job.opened.session} if job.opened.session else {}
         if job.stream:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | session
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | self.headers(job)
             return StreamingResponse(self._chunks(job, layout), media_type="text/event-stream", headers=headers)
         choices = await self.whole(request, job, parts_thoughts=layout.parts_thoughts)
         version = max(choice.version for choice in choices)
@@ -235,7 +231,7 @@ class OpenAi:
         body["usage"] = usage(job, choices)
         if job.token_ids:
             body["prompt_token_ids"] = job.prompt_token_ids
-        return JSONResponse(body, headers=session)
+        return JSONResponse(body, headers=self.headers(job))
 
     async def whole(self, request: Request, job: Job, *, parts_thoughts: bool) -> list[Choice]:
         """Every choice, complete."""
@@ -314,6 +310,10 @@ class OpenAi:
         self.books.running.set(self.running)
 
     # --- layout
+
+    @staticmethod
+    def headers(job: Job) -> dict[str, str]:
+        return {SESSION_HEADER: job.opened.session} if job.opened.session else {}
 
     def _head(self, job: Job, layout: Layout, kind: str, version: int) -> dict[str, Any]:
         session = {"session_id": job.opened.session} if job.opened.session else {}

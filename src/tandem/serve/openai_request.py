@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from tandem.serve.app import Refused
+from tandem.types import Sampling
 
 MAX_N = 64
 MAX_PROMPTS = 256
@@ -42,7 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -61,7 +63,7 @@ def _joined(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     name: str
     arguments: str
 
@@ -75,7 +77,7 @@ class CalledFunction(_Strict):
         return {"name": self.name, "arguments": arguments}
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -83,19 +85,19 @@ class ToolCall(_Strict):
     """As it was numbered in a stream; without effect."""
 
 
-class ToolFunction(_Strict):
+class ToolFunction(Strict):
     name: str = Field(min_length=1, max_length=256)
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: ToolFunction
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_joined)] = ""
     reasoning_content: str | None = None
@@ -110,7 +112,7 @@ class ChatMessage(_Strict):
         return self
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
 
 
@@ -129,8 +131,9 @@ def _not_almost_zero(temperature: float) -> float:
     return temperature
 
 
-class _Request(_Strict):
-    model: str
+class Knobs(Strict):
+    """How to sample, in any of the forms that are taken."""
+
     n: int = Field(1, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_not_almost_zero)] = 1.0
@@ -139,6 +142,24 @@ class _Request(_Strict):
     stop: Stop = []
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=256)
     seed: int | None = Field(None, ge=0, le=2**53)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        seed = secrets.randbits(48) if self.seed is None else self.seed
+        return Sampling(
+            max_tokens, self.temperature, self.top_p, self.top_k, stop=tuple(self.stop),
+            stop_ids=tuple(self.stop_token_ids), seed=seed,
+        )  # fmt: skip
+
+
+class _Request(Knobs):
+    model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -147,13 +168,6 @@ class _Request(_Strict):
     safety_identifier: str = ""
     prompt_cache_key: str = ""
     metadata: dict[str, str] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> _Request:
@@ -176,7 +190,7 @@ class ChatRequest(_Request):
         return self
 
 
-def _prompt_list(prompt: Any) -> Any:
+def prompt_list(prompt: Any) -> Any:
     """str | ids | list of str | list of ids: as given, after a look at its shape."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return prompt
@@ -191,7 +205,7 @@ def _is_ids(value: Any) -> bool:
 
 
 class CompletionRequest(_Request):
-    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt_list)]
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(prompt_list)]
     logprobs: int | None = Field(None, ge=0, le=1)
     """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
 
@@ -215,11 +229,18 @@ R = TypeVar("R", bound=BaseModel)
 
 
 async def parse(kind: type[R], request: Request) -> R:
+    return checked(kind, await body_of(request))
+
+
+async def body_of(request: Request) -> Any:
     # Not json.loads: this parser bounds nesting, and refuses NaN and half surrogate pairs, which tokenizers choke on.
     try:
-        data = from_json(await request.body(), allow_inf_nan=False)
+        return from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def checked(kind: type[R], data: Any) -> R:
     try:
         return kind.model_validate(data)
     except ValidationError as error:

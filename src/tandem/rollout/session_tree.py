@@ -1,0 +1,256 @@
+"""What an agent did, as a tree of turns in token space: nothing that was sampled is ever tokenised again.
+
+A turn is what the engine was given beyond its parent (`context`) and what it sampled (`ids`). A request goes on from
+the turn whose conversation, as the client was told it, is the longest beginning of what the client says now. What it
+said before and says differently now makes a branch; what begins like nothing that we told makes a root.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias, cast
+
+from tandem.types import NO_VERSION, FinishReason, Message, Span, Thought, Trajectory
+
+Kind: TypeAlias = Literal["chat", "text", "ids"]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+_TURN_BYTES = 1000  # of a turn, beside its tokens and its text
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    id: str
+    session: Session
+    parent: Turn | None
+    kept: int
+    """Of the parent's sampled ids, those that this turn follows; fewer than all where the client left out the end."""
+    kind: Kind
+    said: list[Message]
+    """By the client, since the parent."""
+    told: Message
+    """To the client: what it is expected to say again."""
+    context: array[int]
+    ids: array[int]
+    logprobs: array[float]
+    spans: list[Span]
+    finish_reason: FinishReason
+    thought: Thought | None = None
+    ends: list[tuple[bytes, int]] = field(default_factory=list[tuple[bytes, int]])
+    """Digests of conversations that go on from here, and how many of `ids` each follows."""
+    text_size: int = 0
+    """Of all that was said and told up to here: messages, bytes or ids."""
+    children: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        text = sum(len(json.dumps(message, ensure_ascii=False)) for message in (*self.said, self.told))
+        return _TURN_BYTES + 4 * (len(self.context) + len(self.ids)) + 8 * len(self.logprobs) + text
+
+    def path(self) -> list[tuple[Turn, int]]:
+        """From the root to here, each with how many of its sampled ids count."""
+        found: list[tuple[Turn, int]] = []
+        turn, kept = self, len(self.ids)
+        while True:
+            found.append((turn, kept))
+            if turn.parent is None:
+                return found[::-1]
+            turn, kept = turn.parent, turn.kept
+
+    def prompt(self, kept: int) -> list[int]:
+        """All ids up to here, with the first `kept` of those sampled last."""
+        ids: list[int] = []
+        for turn, count in self.path():
+            ids += turn.context
+            ids += turn.ids[: kept if turn is self else count]
+        return ids
+
+    def trajectory(self, reward: float, metrics: Mapping[str, float], task_id: str) -> Trajectory:
+        """What the engine was given and what it sampled, root to here."""
+        made = Trajectory([], [], [], [], reward, metrics=dict(metrics), task_id=task_id)
+        for turn, kept in self.path():
+            glue = len(turn.context)
+            versions = [span.version for span in turn.spans for _ in range(span.count)]
+            made.ids += [*turn.context, *turn.ids[:kept]]
+            made.trained += [False] * glue + [True] * kept
+            made.logprobs += [0.0] * glue + list(turn.logprobs[:kept])
+            made.versions += [NO_VERSION] * glue + versions[:kept]
+            made.messages += [*turn.said, turn.told]
+            if turn.thought is not None:
+                made.thinking_tokens += min(turn.thought.num_tokens, kept)
+                made.unclosed = made.unclosed or not turn.thought.closed
+        made.status = "truncated" if self.finish_reason == "length" else "finished"
+        return made
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    id: str
+    automatic: bool
+    """Made for a conversation that named none."""
+    group: str = ""
+    group_size: int = 0
+    """Sessions that make up the group; 0: those that were opened by the time the last of them finished."""
+    task_id: str = ""
+    created: float = 0.0
+    used: float = 0.0
+    running: int = 0
+    finishing: bool = False
+    num_bytes: int = 0
+    turns: dict[str, Turn] = field(default_factory=dict[str, Turn])
+    rewards: dict[str, tuple[float, dict[str, float]]] = field(
+        default_factory=dict[str, tuple[float, dict[str, float]]]
+    )
+    """Of branches, by the turn that ends them."""
+
+    @property
+    def scope(self) -> str:
+        """Whose conversations are looked through: this one's, or all that named no session."""
+        return "" if self.automatic else self.id
+
+    @property
+    def leaves(self) -> list[Turn]:
+        return [turn for turn in self.turns.values() if not turn.children]
+
+    def add(self, turn: Turn) -> None:
+        if turn.parent is not None:
+            turn.parent.children += 1
+        self.turns[turn.id] = turn
+        self.num_bytes += turn.num_bytes
+
+
+# --- conversations as digests
+
+
+def chain(scope: str, tools: Tools, messages: Sequence[Message]) -> list[bytes]:
+    """Entry k: a digest of the tools and the first k messages, as far as a client says them again unchanged."""
+    digests = [_digest(b"", json.dumps([scope, "chat", list(tools)]).encode())]
+    for message in messages:
+        digests.append(link(digests[-1], message))
+    return digests
+
+
+def link(before: bytes, message: Message) -> bytes:
+    """Without the thought, which many clients drop, and without the ids of calls, which some rewrite."""
+    calls = [
+        [call["function"]["name"], _arguments(call["function"]["arguments"])]
+        for call in cast("list[dict[str, Any]]", message.get("tool_calls") or [])
+    ]
+    told = [message["role"], message.get("content") or "", message.get("name"), message.get("tool_call_id"), calls]
+    return _digest(before, json.dumps(told).encode())
+
+
+def starts(scope: str, kind: Kind, data: bytes, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
+    """Digests of the beginnings of `data` that have these sizes, which are in order."""
+    running, at = blake2b(f"{scope} {kind} ".encode(), digest_size=16), 0
+    found: list[tuple[int, bytes]] = []
+    for size in sizes:
+        if size > len(data):
+            break
+        running.update(data[at:size])
+        at = size
+        found.append((size, running.copy().digest()))
+    return found
+
+
+def same_thoughts(turn: Turn, messages: Sequence[Message]) -> bool:
+    """Whether thoughts that the client does say again are those that it was told."""
+    at: Turn | None = turn
+    while at is not None:
+        again = messages[at.text_size - 1].get("reasoning_content")
+        if again and again != at.told.get("reasoning_content"):
+            return False
+        at = at.parent
+    return True
+
+
+def call_ids(message: Message) -> list[str]:
+    return [str(call.get("id")) for call in cast("list[dict[str, Any]]", message.get("tool_calls") or [])]
+
+
+def _digest(before: bytes, data: bytes) -> bytes:
+    return blake2b(data, key=before, digest_size=16).digest()
+
+
+def _arguments(arguments: Any) -> Any:
+    """The same, however it was spaced, and whatever became of 1.0 in a language with one kind of number."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return arguments
+    return _plain(arguments)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        told = cast("dict[str, Any]", value)
+        return [[key, _plain(told[key])] for key in sorted(told)]
+    if isinstance(value, list):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    return value
+
+
+# --- as rows
+
+
+def turn_row(turn: Turn) -> dict[str, Any]:
+    thought = turn.thought
+    return {
+        "id": turn.id,
+        "parent": None if turn.parent is None else turn.parent.id,
+        "kept": turn.kept,
+        "kind": turn.kind,
+        "said": turn.said,
+        "told": turn.told,
+        "context": turn.context.tolist(),
+        "ids": turn.ids.tolist(),
+        "logprobs": turn.logprobs.tolist(),
+        "spans": [[span.version, span.count] for span in turn.spans],
+        "finish_reason": turn.finish_reason,
+        "thought": None if thought is None else [thought.num_tokens, thought.closed],
+        "ends": [[digest.hex(), kept] for digest, kept in turn.ends],
+        "text_size": turn.text_size,
+    }
+
+
+def turn_of(row: Mapping[str, Any], session: Session) -> Turn:
+    """Its parent is there already."""
+    thought, parent = row["thought"], row["parent"]
+    return Turn(
+        row["id"], session, session.turns[parent] if parent else None, row["kept"], row["kind"],
+        row["said"], row["told"],
+        array("i", row["context"]), array("i", row["ids"]), array("d", row["logprobs"]),
+        [Span(version, count) for version, count in row["spans"]], row["finish_reason"],
+        None if thought is None else Thought(*thought),
+        [(bytes.fromhex(digest), kept) for digest, kept in row["ends"]], row["text_size"],
+    )  # fmt: skip
+
+
+def trajectory_row(made: Trajectory) -> dict[str, Any]:
+    """As the rollout service takes it in JSON."""
+    spans: list[list[int]] = []
+    for version in made.versions:
+        if spans and spans[-1][0] == version:
+            spans[-1][1] += 1
+        else:
+            spans.append([version, 1])
+    return {
+        "ids": made.ids,
+        "logprobs": made.logprobs,
+        "trained": [int(trained) for trained in made.trained],
+        "spans": spans,
+        "reward": made.reward,
+        "status": made.status,
+        "metrics": made.metrics,
+        "thinking_tokens": made.thinking_tokens,
+        "unclosed": made.unclosed,
+        "task_id": made.task_id,
+        "messages": made.messages,
+    }

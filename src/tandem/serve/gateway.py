@@ -1,0 +1,300 @@
+"""The gateway: OpenAI's routes over an engine, with every conversation recorded token by token, and rewarded later.
+
+POST   /sessions               opens one; its base_url is all that a client has to change
+GET    /sessions               those that are open
+GET    /sessions/{id}          its turns: ids, logprobs, versions, text
+POST   /sessions/{id}/reward   what it was worth; its branches become trajectories of one group
+DELETE /sessions/{id}          forgets it
+/v1/..., /generate             in a session by the header X-Tandem-Session, or by the path /sessions/{id}/...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict
+from hashlib import blake2b
+from typing import Annotated, Any, Protocol, TypeAlias
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from pydantic import Field
+
+from tandem.errors import TandemError
+from tandem.rollout.session_store import Leaving, Once, SessionStore
+from tandem.rollout.session_tree import Session, turn_row
+from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
+from tandem.serve.app import Refused, Service
+from tandem.serve.generate import Generate
+from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools
+from tandem.serve.openai_choice import Opened
+from tandem.serve.openai_request import Strict, body_of, checked
+from tandem.types import Message
+
+_log = logging.getLogger(__name__)
+
+Deliver: TypeAlias = Callable[[Leaving], Awaitable[None]]
+"""Returns once a group is where it belongs. The same name twice is one group."""
+
+_TRY_AGAIN_S, _TIDY_S = 2.0, 30.0
+_MAX_KEY = 255
+
+
+class Recording(Renderer, Renders, Protocol):
+    """A renderer that answers requests and joins turns."""
+
+
+def gateway_service(
+    engine: Sampler,
+    renderer: Recording,
+    store: SessionStore,
+    deliver: Deliver,
+    *,
+    model_id: str,
+    context: int,
+    num_ids: int,
+    bounds: Bounds | None = None,
+    max_requests: int = 4096,
+) -> Service:
+    """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
+    sessions = Sessions(renderer, store, bounds)
+    openai = OpenAi(engine, renderer, _Recorded(sessions), model_id, context, num_ids, max_requests)
+    _count(sessions, store, openai.books.registry)
+    api = _Api(sessions, store, _Delivery(sessions, store, deliver, openai.books.registry))
+    router = APIRouter()
+    for prefix in ("", "/sessions/{session}"):
+        router.include_router(openai.router(f"{prefix}/v1"))
+        router.include_router(Generate(openai).router(prefix))
+    router.add_api_route("/sessions", api.open, methods=["POST"])
+    router.add_api_route("/sessions", api.list, methods=["GET"])
+    router.add_api_route("/sessions/{session}", api.show, methods=["GET"])
+    router.add_api_route("/sessions/{session}", api.drop, methods=["DELETE"])
+    router.add_api_route("/sessions/{session}/reward", api.reward, methods=["POST"])
+    limits = openai.limits | {name: int(value) for name, value in asdict(sessions.bounds).items()}
+
+    async def close() -> None:
+        await api.delivery.close()
+        await engine.close()
+        store.close()
+
+    return Service(
+        "tandem gateway serve", router, limits, openai.books.registry, close, lambda: store.broken, api.start
+    )  # fmt: skip
+
+
+def _count(sessions: Sessions, store: SessionStore, registry: CollectorRegistry) -> None:
+    numbers: dict[str, tuple[str, Callable[[], float]]] = {
+        "tandem_sessions_open": ("Sessions that are open.", lambda: len(sessions)),
+        "tandem_sessions_bytes": ("Memory of open sessions.", lambda: sessions.num_bytes),
+        "tandem_sessions_made": ("Sessions opened since the start.", lambda: sessions.made),
+        "tandem_sessions_expired": ("Sessions forgotten without a reward.", lambda: sessions.expired),
+        "tandem_session_branches_made": ("Turns that branched off an earlier one.", lambda: sessions.branched),
+        "tandem_sessions_undelivered": ("Finished sessions that are not delivered.", lambda: store.waiting),
+    }
+    for name, (text, number) in numbers.items():
+        Gauge(name, text, registry=registry).set_function(number)
+
+
+class _Recorded:
+    """Requests go on from turns that were recorded, and are recorded as turns."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+
+    def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
+        point = self.sessions.chat(self._named(request), messages, tools)
+        return self._opened([point.session], self.sessions.samples(point, n))
+
+    def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
+        named = self._named(request)
+        points = [self.sessions.text(named, prompt) for prompt in prompts]
+        samples = [sample for point in points for sample in self.sessions.samples(point, n)]
+        return self._opened([point.session for point in points], samples)
+
+    def _named(self, request: Request) -> Session | None:
+        in_path, in_header = request.path_params.get("session"), request.headers.get(SESSION_HEADER)
+        if in_path and in_header and in_path != in_header:
+            raise Refused(422, f"{SESSION_HEADER} names another session than the path", field=SESSION_HEADER)
+        named = in_path or in_header
+        return self.sessions.find(named) if named else None
+
+    def _opened(self, sessions: Sequence[Session], places: Sequence[Any]) -> Opened:
+        distinct = {session.id: session for session in sessions}
+
+        @contextmanager
+        def under_way() -> Generator[None]:
+            with ExitStack() as stack:
+                for session in distinct.values():
+                    stack.enter_context(self.sessions.under_way(session))
+                yield
+
+        return Opened(places, sessions[0].id if len(distinct) == 1 else "", under_way)
+
+
+# --- the routes
+
+
+class OpenBody(Strict):
+    group: str = Field(default="", max_length=256)
+    group_size: int = Field(default=0, ge=0, le=4096)
+    task_id: str = Field(default="", max_length=256)
+
+
+class RewardBody(Strict):
+    reward: float
+    metrics: Annotated[dict[Annotated[str, Field(max_length=128)], float], Field(max_length=256)] = Field(default={})
+    branch: str = Field(default="", max_length=64)
+    finish: bool | None = None
+
+
+class _Api:
+    def __init__(self, sessions: Sessions, store: SessionStore, delivery: _Delivery) -> None:
+        self.sessions, self.store, self.delivery = sessions, store, delivery
+        self._keys: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    async def start(self) -> None:
+        for session in self.store.open_sessions(self.sessions.now()):
+            self.sessions.take_back(session)
+        self.delivery.start()
+
+    async def open(self, request: Request) -> JSONResponse:
+        body = checked(OpenBody, await body_of(request) if await request.body() else {})
+        async with self._once(request) as once:
+            if (reply := self.store.answered(once)) is None:
+                session = self.sessions.new(group=body.group, group_size=body.group_size, task_id=body.task_id)
+                self.sessions.open(session)
+                reply = {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
+                try:
+                    await self.store.answer(once, reply)
+                except TandemError:
+                    self.sessions.drop(session)
+                    raise
+            return JSONResponse(reply, 201)
+
+    async def list(self) -> JSONResponse:
+        self.sessions.expire()
+        return JSONResponse({"sessions": [summary(session) for session in self.sessions.all()]})
+
+    async def show(self, session: str) -> JSONResponse:
+        found = self.sessions.find(session)
+        rewards = {branch: reward for branch, (reward, _) in found.rewards.items()}
+        turns = [_shown(turn_row(turn)) for turn in found.turns.values()]
+        return JSONResponse(summary(found) | {"rewards": rewards, "turns": turns})
+
+    async def drop(self, session: str) -> JSONResponse:
+        found = self.sessions.find(session)
+        if found.running or found.finishing:
+            raise Refused(409, f"session '{session}' has requests under way; wait for them")
+        self.sessions.drop(found)
+        await self.store.answer(None, {})
+        self.delivery.wake()
+        return JSONResponse({"id": session, "dropped": True})
+
+    async def reward(self, session: str, request: Request) -> JSONResponse:
+        body = checked(RewardBody, await body_of(request))
+        async with self._once(request) as once:
+            if (reply := self.store.answered(once)) is None:
+                reply = await self._reward(self.sessions.find(session), body, once)
+            return JSONResponse(reply)
+
+    async def _reward(self, session: Session, body: RewardBody, once: Once | None) -> dict[str, Any]:
+        rewards = self.sessions.judge(session, body.reward, body.metrics, body.branch)
+        left = [turn.id for turn in session.leaves if turn.id not in rewards]
+        finished = body.finish if body.finish is not None else not left
+        reply = {"id": session.id, "finished": finished, "branches": list(rewards), "unrewarded": left}
+        if not finished:
+            await self.store.rewarded(session, rewards, once, reply)
+            session.rewards = rewards
+            return reply
+        session.finishing = True
+        try:
+            await self.store.finished(session, self.sessions.trajectories(session, rewards), once, reply)
+        except BaseException:
+            session.finishing = False
+            raise
+        self.sessions.forget(session)
+        self.delivery.wake()
+        return reply
+
+    @asynccontextmanager
+    async def _once(self, request: Request) -> AsyncIterator[Once | None]:
+        """One request of a key at a time: the second waits for the first one's answer."""
+        key = request.headers.get("idempotency-key", "")
+        if not key:
+            yield None
+            return
+        if len(key) > _MAX_KEY:
+            raise Refused(422, f"a key has at most {_MAX_KEY} characters", field="idempotency-key")
+        lock, waiting = self._keys.get(key, (asyncio.Lock(), 0))
+        self._keys[key] = lock, waiting + 1
+        try:
+            async with lock:
+                body = request.url.path.encode() + b"\n" + await request.body()
+                yield Once(key, blake2b(body, digest_size=16).digest())
+        finally:
+            lock, waiting = self._keys.pop(key)
+            if waiting > 1:
+                self._keys[key] = lock, waiting - 1
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("ends", "text_size")}
+
+
+# --- what leaves
+
+
+class _Delivery:
+    """Takes groups that are complete to where they belong, again and again until they are there."""
+
+    def __init__(self, sessions: Sessions, store: SessionStore, deliver: Deliver, registry: CollectorRegistry) -> None:
+        self._sessions, self._store, self._deliver = sessions, store, deliver
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.groups = Counter("tandem_groups_delivered", "Groups delivered.", registry=registry)
+        self.failures = Counter("tandem_delivery_failures", "Deliveries that are tried again.", registry=registry)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    def wake(self) -> None:
+        self._news.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            self._news.clear()
+            self._sessions.expire()
+            await self._store.tidy()
+            wait_s = _TIDY_S if await self._all() else _TRY_AGAIN_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), wait_s)
+
+    async def _all(self) -> bool:
+        """False: some are to be tried again."""
+        done = True
+        for group in await self._store.leaving():
+            try:
+                if group.rows:
+                    await self._deliver(group)
+                await self._store.gone(group)
+                self.groups.inc()
+            except (TandemError, OSError) as error:
+                done = False
+                self.failures.inc()
+                _log.warning("group %s is not delivered yet: %s: %s", group.name, type(error).__name__, error)
+        return done
+
+
+def rows_as_lines(group: Leaving) -> bytes:
+    """JSON Lines: a trajectory a line."""
+    return b"".join(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in group.rows)
