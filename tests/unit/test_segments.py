@@ -43,6 +43,19 @@ def test_a_file_goes_when_the_last_payload_in_it_is_forgotten(tmp_path: Path):
     segments.close()
 
 
+def test_a_file_in_which_all_was_forgotten_may_still_be_written_to(tmp_path: Path):
+    segments = Segments(tmp_path, roll_bytes=100, reserve_bytes=0)
+    segments.forget([segments.append(b"x" * 20)])
+    segments.sweep()
+    kept, _ = segments.append(b"y" * 80), segments.append(b"z" * 80)
+    segments.sweep()
+    assert segments.read(kept) == b"y" * 80
+    segments.forget([kept])
+    segments.sweep()
+    assert files(segments) == ["00000002.seg"]
+    segments.close()
+
+
 def test_a_restart_keeps_what_the_index_points_at_and_never_writes_behind_a_torn_tail(tmp_path: Path):
     segments = Segments(tmp_path, roll_bytes=100, reserve_bytes=0)
     wanted, _ = segments.append(b"a" * 90), segments.append(b"b" * 90)
@@ -83,6 +96,10 @@ def test_what_was_cut_back_never_was(tmp_path: Path, roll: int):
     assert (segments.read(kept), segments.read(after)) == (b"k" * 60, b"y" * 60)
     segments.forget([after])
     assert segments.read(kept) == b"k" * 60
+    segments.forget([kept, segments.append(b"z" * 10_000)])
+    segments.append(b"z")
+    segments.sweep()
+    assert "00000001.seg" not in files(segments)  # nothing was counted that never was
     segments.close()
 
 

@@ -94,6 +94,7 @@ class Segments:
         self._dirty.add(self._current)
         with self._lock:
             self._wanted[self._current] += 1
+            self._dead.discard(self._current)  # all that was in it before may be forgotten
         return Place(self._current, offset + _HEAD.size, length, crc)
 
     def sync(self) -> None:

@@ -76,8 +76,8 @@ class Server(uvicorn.Server):
         """`http`: what reads requests; h11 unless a service needs a faster one."""
         super().__init__(
             uvicorn.Config(
-                app, http=http or "h11", ws="none", lifespan="on", log_config=None, access_log=False, server_header=False,
-                proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
+                app, http=http or "h11", ws="none", lifespan="on", log_config=None, access_log=False,
+                server_header=False, proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
             )
         )  # fmt: skip
         self.listen, self.tell, self.name = listen, tell, app.title
