@@ -141,7 +141,7 @@ def link(before: bytes, message: Message) -> bytes:
         for call in cast("list[dict[str, Any]]", message.get("tool_calls") or [])
     ]
     told = [message["role"], message.get("content") or "", message.get("name"), message.get("tool_call_id"), calls]
-    return _digest(before, json.dumps(told).encode())
+    return _digest(before, json.dumps(told, sort_keys=True).encode())
 
 
 def starts(scope: str, kind: Kind, data: bytes, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -190,8 +190,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        told = cast("dict[str, Any]", value)
-        return [[key, _plain(told[key])] for key in sorted(told)]
+        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
         return [_plain(item) for item in cast("list[Any]", value)]
     return value
