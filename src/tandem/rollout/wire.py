@@ -31,11 +31,13 @@ from tandem.types import NO_VERSION, Group, Trajectory, TrajectoryStatus
 BINARY = "application/x-tandem-groups"
 MAGIC = b"TGR1"
 MAX_GROUPS, MAX_SIBLINGS, MAX_TOKENS, MAX_HEAD_BYTES = 4096, 4096, 2**22, 8 * 2**20
-"""Of a body; of a group; of all trajectories of a group together; of what a group says beside its tokens."""
+"""Of a body; of a group; of all trajectories of a group together (in JSON: values of a group); of what a group says
+beside its tokens."""
 
 _PREFIX = struct.Struct("<4sIQ")
 _TOKEN_BYTES = 9
 _MAX_VERSION, _MAX_NAME, _MAX_METRICS, _MAX_DEPTH = 2**53, 1024, 256, 16
+_AT_ONCE = 4 * 2**20
 _ABOVE_CERTAIN = 0.01  # how far rounding may lift a logprob over 0
 
 Bytes: TypeAlias = bytes | memoryview
@@ -143,10 +145,14 @@ def read_frames(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]
 
 def read_json(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]:
     """The same of JSON, `{"groups": [...]}`: each group becomes a frame."""
-    raw = decoded(_POST, body, "").groups
-    if not 1 <= len(raw) <= max_groups:
-        raise GroupRefused("groups", f"{len(raw)} in one post; 1 to {max_groups} are taken")
-    return [_from_json(memoryview(each), f"groups.{number}") for number, each in enumerate(raw)]
+    small = len(body) <= _AT_ONCE  # of a large body one group at a time: lists take many times the room of their text
+    groups = decoded(_SMALL_POST if small else _POST, body, "").groups
+    if not 1 <= len(groups) <= max_groups:
+        raise GroupRefused("groups", f"{len(groups)} in one post; 1 to {max_groups} are taken")
+    return [
+        _from_json(each if small else _unpacked(each, f"groups.{number}"), f"groups.{number}")
+        for number, each in enumerate(groups)
+    ]
 
 
 def check(group: WireGroup, rules: Rules, field: str = "") -> None:
@@ -280,7 +286,12 @@ class _Post(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[msgspec.Raw]
 
 
+class _SmallPost(msgspec.Struct, forbid_unknown_fields=True):
+    groups: list[GroupJson]
+
+
 _POST = msgspec.json.Decoder(_Post)
+_SMALL_POST = msgspec.json.Decoder(_SmallPost)
 _GROUP_JSON = msgspec.json.Decoder(GroupJson)
 _GROUP_HEAD = msgspec.msgpack.Decoder(GroupHead)
 _SAID = [name for name in TrajectoryHead.__struct_fields__ if name != "length"]
@@ -440,11 +451,14 @@ def _check_stamps(head: GroupHead, trained: Array, field: str) -> None:
             start += count
 
 
-def _from_json(raw: memoryview, field: str) -> WireGroup:
+def _unpacked(raw: msgspec.Raw, field: str) -> GroupJson:
     # Every value but the last has a comma behind it: what lists of them would take is known before they are made.
-    if (values := bytes(raw).count(b",")) > 4 * MAX_TOKENS:
+    if (values := bytes(raw).count(b",")) > MAX_TOKENS:
         raise GroupRefused(field, f"{values} values; send a group of this size in the binary form")
-    group: GroupJson = decoded(_GROUP_JSON, raw, field)
+    return decoded(_GROUP_JSON, raw, field)
+
+
+def _from_json(group: GroupJson, field: str) -> WireGroup:
     for number, each in enumerate(group.trajectories):
         for name in ("logprobs", "trained"):
             if len(getattr(each, name)) != len(each.ids):
