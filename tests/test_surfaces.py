@@ -36,6 +36,7 @@ PYTHON_FUNCTION = {
     "sync bench": "bench_sync",
     "env new": "new_environment",
     "env try": "try_environment",
+    "env serve": "serve_environment",
 }
 """Every command, and the function that does its work."""
 

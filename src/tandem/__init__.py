@@ -24,6 +24,7 @@ _API = {
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",
     "try_environment": "tandem.env.human",
+    "serve_environment": "tandem.recipes.environments",
     "load_spec": "tandem.spec.load",
     "json_schema": "tandem.spec.load",
     "Task": "tandem.types",

@@ -163,6 +163,53 @@ def env_try(
     try_environment(name, parse_overrides(params or ()), split=split, index=index)
 
 
+@env_app.command("serve")
+def env_serve(
+    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file.")],
+    rollouts: Annotated[str, typer.Option(help="URL of the rollout service.")],
+    token_file: Annotated[Path, typer.Option(help="Holds the service's token.")],
+    engine: Annotated[str, typer.Option(help="URL of an engine, as `tandem engine serve` tells it.")],
+    engine_token_file: Annotated[Path, typer.Option(help="Holds the engine's token.")],
+    model: Annotated[str, typer.Option(help="Tokenizer and chat template of the engine's model: directory or hub id.")],
+    params: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Episodes at once, each in its own process; 0: in this one.")] = 0,
+    groups: Annotated[int, typer.Option(min=1, help="Groups under way at most.")] = 16,
+    group_size: Annotated[int, typer.Option(min=1, help="Siblings of a group.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one turn.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="The trainer must know it.")] = 1.0,
+    episode_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds; waits for the engine do not count.")] = 60.0,
+    weight: Annotated[float, typer.Option(min=0, help="Its part of what is trained on, beside others.")] = 1.0,
+    min_share: Annotated[float, typer.Option(min=0, max=1, help="At least this part, whatever the weights.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of tasks and tokens; another one for every copy that plays.")] = 0,
+    thinking: Thinking = False,
+) -> None:
+    """Play an environment for a rollout service, with an engine that somebody keeps in step with the trainer."""
+    from tandem.recipes.environments import serve_environment
+    from tandem.spec.load import parse_overrides
+    from tandem.types import Sampling
+
+    serve_environment(
+        name,
+        parse_overrides(params or ()),
+        rollouts=rollouts,
+        token_file=token_file,
+        engine=engine,
+        engine_token_file=engine_token_file,
+        model=model,
+        group_size=group_size,
+        sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
+        thinking=thinking,
+        workers=workers,
+        most_groups=groups,
+        weight=weight,
+        min_share=min_share,
+        seed=seed,
+        episode_timeout_s=episode_timeout,
+    )
+
+
 @engine_app.command("serve")
 def engine_serve(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a hub id, or a run directory.")],

@@ -12,9 +12,9 @@ import random
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
-from tandem.protocols import RolloutStore
 from tandem.rollout.episode import Setting, play
 from tandem.types import Group, Metrics, Task, Ticket, Trajectory
 
@@ -22,6 +22,14 @@ _log = logging.getLogger(__name__)
 
 _WINDOW = 100  # groups over which the share of failures is taken
 _LEAST = 20  # a share of fewer groups than this says nothing
+
+
+class Tickets(Protocol):
+    """What a producer needs of a RolloutStore."""
+
+    async def admit(self) -> Ticket: ...
+    async def put(self, ticket: Ticket, group: Group) -> None: ...
+    async def drop(self, ticket: Ticket, reason: str) -> None: ...
 
 
 def task_order(num_tasks: int, seed: int) -> Callable[[int], int]:
@@ -42,7 +50,7 @@ class EnvironmentProducer:
     """Plays groups of siblings of an environment's training tasks."""
 
     def __init__(
-        self, setting: Setting, store: RolloutStore, keep: Callable[[Group], bool], *,
+        self, setting: Setting, store: Tickets, keep: Callable[[Group], bool], *,
         group_size: int, seed: int, max_failed_share: float, max_replaced: int = 0,
     ) -> None:  # fmt: skip
         self._setting, self._store, self._keep = setting, store, keep

@@ -1,0 +1,255 @@
+"""`tandem env serve` beside a real rollout service and an engine's server: groups come, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_served import FakeEngine, engine_serving
+
+from tandem.errors import Conflict, GroupRefused, NotKnown, StoreError, StoreTimeout
+from tandem.rollout import wire
+from tandem.rollout.service_client import ServiceClient
+from tandem.rollout.ticket_store import Registration, TicketStore
+from tandem.text.renderer import Renderer
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.types import Ticket, Trajectory
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def program(*arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tandem", *map(str, arguments)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.wait(timeout=10)
+
+
+class Service:
+    """`tandem rollouts serve`, which may be killed and started again."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir, self.port, self.ready = data_dir, free_port(), data_dir / "ready.json"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.token_file = data_dir / "token"
+
+    @contextmanager
+    def running(self) -> Iterator[subprocess.Popen[bytes]]:
+        self.data_dir.mkdir(exist_ok=True)
+        self.ready.unlink(missing_ok=True)
+        asked = ("--data-dir", self.data_dir, "--port", self.port, "--ready-file", self.ready)
+        with program("rollouts", "serve", *asked) as process:
+            until = time.monotonic() + 30
+            while not self.ready.exists():
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            self.token_file = Path(json.loads(self.ready.read_text())["token_file"])
+            yield process
+
+
+class Trainer:
+    def __init__(self, client: ServiceClient) -> None:
+        self.client, self.epoch = client, 0
+
+    async def register(self, **spec: Any) -> None:
+        body = {"run_id": "r", "groups_per_step": 2, "max_lag": 3, **spec}
+        self.epoch = (await self.client.post("/v2/trainer", body))["epoch"]
+
+    async def step(self) -> list[dict[str, Any]]:
+        told: dict[str, Any] = {}
+        async with asyncio.timeout(30):
+            while not told:
+                body = {"epoch": self.epoch, "groups": 2, "wait_s": 5.0}
+                told = await self.client.post("/v2/leases", body, wait_s=5.0)
+        ids = [group["id"] for group in told["groups"]]
+        await self.client.post("/v2/release", {"epoch": self.epoch, "count": len(ids)})
+        await self.client.post("/v2/ack", {"epoch": self.epoch, "leases": [told["lease"]]})
+        return told["groups"]
+
+
+def test_groups_come_from_workers_and_an_engine_over_http_also_after_the_service_was_killed(tmp_path: Path):
+    tokenizer, service = byte_tokenizer(), Service(tmp_path / "rollouts")
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine = FakeEngine(version=0)
+    engine.pause_s = 0.001
+    with engine_serving(engine, Renderer(tokenizer), tmp_path / "engine") as served:
+        (tmp_path / "engine-token").write_text(served.token)
+
+        async def scenario() -> None:
+            with service.running() as first:
+                client = ServiceClient(service.url, service.token_file)
+                trainer = Trainer(client)
+                await trainer.register()
+                asked = (
+                    "--rollouts", service.url, "--token-file", service.token_file, "--engine", served.url,
+                    "--engine-token-file", tmp_path / "engine-token", "--model", tmp_path / "model",
+                    "--group-size", 3, "--max-tokens", 6, "--workers", 4, "--set", "largest=9",
+                )  # fmt: skip
+                with program("env", "serve", "arithmetic", *asked) as environment:
+                    groups = [*await trainer.step(), *await trainer.step()]
+                    first.send_signal(signal.SIGKILL)
+                    first.wait()
+                    with service.running():
+                        groups += [*await trainer.step(), *await trainer.step()]
+                        assert len({group["order"] for group in groups}) == 8
+                        for group in groups:
+                            assert len(group["group"]["trajectories"]) == 3
+                            for trajectory in group["group"]["trajectories"]:
+                                opening = Renderer(tokenizer).prompt(trajectory["messages"][:1])
+                                assert trajectory["ids"] == [*opening, 1, 2, 3, 4, 5, 6]  # what the engine says
+                                assert trajectory["spans"] == [[-1, len(opening)], [0, 6]]
+                        environment.send_signal(signal.SIGTERM)
+                        assert await asyncio.to_thread(environment.wait, 15) == 0
+                await client.close()
+
+        asyncio.run(scenario())
+
+
+# --- the client, and tickets
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers with what `answers` gives for a path and how often it was asked: a status and a body, or a hang-up."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: Any) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.answers, self.asked = answers, list[tuple[str, str, bytes]]()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        count = sum(path == self.path for path, _, _ in self.server.asked)
+        self.server.asked.append((self.path, self.headers["idempotency-key"], body))
+        status, told = self.server.answers(self.path, count)
+        if status == 0:
+            self.close_connection = True
+            return
+        content = json.dumps(told).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None: ...
+
+
+def scripted(tmp_path: Path, answers: Any, use: Any, **options: Any) -> tuple[Any, list[tuple[str, str, bytes]]]:
+    (tmp_path / "token").write_text("t")
+
+    async def scenario(server: Scripted) -> Any:
+        client = ServiceClient(server.url, tmp_path / "token", **options)
+        try:
+            return await use(client)
+        finally:
+            await client.close()
+
+    with Scripted(answers) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            return asyncio.run(scenario(server)), server.asked
+        finally:
+            server.shutdown()
+
+
+def test_a_write_is_repeated_under_its_own_key_until_it_is_answered(tmp_path: Path):
+    answers = [(503, {}), (0, {}), (429, {}), (507, {}), (200, {"well": 1})]
+    told, asked = scripted(tmp_path, lambda _, count: answers[count], lambda client: client.post("/v2/x", {"a": 1}))
+    assert told == {"well": 1}
+    assert len(asked) == 5
+    assert len(set(asked)) == 1  # path, key, body
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(404, NotKnown), (409, Conflict), (422, GroupRefused), (401, StoreError), (400, StoreError)]
+)
+def test_what_a_service_says_no_with_is_a_named_error(tmp_path: Path, status, error):
+    told = {"error": {"message": "because", "field": "groups.0"}}
+    with pytest.raises(error, match="because"):
+        scripted(tmp_path, lambda _, __: (status, told), lambda client: client.post("/v2/x", {}))
+
+
+def test_patience_ends(tmp_path: Path):
+    with pytest.raises(StoreTimeout, match=r"did not answer within 0\.3 s: answered 503"):
+        scripted(tmp_path, lambda _, __: (503, {}), lambda client: client.post("/v2/x", {}), patience_s=0.3)
+
+
+GROUP = [Trajectory([5, 6], [False, True], [0.0, -0.5], [-1, 0], 1.0)]
+
+
+def service(path: str, count: int) -> tuple[int, dict[str, Any]]:
+    if path == "/v2/environments":
+        return 200, {"id": count, "name": f"env_{count}"}
+    if path == "/v2/tickets":
+        return (404, {}) if count == 1 else (200, {"tickets": [] if count == 2 else [count]})
+    return 200, {}
+
+
+def test_a_seat_that_is_not_known_any_more_is_taken_anew(tmp_path: Path):
+    async def use(client: ServiceClient) -> list[Ticket]:
+        store = TicketStore(client, Registration("env"), most_under_way=4)
+        tickets = [await store.admit(), await store.admit()]
+        await store.put(tickets[0], GROUP)
+        await store.drop(tickets[1], "hung")
+        return tickets
+
+    tickets, asked = scripted(tmp_path, service, use)
+    assert tickets == [Ticket(0), Ticket(3)]
+    assert [path for path, _, _ in asked][-2:] == ["/v2/groups?environment=0", "/v2/tickets/3/drop"]
+    assert json.loads(asked[-1][2]) == {"environment": 1, "reason": "hung"}
+    (sent,) = wire.read_frames(asked[-2][2])
+    assert (sent.head.ticket, sent.size) == (0, 1)
+    assert wire.decode(sent.frame) == GROUP
+
+
+def test_a_producer_that_is_cancelled_loses_no_ticket(tmp_path: Path):
+    def slow(path: str, count: int) -> tuple[int, dict[str, Any]]:
+        time.sleep(0.1 if path != "/v2/environments" else 0.0)
+        return 200, {"id": 0, "name": "e", "tickets": [count]}
+
+    async def use(client: ServiceClient) -> Ticket:
+        store = TicketStore(client, Registration("env"), most_under_way=1)
+        ticket = await store.admit()
+        for cancelled in (store.put(ticket, GROUP), store.admit()):
+            task = asyncio.create_task(cancelled)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        second = await store.admit()  # what the cancelled question brought
+        await store.drop_all("engine")
+        return second
+
+    second, asked = scripted(tmp_path, slow, use)
+    assert second == Ticket(1)
+    paths = [path for path, _, _ in asked]
+    assert paths == [
+        "/v2/environments", "/v2/tickets", "/v2/groups?environment=0", "/v2/tickets", "/v2/tickets/1/drop",
+    ]  # fmt: skip
