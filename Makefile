@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ADAPTERS := .tandem/adapters
+ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm lint format types bench sync-kills env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos bench-atropos lint format types bench sync-kills env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -49,6 +51,20 @@ env-faults: install
 test-vllm: install
 	$(BIN)/python -m pytest -rs tests/vllm
 
+# verifiers and OpenEnv want different versions of one package: each has an environment, which sees ours beneath it.
+test-adapters: $(ADAPTERS)/verifiers/.installed $(ADAPTERS)/openenv/.installed
+	OMP_NUM_THREADS=1 $(ADAPTERS)/verifiers/bin/python -m pytest -rs tests/adapters/test_verifiers.py
+	OMP_NUM_THREADS=1 $(ADAPTERS)/openenv/bin/python -m pytest -rs tests/adapters/test_openenv.py
+
+$(ADAPTERS)/%/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	grep -v '^openai==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt '$*'
+	touch $@
+
 # On a machine with an NVIDIA GPU and a CUDA build of torch.
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu tests/learning/test_numerics.py
@@ -58,4 +74,4 @@ bench-gpu: install
 	$(BIN)/python benchmarks/gpu/numerics.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .ruff_cache

@@ -179,3 +179,8 @@ def test_resetting_needs_leave(tmp_path: Path):
         client.begin()
         assert client.http.get("/reset_data").status_code == 403
         assert client.get("/info")["batch_size"] == 8
+
+
+def test_without_leave_to_do_without_everybody_needs_the_token(client: Client):
+    for path in ("/status", "/batch", "/reset_data"):
+        assert client.http.get(path, headers={"Authorization": ""}).status_code == 401

@@ -95,8 +95,8 @@ class Atropos:
     def __init__(self, queue: RolloutQueue, directory: Path) -> None:
         self.queue, self._path = queue, directory / "atropos.json"
         self.notes = msgspec.json.decode(self._path.read_bytes(), type=Notes) if self._path.exists() else Notes()
-        self.counts: Counter[str] = Counter()
-        """`duplicate_posts`, `batches_again`."""
+        self.counts = queue.watch.totals
+        """Of ours in it: `duplicate_posts`, `batches_again`."""
         self._told: dict[int, int] = {}
         """By environment: the version that it was last told."""
         self._odd: Counter[int] = Counter()

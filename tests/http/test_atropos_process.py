@@ -1,0 +1,152 @@
+"""`tandem rollouts serve --atropos --insecure-no-auth` as a process: doors, compressed bodies, and kills."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from atropos_bodies import encoded, group
+from atropos_served import TRAINER, seeds
+from served import wait_until
+
+from tandem.errors import SpecError
+from tandem.recipes.rollouts import serve_rollouts
+from tandem.serve.run import Listen
+
+ENVIRONMENT = {"max_token_length": 512, "desired_name": "env", "weight": 1.0, "group_size": 2}
+
+
+class Process:
+    def __init__(self, data_dir: Path) -> None:
+        ready = data_dir / "ready.json"
+        ready.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-m", "tandem", "rollouts", "serve", "--data-dir", str(data_dir), "--port", "0",
+            "--ready-file", str(ready), "--atropos", "--insecure-no-auth",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wait_until(ready.exists, 30)
+        self.token = (data_dir / "token").read_text()
+        self.http = httpx.Client(base_url=json.loads(ready.read_text())["url"], timeout=30)
+
+    def get(self, path: str) -> Any:
+        answer = self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def send(self, body: bytes, path: str = "/scored_data", **headers: str) -> httpx.Response:
+        return self.http.post(path, content=body, headers={"Content-Type": "application/json"} | headers)
+
+    def begin(self, batch_size: int) -> None:
+        assert self.http.get("/reset_data").text == "Reset successful"
+        assert self.http.post("/register", json=TRAINER | {"batch_size": batch_size}).status_code == 200
+        assert self.get("/batch") == {"batch": None}
+        assert self.http.post("/register-env", json=ENVIRONMENT).json()["env_id"] == 0
+
+    @property
+    def memory_mb(self) -> float:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096 / 2**20
+
+    def kill(self) -> str:
+        """What it said."""
+        self.http.close()
+        self.process.kill()
+        return self.process.communicate()[0]
+
+
+@pytest.fixture(scope="module")
+def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    data_dir = tmp_path_factory.mktemp("process")
+    processes = [Process(data_dir)]
+    yield processes
+    assert "asks for no token" in processes[-1].kill().replace("ask for no token", "asks for no token")
+
+
+@pytest.fixture
+def process(_process: list[Process]) -> Process:
+    return _process[-1]
+
+
+@pytest.fixture
+def killed(_process: list[Process], tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Process]:
+    """kill -9, and the next one over the same directory."""
+
+    def again() -> Process:
+        data_dir = Path(_process[-1].process.args[6])  # type: ignore[index]
+        _process[-1].kill()
+        _process.append(Process(data_dir))
+        return _process[-1]
+
+    return again
+
+
+def test_its_clients_need_no_token_and_everybody_else_does(process: Process):
+    process.begin(4)
+    assert process.http.get("/v2/status").status_code == 401
+    assert process.http.get("/v2/status", headers={"Authorization": f"Bearer {process.token}"}).status_code == 200
+    assert process.http.get("/reset_data", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert process.http.get("/batch", headers={"Host": "evil.example"}).status_code == 421
+    answer = process.http.get("/status", headers={"Origin": str(process.http.base_url).rstrip("/")})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_nobody_is_let_in_without_a_token_from_elsewhere(tmp_path: Path):
+    for listen, atropos in (
+        (Listen(tmp_path, host="0.0.0.0", insecure=True), True),
+        (Listen(tmp_path), False),
+    ):
+        with pytest.raises(SpecError, match="--insecure-no-auth"):
+            serve_rollouts(listen, atropos=atropos, insecure_no_auth=True)
+
+
+def test_a_compressed_post_is_the_same_post(process: Process):
+    process.begin(4)
+    body = encoded(seed=1)
+    answer = process.send(gzip.compress(body), **{"Content-Encoding": "gzip"})
+    assert (answer.status_code, answer.json()) == (200, {"status": "received"})
+    time.sleep(
+        1.1
+    )  # the head of a gzip stream holds the time
+    assert process.send(gzip.compress(body), **{"Content-Encoding": "gzip"}).status_code == 200
+    assert process.send(body).status_code == 200
+    assert process.get("/status")["queue_size"] == 1
+
+
+def test_a_bomb_is_refused_before_it_is_large(process: Process):
+    process.begin(4)
+    assert process.send(encoded(seed=1)).status_code == 200
+    before = process.memory_mb
+    bomb = gzip.compress(b'{"tokens": [[' + b"0," * 2**26, compresslevel=1)
+    started = time.monotonic()
+    answer = process.send(bomb, **{"Content-Encoding": "gzip"})
+    assert (answer.status_code, time.monotonic() - started < 2) == (413, True)
+    assert process.memory_mb - before < 300
+    cut = process.send(gzip.compress(encoded(seed=2))[:-9], **{"Content-Encoding": "gzip"})
+    assert (cut.status_code, "field" in cut.json()["error"]) == (422, True)
+    assert process.get("/status")["queue_size"] == 1
+
+
+def test_a_kill_loses_no_acknowledged_group_and_the_run_goes_on(process: Process, killed: Callable[[], Process]):
+    process.begin(4)
+    for seed in range(50):
+        assert process.send(encoded(seed=seed)).status_code == 200
+    assert len(process.get("/batch")["batch"]) == 2
+    assert seeds(process.get("/batch")["batch"]) == [group(seed=seed)["scores"][0] for seed in (2, 3)]
+    process = killed()
+    assert process.get("/info") == {"batch_size": 4, "max_token_len": 512}
+    assert process.get("/status") == {"current_step": 1, "queue_size": 46}
+    assert process.send(encoded(seed=49)).status_code == 200  # repeated by a client that saw no answer
+    assert process.get("/status")["queue_size"] == 46
+    assert process.send(encoded(seed=99)).status_code == 200  # by the environment that was registered before
+    assert process.get("/status-env?env_id=0")["self_queue_size"] == 47
+    seen = [seeds(process.get("/batch")["batch"]) for _ in range(23)]
+    assert [each for batch in seen for each in batch] == [group(seed=seed)["scores"][0] for seed in range(4, 50)]
+    assert process.get("/status") == {"current_step": 24, "queue_size": 1}
