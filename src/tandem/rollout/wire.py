@@ -250,13 +250,10 @@ def assemble(
     field: str = "",
 ) -> WireGroup:
     """A checked frame from lists, one for each trajectory; their lengths are the head's."""
-    try:
-        ids_N = np.array(list(chain.from_iterable(ids)), np.int64)
-        trained_N = np.array(list(chain.from_iterable(trained)), np.int64)
-        with np.errstate(over="ignore"):  # what a float32 cannot hold becomes infinite, and is refused as such
-            logprobs_N = np.array(list(chain.from_iterable(logprobs)), np.float64).astype("<f4")
-    except (OverflowError, TypeError, ValueError) as error:
-        raise GroupRefused(_path(field, "trajectories"), f"a number that is none, or too large: {error}") from None
+    ids_N = _array(ids, np.int64, field, "ids")
+    trained_N = _array(trained, np.int64, field, "trained")
+    with np.errstate(over="ignore"):  # what a float32 cannot hold becomes infinite, and is refused as such
+        logprobs_N = _array(logprobs, np.float64, field, "logprobs").astype("<f4")
     for number, each in enumerate(_split(head, ids_N)):
         if each.size and not 0 <= int(each.min()) <= int(each.max()) < 2**31:
             raise GroupRefused(_path(field, f"trajectories.{number}.ids"), "an id is negative, or above 2^31 - 1")
@@ -267,6 +264,18 @@ def assemble(
     buffers = ids_N.astype("<i4").tobytes() + logprobs_N.tobytes() + trained_N.astype(np.uint8).tobytes()
     frame = b"".join((_PREFIX.pack(MAGIC, len(encoded), len(buffers)), encoded, buffers))
     return _read_frame(memoryview(frame), field)
+
+
+def _array(lists: Sequence[Sequence[float]], kind: type[np.generic], field: str, name: str) -> Array:
+    try:
+        return np.array(list(chain.from_iterable(lists)), kind)
+    except (OverflowError, TypeError, ValueError) as error:
+        for number, each in enumerate(lists):
+            try:
+                np.array(each, kind)
+            except (OverflowError, TypeError, ValueError):
+                raise GroupRefused(_path(field, f"trajectories.{number}.{name}"), str(error)) from None
+        raise
 
 
 def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:
