@@ -41,7 +41,8 @@ async def timed_ms(work: Any) -> float:
 
 def fill(freed_gib: float) -> None:
     """As a step does: takes most of what was freed, writes all of it, and gives it back."""
-    torch.full((int(freed_gib * 0.9 * 2**30),), 7, dtype=torch.uint8, device="cuda").sum().item()
+    torch.full((int(freed_gib * 0.9 * 2**30),), 7, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
