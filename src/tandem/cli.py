@@ -290,6 +290,8 @@ def gateway_serve(
         Path | None, typer.Option(help="Where rewarded groups go as JSON Lines. Default: trajectories/ in --data-dir.")
     ] = None,
     idle_s: Annotated[float, typer.Option(min=1, help="A session that is not asked for so long is forgotten.")] = 3600,
+    rollouts: Annotated[str, typer.Option(help="A rollout service that rewarded groups go to, instead of files.")] = "",
+    rollouts_token_file: Annotated[Path | None, typer.Option(help="The file that holds its token.")] = None,
 ) -> None:
     """Give any agent an OpenAI endpoint that records what it does as trajectories, and takes rewards."""
     from tandem.recipes.gateway import serve_gateway
@@ -304,6 +306,8 @@ def gateway_serve(
         thinking=thinking,
         trajectories=trajectories,
         idle_s=idle_s,
+        rollouts=rollouts,
+        rollouts_token_file=rollouts_token_file,
     )
 
 

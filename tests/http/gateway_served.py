@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,11 +14,11 @@ import httpx
 import openai
 from served import MODEL, ScriptedEngine, wait_until
 
-from tandem.io import atomic
+from tandem.recipes.gateway import to_files
 from tandem.rollout.session_store import SessionStore
 from tandem.rollout.sessions import Bounds
 from tandem.serve.app import create_app
-from tandem.serve.gateway import gateway_service, rows_as_lines
+from tandem.serve.gateway import gateway_service
 from tandem.serve.run import Listen, Server
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling
@@ -176,14 +175,11 @@ def gateway_serving(
     engine: Any, renderer: Renderer, data_dir: Path, *, bounds: Bounds | None = None, deliver: Any = None
 ) -> Iterator[Gateway]:
     listen, logged = Listen(data_dir), Logged(engine)
-    (data_dir / "trajectories").mkdir(exist_ok=True)
+    (data_dir / "trajectories").mkdir(parents=True, exist_ok=True)
 
-    async def to_files(group: Any) -> None:
-        path = data_dir / "trajectories" / f"{group.name}.jsonl"
-        await asyncio.to_thread(atomic.write_bytes, path, rows_as_lines(group))
-
+    deliver = deliver or to_files(data_dir / "trajectories")
     service = gateway_service(
-        logged, renderer, SessionStore(data_dir / "sessions"), deliver or to_files, model_id=MODEL, context=CONTEXT,
+        logged, renderer, SessionStore(data_dir / "sessions"), deliver, model_id=MODEL, context=CONTEXT,
         num_ids=len(renderer.tokenizer), bounds=bounds,
     )  # fmt: skip
     app = create_app(service, token=listen.token(), hosts=listen.hosts, body_bytes=2**20)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import logging
+import uuid
 from pathlib import Path
 
-from tandem.errors import SpecError
+from tandem.errors import GroupRefused, NotKnown, SpecError
 from tandem.io import atomic
 from tandem.recipes import build_engine
 from tandem.recipes.serve import find_model, load_model
-from tandem.rollout.session_store import Leaving, SessionStore
+from tandem.rollout.service_client import ServiceClient
+from tandem.rollout.session_store import Deliver, Leaving, SessionStore
 from tandem.rollout.sessions import Bounds
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.engine import HfEngineSpec
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 20.0  # for one attempt; attempts have no end
 
 
 def serve_gateway(
@@ -24,11 +33,13 @@ def serve_gateway(
     thinking: bool = False,
     trajectories: Path | None = None,
     idle_s: float = 3600.0,
+    rollouts: str = "",
+    rollouts_token_file: Path | None = None,
 ) -> None:
     """Until SIGTERM or Ctrl-C. `model`: what answers, or with `engine_url` the tokenizer and chat template of what
-    answers there. Groups that were rewarded become files in `trajectories`."""
+    answers there. Groups that were rewarded go to the rollout service `rollouts`, or become files in `trajectories`."""
     from tandem.serve.app import create_app
-    from tandem.serve.gateway import gateway_service, rows_as_lines
+    from tandem.serve.gateway import gateway_service
 
     path, name, version = find_model(model)
     if engine_url:
@@ -42,9 +53,11 @@ def serve_gateway(
     directory = trajectories or listen.data_dir / "trajectories"
     directory.mkdir(parents=True, exist_ok=True)
 
-    async def deliver(group: Leaving) -> None:
-        await asyncio.to_thread(atomic.write_bytes, directory / f"{group.name}.jsonl", rows_as_lines(group))
-
+    deliver = to_files(directory)
+    if rollouts:
+        if rollouts_token_file is None:
+            raise SpecError(f"--rollouts = '{rollouts}': it asks for a token; say where with --rollouts-token-file")
+        deliver = to_service(rollouts, rollouts_token_file, whose=listen.token(), refused=deliver)
     service = gateway_service(
         alone.engine,
         alone.renderer,
@@ -56,3 +69,44 @@ def serve_gateway(
         bounds=Bounds(idle_s=idle_s),
     )
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
+
+
+def to_files(directory: Path) -> Deliver:
+    """A group a file, a trajectory a line."""
+
+    async def deliver(group: Leaving) -> None:
+        lines = b"".join(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in group.rows)
+        await asyncio.to_thread(atomic.write_bytes, directory / f"{group.name}.jsonl", lines)
+
+    return deliver
+
+
+def to_service(url: str, token_file: Path, *, whose: str, refused: Deliver) -> Deliver:
+    """To a rollout service, under keys that a later process of the same gateway uses, too: `whose` names it. What the
+    service refuses for good goes to `refused`, so that it can be looked at."""
+    seat: int | None = None
+    seat_key = f"gateway-{hashlib.sha256(whose.encode()).hexdigest()[:32]}"
+
+    async def put(client: ServiceClient, group: Leaving) -> None:
+        nonlocal seat
+        if seat is None:
+            seat = int((await client.post("/v2/environments", {"name": "gateway"}, key=seat_key))["id"])
+        body = {"groups": [{"trajectories": group.rows, "extra": {"group": group.group}}]}
+        await client.post(f"/v2/groups?environment={seat}", body, key=f"gateway-{group.name}")
+
+    async def deliver(group: Leaving) -> None:
+        nonlocal seat, seat_key
+        client = ServiceClient(url, token_file, patience_s=_PATIENCE_S)
+        try:
+            try:
+                await put(client, group)
+            except NotKnown:  # the service began anew
+                seat, seat_key = None, f"gateway-{uuid.uuid4().hex}"
+                await put(client, group)
+        except GroupRefused as error:
+            _log.error("group %s is refused for good: %s", group.name, error)
+            await refused(group)
+        finally:
+            await client.close()
+
+    return deliver

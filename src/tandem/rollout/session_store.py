@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tandem.errors import KeyReused
 from tandem.io.durable import Durable
@@ -52,6 +52,10 @@ class Leaving:
     group: str
     rows: list[dict[str, Any]]
     """Trajectories, as the rollout service takes them in JSON."""
+
+
+Deliver: TypeAlias = Callable[[Leaving], Awaitable[None]]
+"""Returns once a group is where it belongs. The same name twice is one group."""
 
 
 class SessionStore:

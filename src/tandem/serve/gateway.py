@@ -11,13 +11,12 @@ DELETE /sessions/{id}          forgets it
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from hashlib import blake2b
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -25,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field
 
 from tandem.errors import TandemError
-from tandem.rollout.session_store import Leaving, Once, SessionStore
+from tandem.rollout.session_store import Deliver, Once, SessionStore
 from tandem.rollout.session_tree import Session, turn_row
 from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
 from tandem.serve.app import Refused, Service
@@ -36,9 +35,6 @@ from tandem.serve.openai_request import Strict, body_of, checked
 from tandem.types import Message
 
 _log = logging.getLogger(__name__)
-
-Deliver: TypeAlias = Callable[[Leaving], Awaitable[None]]
-"""Returns once a group is where it belongs. The same name twice is one group."""
 
 _TRY_AGAIN_S, _TIDY_S = 2.0, 30.0
 _MAX_KEY = 255
@@ -293,8 +289,3 @@ class _Delivery:
                 self.failures.inc()
                 _log.warning("group %s is not delivered yet: %s: %s", group.name, type(error).__name__, error)
         return done
-
-
-def rows_as_lines(group: Leaving) -> bytes:
-    """JSON Lines: a trajectory a line."""
-    return b"".join(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in group.rows)
