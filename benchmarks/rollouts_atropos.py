@@ -31,7 +31,7 @@ from typing import Any
 
 from common import table
 
-CONNECTIONS = 4
+CONNECTIONS = 16
 PROMPT_SHARE = 8
 BATCH = 64
 

@@ -38,20 +38,36 @@ def test_in_a_list_the_field_says_which_group_it_is_of():
     assert refused.value.field == "1.scores"
 
 
+@pytest.mark.parametrize("more", [{}, {"messages": [[{"role": "user", "content": "}, {"}], []], "images": ["]}"]}])
+@pytest.mark.parametrize("between", [",", " ,\n "])
+def test_a_list_is_taken_apart_wherever_its_braces_are(more: dict[str, Any], between: str):
+    bodies = [encoded(seed=1), encoded(seed=2, **more), encoded(seed=3)]
+    read = wire.read_list(b" [ " + between.encode().join(bodies) + b" ] ")
+    assert [each.scores for each in read] == [json.loads(body)["scores"] for body in bodies]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[{}", b"[}{]", b"[{},]", b"[{}{}]", b"{}", b"[[{}]]", b"x[{}]", b"[{}]x", b'["{", {}, "}"]']
+)
+def test_what_is_no_list_of_groups_is_refused(body: bytes):
+    good = encoded(seed=1)
+    with pytest.raises(GroupRefused):
+        wire.read_list(body.replace(b"{}", good))
+
+
 def test_what_is_stored_has_all_fourteen_keys_and_the_bytes_that_were_posted():
     body = encoded(seed=4)
     scored = wire.read_one(body)
-    assert scored.body.startswith(body[:-1])
-    assert json.loads(scored.body) == dict.fromkeys(wire.KEYS) | json.loads(body)
+    stored = bytes(wire.as_posted(scored.stamped(7, 0).frame))
+    assert stored.startswith(body[:-1])
+    assert json.loads(stored) == dict.fromkeys(wire.KEYS) | json.loads(body)
     assert len(wire.KEYS) == 14
-    frame = scored.stamped(7, 0).frame
-    assert bytes(wire.as_posted(frame)) == scored.body
 
 
 def test_keys_that_nobody_knows_are_left_out_and_empty_lists_mean_none():
     """As their own collector sends them; their own trainer would index into the empty list."""
     post = group(seed=5, overrides=[], messages=[], advantages=[], ref_logprobs=[], group_overrides={}, images=[], x=1)
-    stored = json.loads(wire.read_one(json.dumps(post).encode()).body)
+    stored = json.loads(bytes(wire.as_posted(wire.read_one(json.dumps(post).encode()).stamped(7, 0).frame)))
     assert set(stored) == set(wire.KEYS)
     assert [stored[name] for name in ("overrides", "messages", "advantages", "ref_logprobs")] == [None] * 4
     assert stored["tokens"] == post["tokens"]

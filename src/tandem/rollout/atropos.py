@@ -40,7 +40,7 @@ LAPSE_S = 60.0
 MIN_WEIGHT = 0.01
 LEASE_S = 86400.0
 """Whoever asks for a status renews it; it ends with the next fetch, or with the next registration."""
-_INLINE_BYTES = 1 << 20
+_INLINE_BYTES = 4 << 20
 _COUNTED_S = 0.1
 _NAMELESS = "nameless"
 
@@ -101,7 +101,7 @@ class Atropos:
         """By environment: the version that it was last told."""
         self._odd: Counter[int] = Counter()
         """By environment: sequences in groups of another size than it registered."""
-        self._latest: bytes | None = None
+        self._latest: memoryview | None = None
         self._counted: tuple[float, list[dict[str, Any]]] = (-1.0, [])
         self._turn = asyncio.Lock()
         self._handing_over = 0
@@ -203,7 +203,7 @@ class Atropos:
             groups.append(each.stamped(self._told.get(env_id, self.step), env_id + 1))
         if groups:
             await self.queue.put(groups, once=once)
-            self._latest = scored[-1].body
+            self._latest = wire.as_posted(groups[-1].frame)
         for env_id, size in odd:
             self._odd[env_id] += size
         return self._reply(scored, odd, many=many)
@@ -351,7 +351,7 @@ class Atropos:
         """The next question is answered by counting."""
         self._counted = (-1.0, [])
 
-    def latest(self) -> bytes | None:
+    def latest(self) -> memoryview | None:
         """The group that was posted last, as long as this process remembers."""
         return self._latest
 

@@ -171,7 +171,7 @@ class _Api:
     async def latest_example(self) -> Response:
         latest = self.atropos.latest()
         if latest is not None:
-            return Response(latest, media_type=_JSON)
+            return Response(bytes(latest), media_type=_JSON)
         return JSONResponse({name: [] for name in (*KEYS[:8], "images")})
 
     async def reset_data(self) -> Response:
