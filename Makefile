@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos bench-atropos lint format types bench sync-kills env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos bench-atropos lint format types bench sync-kills rollouts-kills env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -46,6 +46,10 @@ sync-kills: install
 # A tenth of the episodes hang or crash; two minutes. Exit code 1 if a figure is missed.
 env-faults: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/env_faults.py
+
+# The rollout service under a hundred kills; about three minutes. Exit code 1 if a figure is missed.
+rollouts-kills: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollouts_kills.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install
