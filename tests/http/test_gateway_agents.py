@@ -201,6 +201,10 @@ def test_generate_takes_text_several_prompts_and_several_samples(random_model: G
     body = {"text": ["once", "twice"], "sampling_params": {"max_new_tokens": 4, "n": 2}}
     several = random_model.post("/generate", body).json()
     assert [len(each["output_ids"]) <= 4 for each in several] == [True] * 4
+    sessions = [each["meta_info"]["session_id"] for each in several]
+    assert (sessions[0], sessions[2]) == (sessions[1], sessions[3])
+    assert sessions[0] != sessions[2], "each prompt is a conversation of its own"
+    assert random_model.post(f"/sessions/{sessions[0]}/reward", {"reward": 1}).status_code == 200
     one = random_model.post("/generate", {"text": "once", "sampling_params": {"max_new_tokens": 4}}).json()
     assert set(one) == {"text", "output_ids", "meta_info", "session_id", "turn_ids"}
     for body, field in (

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from chat_tokenizers import chatml_tokenizer
 
-from tandem.errors import QueueFull
+from tandem.errors import Conflict, NotKnown, QueueFull
 from tandem.rollout.session_tree import Session, Turn, trajectory_row, turn_of, turn_row
 from tandem.rollout.sessions import Bounds, Sessions
 from tandem.text.renderer import Renderer
@@ -21,9 +22,9 @@ class Nowhere:
     def dropped(self, session: Session) -> None: ...
 
 
-@pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return Renderer(byte_tokenizer())
+@pytest.fixture(scope="module", params=["bytes", "merges"])
+def renderer(request: pytest.FixtureRequest) -> Renderer:
+    return Renderer(byte_tokenizer() if request.param == "bytes" else chatml_tokenizer())
 
 
 def nowhere(renderer: Renderer, bounds: Bounds | None = None, clock: Callable[[], float] = lambda: 0.0) -> Sessions:
@@ -113,6 +114,21 @@ def test_it_is_another_history(renderer: Renderer, said: Any, again: Any) -> Non
     second = ask(sessions, renderer, None, [user("a"), again, user("b")])
     assert second.parent is None
     assert second.session is not first.session
+
+
+def test_a_session_that_is_finished_meanwhile_takes_no_turn(renderer: Renderer) -> None:
+    sessions = nowhere(renderer)
+    first = ask(sessions, renderer, None, [user("a")])
+    again = [user("a"), first.told, user("b")]
+    point = sessions.chat(None, again, ())
+    sessions.forget(first.session)
+    with pytest.raises(NotKnown), sessions.under_way(point.session):
+        pass
+    point = sessions.chat(None, again, ())
+    point.session.finishing = True
+    with pytest.raises(Conflict), sessions.under_way(point.session):
+        pass
+    assert len(sessions) == 0
 
 
 def test_a_named_session_does_not_go_on_in_another(renderer: Renderer) -> None:

@@ -92,6 +92,10 @@ class Sample:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
     @property
+    def session(self) -> str:
+        return self.point.session.id
+
+    @property
     def prompt(self) -> list[int]:
         return self.point.prompt
 
@@ -250,9 +254,11 @@ class Sessions:
 
     @contextmanager
     def under_way(self, session: Session) -> Generator[None]:
+        if session.finishing:
+            raise Conflict(f"session '{session.id}' is being finished")
         if session.id not in self._open:
-            if not session.automatic:
-                self.find(session.id)  # it was finished since: says so
+            if session.turns or not session.automatic:
+                self.find(session.id)  # it is gone since: says so
             self.open(session)
         session.running += 1
         try:

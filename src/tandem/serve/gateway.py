@@ -128,7 +128,7 @@ class _Recorded:
                     stack.enter_context(self.sessions.under_way(session))
                 yield
 
-        return Opened(places, sessions[0].id if len(distinct) == 1 else "", under_way)
+        return Opened(places, under_way)
 
 
 # --- the routes

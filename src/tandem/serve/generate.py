@@ -142,6 +142,7 @@ class Generate:
         place = job.opened.places[piece.index]
         meta: dict[str, Any] = {
             "id": place.id,
+            "session_id": place.session,
             "finish_reason": {"type": piece.finish_reason},
             "prompt_tokens": len(place.prompt),
             "completion_tokens": len(piece.ids),

@@ -73,6 +73,7 @@ class Conversations(Protocol):
 class _Unkept:
     prompt: list[int]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    session: str = ""
 
     def keep(self, completion: Completion, told: Message, stop: Sequence[str]) -> None:
         pass
@@ -276,8 +277,7 @@ class OpenAi:
         with job.opened.under_way():
             for index, (place, sampling) in enumerate(job.samples):
                 on_token = partial(_put_token, news, index) if job.stream else None
-                session = job.opened.session or None
-                sampled = self.engine.generate(place.prompt, sampling, session=session, on_token=on_token)
+                sampled = self.engine.generate(place.prompt, sampling, session=place.session or None, on_token=on_token)
                 task = asyncio.create_task(sampled)
                 task.add_done_callback(partial(_put_end, news, index))
                 tasks.append(task)
@@ -331,8 +331,8 @@ class OpenAi:
         choice |= {"index": piece.index, "finish_reason": piece.finish_reason}
         if job.token_ids:
             choice["token_ids"] = piece.ids
-        if job.opened.session:
-            choice["turn_id"] = job.opened.places[piece.index].id
+        if (place := job.opened.places[piece.index]).session:
+            choice |= {"session_id": place.session, "turn_id": place.id}
         if piece.finish_reason:
             choice["weight_versions"] = [[span.version, span.count] for span in piece.spans]
         return choice

@@ -39,6 +39,8 @@ class Place(Protocol):
     @property
     def id(self) -> str: ...
     @property
+    def session(self) -> str: ...  # empty: nobody keeps it
+    @property
     def prompt(self) -> list[int]: ...
     def keep(self, completion: Completion, told: Message, stop: Sequence[str]) -> None: ...
 
@@ -48,9 +50,14 @@ class Opened:
     """A request's samples: for each of its prompts, `n` places."""
 
     places: Sequence[Place]
-    session: str = ""
     under_way: Callable[[], AbstractContextManager[Any]] = nullcontext
     """While it is answered."""
+
+    @property
+    def session(self) -> str:
+        """Empty, if they are of several."""
+        first, *others = {place.session for place in self.places}
+        return "" if others else first
 
 
 @dataclass(frozen=True)
