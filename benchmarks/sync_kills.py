@@ -357,7 +357,7 @@ class Pair:
             trainer.process.send_signal(signal.SIGCONT)
             if waited(lambda: trainer.process.poll() is not None, FENCE_S) is None:
                 found.hangs.append("a trainer that was replaced goes on")
-            elif trainer.after(let_go, "proof") is not None:
+            elif self._publishes(trainer, let_go):  # one that was proven when it was stopped may be told of now
                 found.unannounced.append("a trainer that was replaced had a version proven")
             self._recover(found, heir, let_go, what="after the one before had gone on")
         trainer.end()

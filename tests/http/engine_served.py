@@ -28,7 +28,7 @@ LINK = {"mode": "disk", "directory": "", "deadline_s": 5.0}
 class FakeEngine:
     """Says 1, 2, 3, ... `pause_s` apart, while it is awake. intact() finds it `whole` or not, load() raises `fails`."""
 
-    receivers = 1
+    receivers, stays = 1, False
 
     def __init__(self, version: int = 3) -> None:
         self.version, self.boot_id, self.cache_epoch = version, "boot-a", 5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from served import wait_until
 
 from tandem.errors import EngineError, EngineLost, LogprobGap, SyncError, SyncTimeout
 from tandem.io.engine_wire import error_of
+from tandem.io.process import identity
 
 POSTS = ("generate", "attach", "load", "sleep", "wake", "digest")
 
@@ -415,6 +418,23 @@ def test_its_heir_finds_out_before_anything_is_answered(served: EngineServed) ->
     assert served.post("generate", PROMPT).status_code == 503
     assert served.post("load", {"version": 4} | caller).status_code == 200
     assert lines(served.post("generate", PROMPT))[-1]["spans"] == [[4, 20]]
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_memory_that_cannot_move_is_not_lent_again_while_who_had_it_is_there(served: EngineServed, stays: bool) -> None:
+    served.engine.stays = stays
+    with subprocess.Popen(["sleep", "60"]) as stopped:
+        try:
+            stopped.send_signal(signal.SIGSTOP)
+            first = identity(stopped.pid)
+            served.attach(writing=True, lease_s=0.2, owner="first", process=first)
+            assert served.post("attach", {"link": LINK, "owner": "first", "process": first}).status_code == 200
+            answer = served.post("attach", {"link": LINK, "owner": "heir", "process": identity()})
+            assert answer.status_code == (409 if stays else 200), answer.text
+            assert not stays or f"process {stopped.pid}, a trainer before this one, is still there" in answer.text
+        finally:
+            stopped.kill()
+    assert served.post("attach", {"link": LINK, "owner": "heir", "process": identity()}).status_code == 200
 
 
 # --- what a link may reach for

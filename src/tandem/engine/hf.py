@@ -132,6 +132,11 @@ class EmbeddedEngine:
     def receivers(self) -> int:
         return 1
 
+    @property
+    def stays(self) -> bool:
+        """A CPU's weights move into memory of each trainer's own."""
+        return self._device.type != "cpu"
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

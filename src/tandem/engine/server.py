@@ -22,6 +22,7 @@ from tandem.engine.connection import Connection
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError, SyncTimeout, TandemError
 from tandem.io.child import Child, Ready
 from tandem.io.engine_wire import served_of
+from tandem.io.process import identity
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served
@@ -254,6 +255,7 @@ class ServerEngine:
             "lease_s": self._lease_s,
             "writing": self._shares_memory,
             "owner": self._owner,
+            "process": identity(),
         }
         reply = dict(await connection.post("/engine/attach", body, self._deadline_s))
         self._attachment = int(reply.pop("attachment"))

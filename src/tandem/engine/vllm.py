@@ -72,6 +72,10 @@ class VllmEngine:
         return self._process.options.tensor_parallel
 
     @property
+    def stays(self) -> bool:
+        return True  # captured graphs point at it
+
+    @property
     def lent_bytes(self) -> int:
         return sum(self._lent)
 

@@ -99,6 +99,7 @@ class AttachBody(_Strict):
     lease_s: Lease = 60.0
     writing: bool = False
     owner: str = Field(default="", max_length=128)
+    process: str = Field(default="", max_length=64, pattern=r"^(\d+:\d+)?$")
 
 
 class _CallerBody(_Strict):
@@ -153,7 +154,9 @@ class _Api:
         body = await parse(AttachBody, request)
         return await self._typed(
             request,
-            lambda: self.control.attach(body.link, lease_s=body.lease_s, writing=body.writing, owner=body.owner),
+            lambda: self.control.attach(
+                body.link, lease_s=body.lease_s, writing=body.writing, owner=body.owner, process=body.process
+            ),
         )
 
     async def load(self, request: Request) -> Response:

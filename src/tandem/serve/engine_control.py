@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout, TandemError
 from tandem.inside.sources import EngineEnd
 from tandem.io.engine_wire import FENCED
+from tandem.io.process import is_there
 from tandem.protocols import Engine, OnToken
 from tandem.serve.app import Refused
 from tandem.serve.engine_link import Allowed
@@ -43,6 +44,8 @@ class LocalEngine(Engine, Protocol):
     def cache_epoch(self) -> int: ...
     @property
     def lent_bytes(self) -> int: ...  # what sleep() gave back and wake() or load() takes; more than 0: asleep
+    @property
+    def stays(self) -> bool: ...  # in its memory: whoever once mapped that, reaches what is served as long as he lives
     async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
     async def remember(self) -> None: ...  # somebody is about to write into its memory
     async def intact(self) -> bool: ...  # nobody has, since
@@ -74,7 +77,7 @@ class Control:
 
     def __init__(self, engine: LocalEngine, open_source: OpenSource, allowed: Allowed) -> None:
         self._engine, self._open_source, self._allowed = engine, open_source, allowed
-        self._owner, self._replaced = "", set[str]()
+        self._owner, self._replaced, self._writer = "", set[str](), ""
         self._attachment = self._attachments = 0
         self._source: EngineEnd | None = None
         self._mapping: dict[str, Any] = {}
@@ -175,13 +178,15 @@ class Control:
     # --- for the trainer
 
     async def attach(
-        self, link: Mapping[str, Any], *, lease_s: float, writing: bool, owner: str = ""
+        self, link: Mapping[str, Any], *, lease_s: float, writing: bool, owner: str = "", process: str = ""
     ) -> dict[str, Any]:
         """`writing`: the trainer will write into this engine's memory at once, so the engine is left paused. `owner`:
-        who it is. One that another has replaced does not come back: it was stopped, and knows nothing of its heir."""
+        who it is, and in which process. One that another has replaced does not come back: it was stopped, and knows
+        nothing of its heir."""
         self._allowed.check(link)
         if owner in self._replaced:
             raise _fenced()
+        self._check_writer(process)
         self._attachments += 1
         caller = Caller(self._attachments, self._engine.boot_id)
         source = await self._open(link)  # first: who cannot be reached does not take the place of who can
@@ -202,12 +207,20 @@ class Control:
                 layout = source.reply.get("layout", {})
                 self._mapping = {"mode": link["mode"], "carries": source.carries, "tensors": len(layout)}
                 if writing:
+                    self._writer = process
                     await self._begin_pause(lease_s, writing=True)
         except BaseException:
             if source is not self._source:
                 source.close()
             raise
         return {**source.reply, "attachment": caller.attachment}
+
+    def _check_writer(self, process: str) -> None:
+        if self._engine.stays and self._writer not in ("", process) and is_there(self._writer):
+            raise SyncError(
+                f"engine: process {self._writer.partition(':')[0]}, a trainer before this one, is still there and can "
+                "write into the memory that is served, whoever has attached since; end it first"
+            )
 
     async def _change_source(self, source: EngineEnd) -> None:
         if self._pause is not None:
