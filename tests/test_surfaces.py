@@ -25,6 +25,7 @@ PYTHON_FUNCTION = {
     "serve": "serve_model",
     "engine serve": "serve_engine",
     "gateway serve": "serve_gateway",
+    "rollouts serve": "serve_rollouts",
     "engine install": "install_engine",
     "engine check": "check_engine",
     "chat": "chat_with",

@@ -14,6 +14,7 @@ _API = {
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",
     "serve_gateway": "tandem.recipes.gateway",
+    "serve_rollouts": "tandem.recipes.rollouts",
     "install_engine": "tandem.recipes.engines",
     "check_engine": "tandem.recipes.engines",
     "chat_with": "tandem.recipes.serve",

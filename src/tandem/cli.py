@@ -28,6 +28,8 @@ sync_app = typer.Typer(
 app.add_typer(sync_app, name="sync")
 engine_app = typer.Typer(help="Engines in processes of their own.", no_args_is_help=True)
 app.add_typer(engine_app, name="engine")
+rollouts_app = typer.Typer(help="Groups from many environments to one trainer, over HTTP.", no_args_is_help=True)
+app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Any agent's conversations, recorded token by token.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
 
@@ -309,6 +311,30 @@ def gateway_serve(
         rollouts=rollouts,
         rollouts_token_file=rollouts_token_file,
     )
+
+
+@rollouts_app.command("serve")
+def rollouts_serve(
+    data_dir: Annotated[
+        Path, typer.Option(help="Keeps the queue, what was promised, and the token. One server owns it.")
+    ] = Path(".tandem") / "rollouts",
+    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8200,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    atropos: Annotated[bool, typer.Option("--atropos", help="Also the endpoints of Atropos, for its clients.")] = False,
+    insecure_no_auth: Annotated[
+        bool, typer.Option("--insecure-no-auth", help="Atropos' endpoints ask for no token; on loopback only.")
+    ] = False,
+) -> None:
+    """Take scored groups from environments and hand out batches: durable, each trained on once."""
+    from tandem.recipes.rollouts import serve_rollouts
+    from tandem.serve.run import Listen
+
+    listen = Listen(data_dir, host, port, ready_file, insecure)
+    serve_rollouts(listen, atropos=atropos, insecure_no_auth=insecure_no_auth)
 
 
 @engine_app.command("install")
