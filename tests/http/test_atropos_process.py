@@ -112,9 +112,7 @@ def test_a_compressed_post_is_the_same_post(process: Process):
     body = encoded(seed=1)
     answer = process.send(gzip.compress(body), **{"Content-Encoding": "gzip"})
     assert (answer.status_code, answer.json()) == (200, {"status": "received"})
-    time.sleep(
-        1.1
-    )  # the head of a gzip stream holds the time
+    time.sleep(1.1)  # the head of a gzip stream holds the time
     assert process.send(gzip.compress(body), **{"Content-Encoding": "gzip"}).status_code == 200
     assert process.send(body).status_code == 200
     assert process.get("/status")["queue_size"] == 1
@@ -150,3 +148,33 @@ def test_a_kill_loses_no_acknowledged_group_and_the_run_goes_on(process: Process
     seen = [seeds(process.get("/batch")["batch"]) for _ in range(23)]
     assert [each for batch in seen for each in batch] == [group(seed=seed)["scores"][0] for seed in range(4, 50)]
     assert process.get("/status") == {"current_step": 24, "queue_size": 1}
+
+
+def test_their_environments_feed_a_trainer_of_ours(process: Process):
+    assert process.http.get("/reset_data").status_code == 200
+    headers = {"Authorization": f"Bearer {process.token}"}
+
+    def ours(path: str, **body: Any) -> Any:
+        key = {"Idempotency-Key": f"{path}-{time.monotonic_ns()}"}
+        answer = process.http.post(f"/v2/{path}", json=body, headers=headers | key)
+        assert answer.status_code in (200, 201), answer.text
+        return answer.json()
+
+    epoch = ours("trainer", run_id="ours", groups_per_step=2, max_lag=1, version=3)["epoch"]
+    assert process.http.post("/register", json=TRAINER).status_code == 409
+    environment = process.http.post("/register-env", json=ENVIRONMENT).json()
+    assert (environment["status"], environment["starting_step"]) == ("success", 3)
+    assert process.get("/info") == {"batch_size": 4, "max_token_len": -1}
+    assert process.send(encoded(seed=1)).status_code == 200
+    missing = process.send(encoded(seed=2, inference_logprobs=None))
+    assert (missing.status_code, missing.json()["error"]["field"]) == (422, "inference_logprobs")
+    ours("trainer/version", epoch=epoch, version=4)
+    assert process.send(encoded(seed=3)).status_code == 200  # was told of version 3 when it began
+    assert process.get("/status-env?env_id=0")["current_step"] == 4
+    lease = ours("leases", epoch=epoch, groups=2)
+    assert [each["lag"] for each in lease["groups"]] == [1, 1]
+    first = lease["groups"][0]["group"]
+    assert first["inferred"] is True
+    assert first["trajectories"][0]["ids"] == group(seed=1)["tokens"][0]
+    assert first["trajectories"][0]["spans"] == [[-1, 4], [3, 8]]
+    assert process.get("/batch")["status"] == "error"

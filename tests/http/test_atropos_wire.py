@@ -139,7 +139,7 @@ def _seconds(work: Any) -> float:
 
 def test_either_form_is_read_as_the_other():
     posted = wire.read_one(encoded(seed=9)).stamped(5, 0).frame
-    ours = wire.native(posted)
+    ours = wire.native(bytes(posted), 1)
     assert native.decode(ours)[0].versions == [NO_VERSION] * PROMPT + [5] * (LENGTH - PROMPT)
     theirs, again = json.loads(bytes(wire.posted(posted, 0))), json.loads(bytes(wire.posted(ours, 0)))
     assert theirs.pop("inference_logprobs") == [pytest.approx(row) for row in again.pop("inference_logprobs")]

@@ -48,7 +48,7 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
 def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:
     beside = atropos_router(Atropos(queue, listen.data_dir), may_reset=open_to_all)
     router = APIRouter()
+    router.include_router(beside)  # first: its clients post one group at a time, and routes are tried in order
     router.include_router(service.router)
-    router.include_router(beside)
     paths = {route.path for route in beside.routes if isinstance(route, APIRoute)}
     return dataclasses.replace(service, router=router, open_paths=frozenset(paths if open_to_all else ()))

@@ -108,7 +108,22 @@ class Atropos:
 
     @property
     def step(self) -> int:
-        return self.queue.version if self.notes.registration else 0
+        return self.queue.version if self.trainer else 0
+
+    @property
+    def trainer(self) -> Registration | None:
+        """Whoever trains; one that speaks our own protocol is told of in the terms of this one."""
+        spec = self.queue.trainer
+        if spec is None or self._is_ours:
+            return self.notes.registration if spec else None
+        size = max([1, *(int(self._spec(row).extra.get("group_size", 1)) for row in self._rows())])
+        sequences = spec.sequences_per_step or spec.groups_per_step * size
+        return Registration(sequences, spec.max_tokens or -1, spec.run_id, "tandem", num_steps=2**31 - 1)
+
+    @property
+    def _is_ours(self) -> bool:
+        """The trainer registered here, and batches are asked for here."""
+        return self.queue.trainer is not None and self.queue.trainer.run_id == f"atropos-{self.notes.run}"
 
     # --- who takes part
 
@@ -135,7 +150,7 @@ class Atropos:
         self, name: str, *, weight: float, group_size: int, max_token_length: int, min_share: float
     ) -> tuple[int, str]:
         """Its id, and its name with a number. NotRegistered until a trainer has asked for a batch."""
-        if not self.notes.registration or not self.notes.started:
+        if not self.trainer or (self._is_ours and not self.notes.started):
             raise NotRegistered("wait for trainer to start")
         name = name or "environment"
         plain = "e" * (not (name[0].isalnum() and name[0].isascii())) + re.sub(r"[^A-Za-z0-9._-]", "_", name[:100])
@@ -149,6 +164,7 @@ class Atropos:
         )
         seat = await self.queue.register_environment(spec)
         self._told[seat.id - 1] = self.step
+        self.forget_counts()
         return seat.id - 1, name + seat.name.removeprefix(plain)
 
     async def reset(self) -> None:
@@ -157,6 +173,7 @@ class Atropos:
             await self.queue.reset()
             self.notes = Notes(run=self.notes.run + 1)
             self._told.clear()
+            self.forget_counts()
             self._odd.clear()
             self._latest = None
             await self._save()
@@ -191,6 +208,7 @@ class Atropos:
             raise
 
     async def _put(self, scored: Sequence[Scored], once: Once, *, many: bool) -> dict[str, Any]:
+        num_ids = self.queue.trainer.num_ids if self.queue.trainer else 0
         nameless = await self._nameless() if any(each.env_id is None for each in scored) else -1
         groups, odd = list[WireGroup](), list[tuple[int, int]]()
         for index, each in enumerate(scored):
@@ -200,7 +218,7 @@ class Atropos:
             self._check_fits(each, place)
             if each.size != spec.extra.get("group_size", each.size):
                 odd.append((env_id, each.size))
-            groups.append(each.stamped(self._told.get(env_id, self.step), env_id + 1))
+            groups.append(each.stamped(self._told.get(env_id, self.step), env_id + 1, num_ids=num_ids))
         if groups:
             await self.queue.put(groups, once=once)
             self._latest = wire.as_posted(groups[-1].frame)
@@ -209,8 +227,10 @@ class Atropos:
         return self._reply(scored, odd, many=many)
 
     def _check_fits(self, scored: Scored, place: str) -> None:
-        if (trainer := self.notes.registration) is None:
+        if (trainer := self.trainer) is None:
             return
+        if not (self._is_ours or scored.has_logprobs):
+            raise GroupRefused(f"{place}inference_logprobs", "is missing, and the trainer of this run needs it")
         if 0 < trainer.max_token_len < scored.longest:
             index, most = scored.lengths.index(scored.longest), trainer.max_token_len
             raise GroupRefused(f"{place}tokens.{index}", f"has {scored.longest} tokens; max_token_len is {most}")
@@ -236,7 +256,7 @@ class Atropos:
     async def batch(self) -> Batch | None:
         """None while there are not enough. Acknowledges the batch before, if that was handed over."""
         registration = self.notes.registration
-        if registration is None:
+        if registration is None or not self._is_ours:
             raise NotRegistered("Trainer not registered. Call /register first.")
         async with self._turn:
             if self._handing_over:  # somebody reads it at this moment; he may hang up yet
@@ -305,7 +325,7 @@ class Atropos:
         if self.notes.lease:
             with contextlib.suppress(StoreError):
                 await self.queue.renew(self.notes.epoch, self.notes.lease)
-        return {"current_step": self.step, "queue_size": self.queue.queued if self.notes.registration else 0}
+        return {"current_step": self.step, "queue_size": self.queue.queued if self.trainer else 0}
 
     def environment_status(self, env_id: int) -> dict[str, Any]:
         """It goes by the step in this reply from now on: what it plays is stamped with it."""
@@ -315,7 +335,7 @@ class Atropos:
         rows = self._rows()
         mine = next(row for row in rows if row["id"] == env_id + 1)
         live = [row for row in rows if row["connected"] and not row["silent"]]
-        batch_size = self.notes.registration.batch_size if self.notes.registration else 0
+        batch_size = self.trainer.batch_size if self.trainer else 0
         largest = max([1, *(row["largest"] for row in rows)])
         size = max(int(spec.extra.get("group_size", 1)), mine["largest"])
         others = sum(
@@ -335,10 +355,12 @@ class Atropos:
     def _weight(self, env_id: int, live: Sequence[dict[str, Any]]) -> float:
         """Its part of the sampling, as theirs has it: by weight and by length."""
         mass = {
-            row["id"]: row["weight"] * max(int(self._environment(row["id"] - 1).extra.get("max_token_length", 1)), 1)
-            for row in live
+            row["id"]: row["weight"] * max(int(self._spec(row).extra.get("max_token_length", 1)), 1) for row in live
         }
         return mass.get(env_id + 1, 0.0) / sum(mass.values()) if mass else 0.0
+
+    def _spec(self, row: dict[str, Any]) -> EnvironmentSpec:
+        return self.queue.environment(row["id"]) if row["connected"] else EnvironmentSpec("")
 
     def _rows(self) -> list[dict[str, Any]]:
         """Of all environments; counted again at most ten times a second, however many ask."""

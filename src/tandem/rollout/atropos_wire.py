@@ -79,7 +79,8 @@ class Scored:
     lengths: list[int]
     trained: list[int]
     """Tokens that the loss counts, by sequence."""
-    max_id: int
+    tokens: list[list[int]]
+    has_logprobs: bool
 
     @property
     def size(self) -> int:
@@ -89,16 +90,18 @@ class Scored:
     def longest(self) -> int:
         return max(self.lengths)
 
-    def stamped(self, version: int, environment: int) -> WireGroup:
-        """As the queue takes it: every trained token was made by `version`, as far as anybody knows."""
+    def stamped(self, version: int, environment: int, *, num_ids: int = 0) -> WireGroup:
+        """As the queue takes it: every trained token was made by `version`, as far as anybody knows. `num_ids`: the
+        trainer's; its largest id is looked for only if there is one."""
         heads = [
             TrajectoryHead(length, score, [(version, length)])
             for length, score in zip(self.lengths, self.scores, strict=True)
         ]
+        max_id = max(map(max, self.tokens)) if num_ids else 0
         head = GroupHead(heads, environment=environment, inferred=True)
         frame = b"".join((_PREFIX.pack(MAGIC, version), self.posted, self.rest))
         return WireGroup(
-            frame, head, self.size, sum(self.lengths), self.longest, self.max_id, oldest=version, newest=version
+            frame, head, self.size, sum(self.lengths), self.longest, max_id, oldest=version, newest=version
         )
 
 
@@ -123,15 +126,16 @@ def read_list(body: bytes, max_groups: int = MAX_GROUP) -> list[Scored]:
 def _apart(body: bytes) -> list[bytes] | None:
     """The objects of a list, found by their braces, where these are the only ones; else None. Reading the list to find
     them would take as long as reading what is in it."""
-    if body.count(b"{") != body.count(b"}") or not body.count(b"{"):
-        return None
     posts, end = list[bytes](), 0
     while (start := body.find(b"{", end)) >= 0:
-        if body[end:start].strip() != (b"," if posts else b"["):
+        before = b"," if posts else b"["
+        if body[end:start].strip() != before:
             return None
         end = body.find(b"}", start) + 1
+        if not end or body.find(b"{", start + 1, end) >= 0:
+            return None
         posts.append(body[start:end])
-    return posts if body[end:].strip() == b"]" and not any(post.count(b"{") > 1 for post in posts) else None
+    return posts if posts and body[end:].strip() == b"]" else None
 
 
 def _read(body: bytes, place: str) -> Scored:
@@ -157,7 +161,8 @@ def _read(body: bytes, place: str) -> Scored:
         data.scores,
         [len(row) for row in data.tokens],
         trained,
-        max(map(max, data.tokens)),
+        data.tokens,
+        bool(data.inference_logprobs),
     )
 
 
@@ -367,9 +372,9 @@ def _trajectory(
     )  # fmt: skip
 
 
-def native(frame: bytes | memoryview) -> bytes | memoryview:
+def native(frame: bytes, environment: int) -> bytes:
     """Whatever is stored as a frame of our own wire form."""
-    return encode(to_group(frame), inferred=True).frame if is_scored(frame) else frame
+    return bytes(encode(to_group(frame), environment=environment, inferred=True).frame) if is_scored(frame) else frame
 
 
 def posted(frame: bytes | memoryview, env_id: int | None) -> bytes | memoryview:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.errors import GroupRefused
-from tandem.rollout import wire
+from tandem.rollout import atropos_wire, wire
 from tandem.rollout.queue_types import Lease, Taken
 
 MAGIC = b"TLS1"
@@ -59,9 +59,13 @@ _HEAD = msgspec.msgpack.Decoder(LeaseHead)
 
 
 def encode_lease(lease: Lease) -> bytes:
-    groups = [TakenHead(e.id, e.order, e.environment, e.size, e.tokens, e.lag, len(e.frame)) for e in lease.groups]
+    frames = [atropos_wire.native(e.frame, e.environment) for e in lease.groups]
+    groups = [
+        TakenHead(e.id, e.order, e.environment, e.size, e.tokens, e.lag, len(frame))
+        for e, frame in zip(lease.groups, frames, strict=True)
+    ]
     head = msgspec.msgpack.encode(LeaseHead(lease.id, lease.version, lease.seconds, groups))
-    return b"".join((_PREFIX.pack(MAGIC, len(head)), head, *(each.frame for each in lease.groups)))
+    return b"".join((_PREFIX.pack(MAGIC, len(head)), head, *frames))
 
 
 def decode_lease(body: wire.Bytes) -> Lease:
@@ -85,4 +89,7 @@ def lease_to_json(lease: Lease) -> bytes:
 
 
 def groups_to_json(groups: Sequence[Taken]) -> list[GroupInLease]:
-    return [GroupInLease(e.id, e.order, e.environment, e.lag, wire.to_json(e.frame)) for e in groups]
+    return [
+        GroupInLease(e.id, e.order, e.environment, e.lag, wire.to_json(atropos_wire.native(e.frame, e.environment)))
+        for e in groups
+    ]

@@ -233,7 +233,7 @@ class _Api:
         if lease is None:
             return Response(status_code=204)
         if wire.BINARY in request.headers.get("accept", ""):
-            return Response(wire_lease.encode_lease(lease), media_type=wire.BINARY)
+            return Response(await asyncio.to_thread(wire_lease.encode_lease, lease), media_type=wire.BINARY)
         return Response(await asyncio.to_thread(wire_lease.lease_to_json, lease), media_type="application/json")
 
     async def renew(self, id: int, request: Request) -> Response:

@@ -108,7 +108,7 @@ class _Api:
             )
         except NotRegistered as wait:
             return {"status": str(wait)}
-        trainer = self.atropos.notes.registration
+        trainer = self.atropos.trainer
         assert trainer is not None
         return {
             "status": "success", "env_id": env_id, "wandb_name": name, "checkpoint_dir": trainer.checkpoint_dir,
@@ -125,11 +125,11 @@ class _Api:
         return {"status": "success"}
 
     async def wandb_info(self) -> dict[str, str | None]:
-        trainer = self.atropos.notes.registration
+        trainer = self.atropos.trainer
         return {"group": trainer and trainer.wandb_group, "project": trainer and trainer.wandb_project}
 
     async def info(self) -> dict[str, int]:
-        trainer = self.atropos.notes.registration
+        trainer = self.atropos.trainer
         if trainer is None:
             return {"batch_size": -1, "max_token_len": -1}
         return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
