@@ -1,4 +1,5 @@
-"""An environment by its name: built in, `package.module:Class`, `path/to/file.py` or `path/to/file.py:Class`."""
+"""An environment by its name: built in, `package.module:Class`, `path/to/file.py` or `path/to/file.py:Class`; or one of
+another library by an adapter, `gymnasium:FrozenLake-v1`."""
 
 from __future__ import annotations
 
@@ -26,19 +27,41 @@ from tandem.protocols import Environment
 
 BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "guess": Guess, "sort": Sort}
 
+ADAPTERS = {
+    "gsm8k": "tandem.env.adapters.maths:Gsm8k",
+    "math": "tandem.env.adapters.maths:Math",
+    "gymnasium": "tandem.env.adapters.gymnasium:Gymnasium",
+    "openenv": "tandem.env.adapters.openenv:OpenEnv",
+    "verifiers": "tandem.env.adapters.verifiers:Verifiers",
+}
+"""What stands before the colon; what stands behind it is the class's parameter `id`. The first two have none."""
+
 
 def load_environment(name: str, params: Mapping[str, Any] | None = None) -> Environment:
     """Find the class, check the parameters, make one. Your own is checked too; the built-in ones are by our tests."""
+    params = {**(params or {}), **_adapter_id(name, params or {})}
     found = BUILT_IN.get(name) or _find_class(name)
-    _check_params(found, name, params or {})
+    _check_params(found, name, params)
     with their_code(name, f"{found.__name__}(...)"):
-        environment = cast(Environment, found(**(params or {})))
+        environment = cast(Environment, found(**params))
     if name not in BUILT_IN:
         check_environment(environment, name)
     return environment
 
 
+def _adapter_id(name: str, params: Mapping[str, Any]) -> dict[str, str]:
+    adapter, colon, its_id = name.partition(":")
+    if adapter not in ADAPTERS or not colon:
+        return {}
+    if "id" in params:
+        raise SpecError(f"environment.params.id = {_show(params['id'])}: environment.name = '{name}' says it already")
+    return {"id": its_id}
+
+
 def _find_class(name: str) -> type:
+    if (adapter := name.partition(":")[0]) in ADAPTERS:
+        module, _, class_name = ADAPTERS[adapter].partition(":")
+        return getattr(importlib.import_module(module), class_name)
     place, _, class_name = name.rpartition(":")
     if name.endswith(".py"):
         return _only_class(_import_file(name, Path(name)), name)
@@ -46,9 +69,9 @@ def _find_class(name: str) -> type:
         return _named_class(_import_file(name, Path(place)), name, class_name)
     if place and class_name:
         return _named_class(_import_module(name, place), name, class_name)
-    close = difflib.get_close_matches(name, BUILT_IN, n=1)
+    close = difflib.get_close_matches(name, [*BUILT_IN, *ADAPTERS], n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    known = ", ".join(BUILT_IN)
+    known = ", ".join([*BUILT_IN, "gsm8k", "math"])
     raise wrong(name, f"unknown; {hint}Built in: {known}; your own: package.module:Class or path/to/file.py")
 
 
