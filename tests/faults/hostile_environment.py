@@ -83,7 +83,19 @@ class Hostile:
             if os.fork() == 0:
                 time.sleep(1000)
             os._exit(0)
+        os.wait()
         os._exit(4)
+
+    async def ends_well_before_its_child(self, chat: Any) -> None:
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(0)
+
+    async def keeps_a_child(self, chat: Any) -> None:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+            os._exit(0)
 
     async def raises(self, chat: Any) -> None:
         raise KeyError("answer")

@@ -154,6 +154,14 @@ def test_as_many_episodes_are_played_at_once_as_there_are_workers():
     assert len({trajectory.metrics["process"] for trajectory in played}) == 3
 
 
+def test_waiting_for_a_worker_is_nobodys_time():
+    async def use(environment: WorkerEnvironment) -> list[Trajectory]:
+        setting, task = setting_of(environment, Engine(takes_s=LIMIT_S / 2)), environment.tasks("train")[1]
+        return await asyncio.gather(*(play(setting, task, [0], seed) for seed in range(4)))
+
+    assert len(with_workers(order(), use, workers=1)) == 4
+
+
 def test_tasks_come_without_their_payloads_and_demonstrations_are_the_same():
     with opened(order()) as there:
         here = load_environment(HOSTILE)
@@ -217,6 +225,21 @@ def test_a_fault_costs_its_own_group_and_leaves_no_process(kind):
     assert retried >= played.dropped.total()
 
 
+@pytest.mark.parametrize("kind", ["sleeps", "exits", "leaves_a_child", "ends_well_before_its_child"])
+def test_what_an_episode_leaves_is_gone_while_the_run_goes_on(kind, mark):
+    async def use(environment: WorkerEnvironment) -> None:
+        with pytest.raises(EpisodeFailed):
+            await play(setting_of(environment), environment.tasks("train")[0], [0], 0)
+        until = time.monotonic() + 3.0
+        while (
+            len(left := marked(mark)) > 3 or not environment.restarts
+        ):  # the leash, the nursery, the one that told the tasks
+            assert time.monotonic() < until, left
+            await asyncio.sleep(0.02)
+
+    with_workers(order(kind), use)
+
+
 def test_what_goes_wrong_once_costs_nothing(tmp_path: Path):
     played = produce(order("exits", once=str(tmp_path / "once")), groups=3, retries=1)
     assert played.dropped == {}
@@ -256,17 +279,26 @@ def test_an_engine_that_takes_longer_than_an_episode_costs_nobody():
     assert play_one(order(), engine=Engine(takes_s=2 * LIMIT_S)).reward == 1.0
 
 
-def test_a_nursery_that_dies_is_started_again(mark):
+def test_a_nursery_that_dies_is_started_again_and_leaves_nothing_of_its_workers(mark):
     async def use(environment: WorkerEnvironment) -> float:
-        setting, task = setting_of(environment, retries=1), environment.tasks("train")[1]
-        await play(setting, task, [0], 0)
-        for line in marked(mark):
-            if "tandem.env.nursery" in line and int(line.split()[0]) != os.getpid() and "leash" not in line:
-                os.kill(int(line.split()[0]), signal.SIGKILL)
+        setting = setting_of(environment, retries=1)
+        await play(setting, environment.tasks("train")[0], [0], 0)
+        os.kill(nursery_of(mark), signal.SIGKILL)
         await asyncio.sleep(0.1)
-        return (await play(setting, task, [0], 0)).reward
+        return (await play(setting, environment.tasks("train")[1], [0], 0)).reward
 
-    assert with_workers(order(), use) == 1.0
+    assert with_workers(order("keeps_a_child"), use) == 1.0
+
+
+def nursery_of(value: str) -> int:
+    """The one whose parent is a leash."""
+    for line in marked(value):
+        pid = int(line.split()[0])
+        with suppress(OSError):
+            parent = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]
+            if b"leash.py" in Path("/proc", parent, "cmdline").read_bytes():
+                return pid
+    raise AssertionError("there is no nursery")
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ WITH_TOOLS = CHATML.replace(
     "{%- endfor -%}{{- '<|im_end|>\\n' -}}{%- endif -%}\n"
     "{%- for message in messages -%}\n{%- if message.role == 'user'",
     1,
-)
+).replace("{%- elif message.role == 'tool' -%}", "{%- elif message.role == 'tool' and tools -%}")
 TASK = Task("t", ({"role": "user", "content": "1+2?"},))
 
 

@@ -14,17 +14,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
 _GRACE_S = 3.0
-_PR_SET_PDEATHSIG = 1
+_SWEEP_S = 1.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Leash:
     def __init__(self, owner_fd: int, command: list[str]) -> None:
         self._owner_fd = owner_fd
+        _adopt_orphans()
         # Before any thread is started: what runs between fork and exec may not wait for a lock. And on the main thread:
         # the kernel's signal comes when the thread that forked ends.
         die = partial(_die_with, os.getpid())
@@ -46,6 +49,7 @@ class Leash:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._kill_group()  # workers that it left behind
             code = self._program.wait()
+            _kill_orphans()  # and what had left its group
             os._exit(code if code >= 0 else 128 - code)
 
     def _ask(self, *_: Any) -> None:
@@ -67,6 +71,31 @@ class Leash:
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):  # it holds nobody, or nobody but the dead
             os.killpg(self._program.pid, signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """Whoever of the program's descendants loses its parent becomes this process's child (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _kill_orphans() -> None:
+    until = time.monotonic() + _SWEEP_S
+    while (left := _children()) and time.monotonic() < until:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)  # theirs come to us then
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+                found += [int(pid) for pid in file.read().split()]
+    return found
 
 
 def _die_with(parent: int) -> None:

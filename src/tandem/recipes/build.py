@@ -221,6 +221,8 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
         why_not = "" if torch.are_deterministic_algorithms_enabled() else "equal bytes are had on a CPU only"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
             why_not = "the engine decodes in a process of its own, by its own clock"
+        elif isinstance(spec, RlSpec) and spec.environment.workers:
+            why_not = "episodes end by the clocks of their workers, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))
     return found
 

@@ -269,6 +269,8 @@ class _Pool:
     def _discard(self, worker: _Worker, why: str) -> None:
         worker.close()
         self._all.pop(worker.number, None)
+        if not self._size:
+            return  # closed: it ended with the rest
         self.restarts[why] += 1
         self._died_in_a_row += 1
         self._last = worker.ended.result() if worker.ended.done() else why
