@@ -195,13 +195,15 @@ class Atropos:
 
     async def post(self, body: bytes, *, many: bool) -> dict[str, Any]:
         """The reply to `/scored_data` or `/scored_data_list`."""
-        once = Once(f"atropos-{self.notes.run}-{many}-{hashlib.sha256(body).hexdigest()}", b"", SAME_POST_S)
+        large = len(body) > _INLINE_BYTES
+        digest = await asyncio.to_thread(_digest, body) if large else _digest(body)
+        once = Once(f"atropos-{self.notes.run}-{many}-{digest}", b"", SAME_POST_S)
         if (before := await self.queue.answer(once)) is not None:
             self.counts["duplicate_posts"] += 1
             return {"status": "received", "groups_processed": len(before)} if many else {"status": "received"}
         read = wire.read_list if many else _read_alone
         try:
-            scored = await asyncio.to_thread(read, body) if len(body) > _INLINE_BYTES else read(body)
+            scored = await asyncio.to_thread(read, body) if large else read(body)
             return await self._put(scored, once, many=many)
         except GroupRefused as refused:
             await self.queue.quarantine(None, refused.field, refused.text, body)
@@ -380,3 +382,7 @@ class Atropos:
 
 def _read_alone(body: bytes) -> list[Scored]:
     return [wire.read_one(body)]
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

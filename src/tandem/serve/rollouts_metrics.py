@@ -41,6 +41,8 @@ class _Numbers(Collector):
         for name, help in {
             "put": "Groups stored.", "taken": "Groups handed out.", "acked": "Groups acknowledged.",
             "sequences": "Trajectories handed out.", "tokens": "Tokens handed out.",
+            "duplicate_posts": "Atropos posts that repeated another.",
+            "batches_again": "Batches that a trainer left unread.",
         }.items():  # fmt: skip
             yield CounterMetricFamily(f"tandem_rollouts_{name}", help, status["totals"].get(name, 0))
         dropped = CounterMetricFamily("tandem_rollouts_dropped", "Groups that nobody trains on.", labels=["reason"])
