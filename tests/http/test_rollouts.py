@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from malformed_groups import GOOD_FRAME, good, posted
 from rollouts_served import RolloutClient, serving_rollouts
+from served import wait_until
 
 from tandem.rollout import wire, wire_lease
 from tandem.rollout.queue_types import Lease
@@ -54,9 +55,11 @@ def test_a_group_comes_out_as_it_went_in_in_either_form(client: RolloutClient):
     assert wire.decode(first.frame) == [trajectory, trajectory]
     client.post("/v2/groups", bytes(sent.frame))
     answer = client.post("/v2/leases", {"epoch": client.epoch, "groups": 1})
-    assert answer["groups"][0]["group"] == msgspec.json.decode(msgspec.json.encode(wire.to_json(sent.frame)))
+    told = answer["groups"][0]["group"]
+    again = wire.read_json(msgspec.json.encode({"groups": [told]}))
+    assert bytes(again[0].frame) == bytes(sent.frame)
     looked = client.get(f"/v2/groups/{answer['groups'][0]['id']}")
-    assert looked["group"] == answer["groups"][0]["group"]
+    assert looked["group"] == told
     assert answer["groups"][0]["id"] in client.get("/v2/groups?most=1")["groups"]
 
 
@@ -170,6 +173,26 @@ def test_compressed_bodies_are_taken_and_bounded_before_and_after(tmp_path: Path
         assert error(client.send("/v2/groups", gzip.compress(many * 2), **{"Content-Encoding": "gzip"}))[0] == 413
         assert error(client.send("/v2/groups", many * 2)) == (413, "too_large")
         assert client.get("/v2/status")["queue"]["queued"] == 1
+
+
+def test_bodies_under_way_are_bounded_all_together(tmp_path: Path):
+    with serving_rollouts(tmp_path, body_bytes=100_000) as client:
+        client.begin()
+        host, port = client.url.removeprefix("http://").split(":")
+        token = client.http.headers["authorization"]
+        head = f"POST /v2/groups HTTP/1.1\r\nHost: x\r\nAuthorization: {token}\r\nContent-Type: {wire.BINARY}\r\n"
+        head = head.replace("Host: x", f"Host: {host}") + "Content-Length: 100000\r\n\r\n"
+        slow = [socket.create_connection((host, int(port))) for _ in range(24)]
+        for each in slow:
+            each.sendall(head.encode())
+        # Sixteen are let in and wait for their bodies; the rest hear so at once, and then there is no room for another.
+        refused = slow[16].recv(100)
+        assert refused.startswith(b"HTTP/1.1 429")
+        assert client.send("/v2/groups", GOOD_FRAME).status_code == 429
+        assert client.get("/v2/status")
+        for each in slow:
+            each.close()
+        wait_until(lambda: client.send("/v2/groups", GOOD_FRAME).status_code == 200)
 
 
 def test_a_full_queue_is_429_with_a_time_and_a_full_disk_507_and_reads_go_on(client: RolloutClient):

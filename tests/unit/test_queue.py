@@ -137,6 +137,18 @@ def test_what_is_older_than_the_bound_is_never_handed_out_and_is_counted(tmp_pat
     rigged(tmp_path, scenario)
 
 
+def test_what_became_too_old_in_a_line_takes_nobody_s_room(tmp_path: Path):
+    async def scenario(rig: Rig) -> None:
+        await rig.begin()
+        for _ in range(9):
+            await rig.put()
+        await rig.queue.announce_version(rig.epoch, 2)
+        assert rig.queue.queued == 4  # those that hold slots are dropped when they are looked at
+        await rig.queue.put([group(2, environment=rig.environments["a"]) for _ in range(5)])
+
+    rigged(tmp_path, scenario, max_queued=9)
+
+
 def test_the_oldest_token_counts_and_recorded_data_is_never_old(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()

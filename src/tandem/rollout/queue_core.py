@@ -74,7 +74,7 @@ class Core:
         self._leave_out(overdue, "overdue")
         if lapsed or overdue:
             self._go_on()
-        if now - self._swept > 60:
+        if now - self._swept > 5:
             self._swept = now
             self._calls.later(rows.forget_answers)
 

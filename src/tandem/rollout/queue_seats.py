@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+from collections import deque
 
 from tandem.errors import Conflict
 from tandem.rollout import queue_checks as checks
 from tandem.rollout import queue_rows as rows
 from tandem.rollout.queue_core import Core
-from tandem.rollout.queue_state import EnvironmentState
+from tandem.rollout.queue_state import Entry, EnvironmentState
 from tandem.rollout.queue_types import EnvironmentSeat, EnvironmentSpec, Once, TrainerSeat, TrainerSpec
 
 
@@ -67,7 +68,19 @@ class Seats(Core):
                 raise Conflict(f"version {version}, but this registration was at {self._state.version} already")
             await self._calls.write(lambda db: rows.say(db, version=version), once, [])
             self._state.version = max(version, self._state.version)
+            self._leave_out(self._stale_in_lines(), "stale")
             self._go_on()
+
+    def _stale_in_lines(self) -> list[Entry]:
+        """They would be found out when their turn comes; until then they would take the room of others."""
+        stale: list[Entry] = []
+        for each in self._state.environments.values():
+            old = [entry for entry in each.line if self._state.is_stale(entry.oldest)]
+            if old:
+                each.line = deque(entry for entry in each.line if not self._state.is_stale(entry.oldest))
+            stale += old
+        self._state.in_lines -= len(stale)
+        return stale
 
     async def register_environment(self, spec: EnvironmentSpec, *, once: Once | None = None) -> EnvironmentSeat:
         """Conflict while no trainer has registered, or where it has another tokenizer."""

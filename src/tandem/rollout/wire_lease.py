@@ -45,7 +45,8 @@ class GroupInLease(msgspec.Struct):
     order: int
     environment: int
     lag: int
-    group: wire.GroupJson
+    group: msgspec.Raw
+    """A `GroupJson`."""
 
 
 class LeaseJson(msgspec.Struct):
@@ -90,6 +91,14 @@ def lease_to_json(lease: Lease) -> bytes:
 
 def groups_to_json(groups: Sequence[Taken]) -> list[GroupInLease]:
     return [
-        GroupInLease(e.id, e.order, e.environment, e.lag, wire.to_json(atropos_wire.native(e.frame, e.environment)))
+        GroupInLease(e.id, e.order, e.environment, e.lag, _group_to_json(atropos_wire.native(e.frame, e.environment)))
         for e in groups
     ]
+
+
+def _group_to_json(frame: wire.Bytes) -> msgspec.Raw:
+    """One trajectory after another: encoding holds up every other thread, and a batch may be a hundred megabytes."""
+    group = wire.to_json(frame)
+    siblings = [msgspec.Raw(msgspec.json.encode(each)) for each in group.trajectories]
+    head = {"environment": group.environment, "ticket": group.ticket, "inferred": group.inferred, "extra": group.extra}
+    return msgspec.Raw(msgspec.json.encode({"trajectories": siblings, **head}))

@@ -43,6 +43,7 @@ BODY_BYTES = 16 * 2**20
 _CLOSE_S = 3.0
 _AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
 _MAX_RATIO = 100
+_BODIES_AT_A_TIME = 16  # as large as they may be
 
 _CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
@@ -178,6 +179,7 @@ class Gate:
         self, app: ASGIApp, *, service: Service, token: str, hosts: frozenset[str] | None, body_bytes: int
     ) -> None:
         self.app, self.service, self.hosts, self.body_bytes = app, service, hosts, body_bytes
+        self.held = 0
         self.open_paths = {"/health"} | service.open_paths
         self.credential = b"Bearer " + token.encode()
 
@@ -193,10 +195,22 @@ class Gate:
                 self._check_token(headers)
             if _has_body(headers):
                 self._check_type(headers)
-                receive = _played_back(await self._whole_body(headers, receive), receive)
+                return await self._with_body(headers, scope, receive, send)
         except Refused as error:
             return await refusal(error)(scope, receive, send)
         await self.app(scope, receive, send)
+
+    async def _with_body(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        """Held in memory from its first byte to the answer's last, and counted for that time."""
+        declared = min(int(headers.get("content-length", self.body_bytes)), self.body_bytes)
+        if self.held and self.held + declared > _BODIES_AT_A_TIME * self.body_bytes:
+            raise Refused(429, f"bodies of {self.held} bytes are under way; send it again")
+        self.held += declared
+        try:
+            body = await self._whole_body(headers, receive)
+            await self.app(scope, _played_back(body, receive), send)
+        finally:
+            self.held -= declared
 
     def _check_host(self, headers: Headers) -> None:
         """A name that is not ours comes from a browser whose DNS was rebound to this address."""
