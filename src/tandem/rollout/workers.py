@@ -43,6 +43,8 @@ class WorkerEnvironment:
         self._nursery = Nursery(order)
         self._pool = _Pool(order, self._nursery, workers)
         self._splits: dict[str, list[Task]] = {}
+        if threads := self._nursery.loaded.threads:
+            _log.warning("environment: loading it started %d threads; its workers are forks, and have none", threads)
         if self._nursery.loaded.demonstrates:
             self.demonstrate = self._demonstrate
 
