@@ -31,6 +31,7 @@ import msgspec
 
 from common import note, table
 from tandem.rollout import wire, wire_lease
+from tandem.rollout.wire_form import PREFIX
 from tandem.types import Trajectory
 
 JSON = "application/json"
@@ -122,7 +123,7 @@ class Bodies:
         made = [wire.encode(group(tokens=tokens), environment=1) for _ in range(min(many, 16))]
         self.kind, self.many, self.tokens = kind, many, tokens
         frames = [bytes(made[number % len(made)].frame) for number in range(many)]
-        self.head = wire._PREFIX.size + wire._PREFIX.unpack_from(frames[0])[1]
+        self.head = PREFIX.size + PREFIX.unpack_from(frames[0])[1]
         self.size = len(frames[0])
         if kind == JSON:
             groups = [wire.to_json(frame) for frame in frames]

@@ -34,6 +34,7 @@ from tandem.errors import GroupRefused
 from tandem.rollout import wire, wire_lease
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
+from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
 from tandem.serve.app import Refused, Service, unless_gone
 from tandem.serve.rollouts_metrics import registry
 
@@ -139,8 +140,8 @@ def rollouts_service(queue: RolloutQueue) -> Service:
     limits = queue.limits
     told = {
         "queued_groups": limits.max_queued, "groups_per_post": limits.max_groups_per_post,
-        "environments": limits.max_environments, "siblings": wire.MAX_SIBLINGS, "group_tokens": wire.MAX_TOKENS,
-        "group_head_bytes": wire.MAX_HEAD_BYTES, "wait_s": int(limits.max_wait_s), "play_s": int(limits.max_play_s),
+        "environments": limits.max_environments, "siblings": MAX_SIBLINGS, "group_tokens": MAX_TOKENS,
+        "group_head_bytes": MAX_HEAD_BYTES, "wait_s": int(limits.max_wait_s), "play_s": int(limits.max_play_s),
         "keys_kept_s": int(limits.answers_kept_s),
     }  # fmt: skip
     return Service(
@@ -280,7 +281,7 @@ async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Once]:
 
 
 def _parsed(body: bytes, kind: type[Body]) -> Body:
-    return wire.decoded(msgspec.json.Decoder(kind), body or b"{}", "", "body")
+    return decoded(msgspec.json.Decoder(kind), body or b"{}", "", "body")
 
 
 def _key(request: Request) -> str:
