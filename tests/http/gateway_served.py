@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class Gateway:
     renderer: Renderer
     data_dir: Path
     client: httpx.Client = field(init=False)
+    _seeds: Iterator[int] = field(default_factory=lambda: count(1000, 10))
 
     def __post_init__(self) -> None:
         self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=30)
@@ -89,8 +91,9 @@ class Gateway:
         return self.client.post(path, json=body, headers=headers)
 
     def chat(self, messages: list[Any], session: str = "", **options: Any) -> dict[str, Any]:
+        """A new seed every time, the same in every run: two answers of a random model may be equal."""
         path = f"/sessions/{session}/v1/chat/completions" if session else "/v1/chat/completions"
-        answer = self.post(path, {"model": MODEL, "messages": messages} | options)
+        answer = self.post(path, {"model": MODEL, "messages": messages, "seed": next(self._seeds)} | options)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

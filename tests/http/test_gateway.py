@@ -84,7 +84,9 @@ def test_the_async_client_s_parallel_samples_are_branches(gateway: Gateway) -> N
     async def branch(client: openai.AsyncOpenAI, number: int) -> None:
         messages: list[Any] = list(opening)
         for turn in range(3):
-            answer = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12)
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=messages, max_tokens=12, seed=100 * number + turn
+            )
             messages += [answer.choices[0].message, user(f"{number}, {turn}")]
 
     async def all_of_them() -> None:

@@ -99,20 +99,42 @@ def test_a_session_with_a_request_under_way_is_not_finished(gateway: Gateway) ->
     assert error(gateway.client.get(f"/sessions/{session}")) == (404, "not_found")
 
 
+def test_of_rewards_at_once_one_is_taken(gateway: Gateway) -> None:
+    for _ in range(3):
+        session, statuses = gateway.open(), list[int]()
+        gateway.chat(HI, session)
+        path = f"/sessions/{session}/reward"
+        posts = [
+            threading.Thread(
+                target=lambda path=path, statuses=statuses: statuses.append(
+                    gateway.post(path, {"reward": 1}).status_code
+                )
+            )
+            for _ in range(8)
+        ]
+        for thread in posts:
+            thread.start()
+        for thread in posts:
+            thread.join()
+        assert statuses.count(200) == 1
+        assert set(statuses) <= {200, 404, 409}
+
+
 # --- groups
 
 
 def test_sessions_of_a_group_leave_together(gateway: Gateway) -> None:
-    sized = [gateway.open(group="sized", group_size=2, task_id="t") for _ in range(2)]
     unsized = [gateway.open(group="unsized") for _ in range(3)]
-    for session in (*sized, *unsized):
+    for session in unsized:
         gateway.chat(HI, session)
     before = len(list(gateway.trajectories.iterdir()))
-    gateway.reward(sized[0], 0)
-    gateway.reward(unsized[0], 0)
-    gateway.reward(unsized[1], 1)
-    assert len(list(gateway.trajectories.iterdir())) == before
-    gateway.reward(sized[1], 1)
+    sized: list[str] = []
+    for reward in (0, 1):  # the second is opened when the first has finished
+        assert len(list(gateway.trajectories.iterdir())) == before
+        sized.append(gateway.open(group="sized", group_size=2, task_id="t"))
+        gateway.chat(HI, sized[-1])
+        gateway.reward(sized[-1], reward)
+        gateway.reward(unsized[reward], reward)
     assert gateway.client.delete(f"/sessions/{unsized[2]}").status_code == 200  # nobody waits for it any more
     for sessions, name in ((sized, "sized"), (unsized[:2], "unsized")):
         rows = gateway.delivered(sessions[0])

@@ -142,6 +142,14 @@ def test_a_named_session_does_not_go_on_in_another(renderer: Renderer) -> None:
     assert ask(sessions, renderer, one, [user("a"), first.told, user("b")]).parent is first
 
 
+def test_of_conversations_that_read_alike_the_named_one_goes_on(renderer: Renderer) -> None:
+    sessions = nowhere(renderer)
+    older, newer = (ask(sessions, renderer, None, [user("a")]) for _ in range(2))
+    again = [user("a"), older.told, user("b")]
+    assert ask(sessions, renderer, older.session, again).parent is older
+    assert sessions.chat(None, again, ()).parent is newer
+
+
 def test_what_is_forgotten_is_gone_on_from_no_more(renderer: Renderer) -> None:
     sessions = nowhere(renderer)
     first = ask(sessions, renderer, None, [user("a")])

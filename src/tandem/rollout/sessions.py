@@ -186,7 +186,8 @@ class Sessions:
 
     def expire(self) -> None:
         oldest = self._clock() - self.bounds.idle_s
-        for session in list(self._open.values()):
+        while self._open:
+            session = next(iter(self._open.values()))
             if session.used > oldest:
                 return
             if session.running or session.finishing:
@@ -387,6 +388,8 @@ class Sessions:
     def _make_room(self) -> None:
         """Sessions that nobody named give way, those unasked for longest first."""
         bounds = self.bounds
+        if len(self._open) < bounds.sessions and self.num_bytes <= bounds.total_bytes:
+            return
         idle = (each for each in list(self._open.values()) if each.automatic and not (each.running or each.finishing))
         while len(self._open) >= bounds.sessions or self.num_bytes > bounds.total_bytes:
             oldest = next(idle, None)
