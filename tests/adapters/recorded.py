@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.rollout.episode import Setting, play
+from tandem.rollout.nursery import Order
+from tandem.rollout.workers import WorkerEnvironment
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Span, Task, Trajectory
@@ -50,6 +52,23 @@ def played(environment: Any, task: Task, turns: Any, **settings: Any) -> tuple[T
     trajectory = asyncio.run(episode(environment, task, engine, **settings))
     exact(trajectory, engine)
     return trajectory, engine
+
+
+def played_in_a_worker(name: str, params: dict[str, Any], pick: str, turns: Any) -> Trajectory:
+    environment = WorkerEnvironment(Order(name, params, load_timeout_s=120, pass_env=("PYTHONPATH",)), 1)
+    engine = WrittenEngine(turns)
+    tasks = [task for split in ("train", "eval") for task in environment.tasks(split)]
+
+    async def once() -> Trajectory:
+        try:
+            return await episode(environment, next(task for task in tasks if task.id == pick), engine)
+        finally:
+            environment.close()
+            await asyncio.sleep(0.05)
+
+    trajectory = asyncio.run(once())
+    exact(trajectory, engine)
+    return trajectory
 
 
 def exact(trajectory: Trajectory, engine: WrittenEngine) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from recorded import WrittenEngine, episode, exact, played
+from recorded import WrittenEngine, episode, exact, played, played_in_a_worker
 
 from tandem.env.load import load_environment
 from tandem.errors import EnvironmentFailed, EpisodeFailed, SpecError
@@ -80,6 +80,7 @@ def test_actions_as_json_and_what_is_none_is_told_and_not_the_end(server):
     assert trajectory.reward == 4.0
     assert '"times"' in engine.prompts[0]
     told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert json.loads(told[1]).keys() == {"prompt", "turn"}
     assert told[2].startswith("This is no JSON: ")
     assert told[3].startswith("This is no JSON object.")
     assert told[4].startswith("This is no action. Answer with an action, as JSON of this schema")
@@ -107,6 +108,10 @@ def test_sessions_are_apart_when_many_play_at_once(server):
     for trajectory, engine in zip(*asyncio.run(all_of_them()), strict=True):
         exact(trajectory, engine)
         assert trajectory.reward == 3.0
+
+
+def test_in_a_worker_it_is_the_same(server):
+    assert played_in_a_worker(f"openenv:{server}", TEXT, "train-2", backwards).reward == 3.0
 
 
 def test_an_environment_that_raises_fails_the_episode_by_what_it_said(server):

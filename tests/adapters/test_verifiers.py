@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from recorded import WrittenEngine, episode, exact, played
+from recorded import WrittenEngine, episode, exact, played, played_in_a_worker
 
 from tandem.env.adapters.verifiers_chat import SECRET, SESSION, Conversation, Endpoint
 from tandem.env.load import load_environment
@@ -115,6 +115,19 @@ def test_tools_are_offered_called_in_their_process_and_their_answers_recorded_as
     tools = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
     assert "invalid JSON" in tools[0]
     assert tools[2] == "579"
+
+
+@pytest.mark.parametrize(
+    ("name", "pick", "turns", "reward"),
+    [
+        ("verifiers:taskset-game", "secret-5", ["8", "5"], 1.0),
+        ("verifiers:taskset-tools", "tool-3", [call(a=123, b=456), "It is 579."], 1.0),
+    ],
+)
+def test_in_a_worker_it_is_the_same(name, pick, turns, reward):
+    trajectory = played_in_a_worker(name, {}, pick, turns)
+    assert trajectory.reward == reward
+    assert trajectory.metrics["turns"] == 2
 
 
 def test_what_goes_wrong_in_their_code_is_an_episode_that_failed_and_says_why():

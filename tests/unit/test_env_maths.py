@@ -19,6 +19,8 @@ from tandem.env.adapters.maths import last_boxed
 from tandem.env.adapters.maths_made import word_problems
 from tandem.env.load import load_environment
 from tandem.errors import EnvironmentFailed, SpecError
+from tandem.rollout.nursery import Order
+from tandem.rollout.workers import WorkerEnvironment
 from tandem.types import Outcome
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'tandem-rl[math]'")
@@ -207,6 +209,26 @@ def test_a_scorer_that_stands_still_is_ended_and_the_event_loop_goes_on(monkeypa
     assert verdict == Verdict(correct=False, scored=False)
     assert ticks > 20
     scorer.close()
+
+
+def test_in_a_worker_the_scorer_is_the_worker_s():
+    environment = WorkerEnvironment(Order("gsm8k", {"problems": 32}, load_timeout_s=60), 1)
+    task = environment.tasks("eval")[0]
+    solution = load_environment("gsm8k", {"problems": 32}).demonstrate(task_of(task.id), None)[0]["content"]
+
+    async def both() -> list[float]:
+        try:
+            chats = [WrittenChat([solution]), WrittenChat(["#### -1"])]
+            return [(await environment.run(task, chat)).reward for chat in chats]
+        finally:
+            environment.close()
+            await asyncio.sleep(0.05)
+
+    assert asyncio.run(both()) == [1.0, 0.0]
+
+
+def task_of(task_id: str) -> Any:
+    return next(task for task in load_environment("gsm8k", {"problems": 32}).tasks("eval") if task.id == task_id)
 
 
 def test_the_scorer_s_process_ends_with_it():
