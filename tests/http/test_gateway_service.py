@@ -21,6 +21,7 @@ from served import wait_until
 
 from tandem.engine.follower import Follower
 from tandem.errors import EngineLost
+from tandem.recipes.build_engine import followed
 from tandem.recipes.gateway import to_files, to_service
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
@@ -140,10 +141,11 @@ def test_ids_are_those_that_the_engine_s_server_saw(make_engine: Any, renderer: 
     served_engine = Serves(make_engine())
     (tmp_path / "engine").mkdir()
     with engine_serving(served_engine, renderer, tmp_path / "engine") as engine:
-        follower = Follower(engine.url, tmp_path / "engine" / "token", patience_s=0.5)
-        assert follower.tell("/limits")["context_tokens"] == 256
-        (tmp_path / "gateway").mkdir()
-        with gateway_serving(follower, renderer, tmp_path / "gateway") as gateway:
+        renderer.tokenizer.save_pretrained(tmp_path / "tokenizer")
+        token_file = tmp_path / "engine" / "token"
+        alone, name = followed(engine.url, token_file, str(tmp_path / "tokenizer"), thinking=False)
+        assert (name, alone.context, alone.num_ids) == ("test/tiny", 256, len(renderer.tokenizer))
+        with gateway_serving(alone.engine, alone.renderer, tmp_path / "gateway") as gateway:
             session, messages = gateway.open(), list(HI)
             for seed in range(3):
                 messages += [gateway.say(messages, session, seed=seed, max_tokens=20), *HI]
