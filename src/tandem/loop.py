@@ -64,6 +64,7 @@ async def run_loop(
                 "time/step_s": now - started,
             }
             await after_step(metrics)
+            await store.ack(groups)
     finally:
         for task in working:
             task.cancel()

@@ -230,6 +230,27 @@ def test_a_later_registration_fences_the_earlier_and_gets_its_groups_at_once(tmp
     rigged(tmp_path, scenario)
 
 
+def test_what_a_trainer_that_goes_back_has_never_made_is_not_trained_on(tmp_path: Path):
+    """It resumes from a checkpoint of version 3, or begins again: what version 5 played is of another past."""
+
+    async def scenario(rig: Rig) -> None:
+        await rig.begin()
+        await rig.queue.announce_version(rig.epoch, 4)
+        (early,), (late,) = await rig.admit(by="a"), await rig.admit(by="a")
+        await rig.put("kept", version=3, ticket=early)
+        await rig.queue.announce_version(rig.epoch, 5)
+        await rig.put("in line", version=5)
+        await rig.again()
+        rig.epoch = (await rig.queue.register_trainer(dataclasses.replace(RUN, version=3))).epoch
+        with pytest.raises(Conflict):
+            await rig.put("late", version=5, ticket=late)
+        assert rig.queue.queued == 1
+        assert names(await rig.take(1)) == ["kept"]
+        assert rig.queue.status()["dropped"] == {"undone": 2}
+
+    rigged(tmp_path, scenario)
+
+
 def test_another_run_is_refused_unless_it_begins_afresh(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()

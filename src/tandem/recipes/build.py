@@ -21,6 +21,7 @@ from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
+from tandem.spec.rollouts import ServiceRollouts
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tandem.optim.rule import Rule
     from tandem.rollout.episode import Setting
     from tandem.rollout.judge import Judge
+    from tandem.rollout.remote_store import RemoteStore
     from tandem.text.renderer import Renderer
 
 # Imports stand inside the functions: what a spec does not ask for is not loaded, and wrong specs fail before torch.
@@ -366,17 +368,46 @@ def store(stage: RlStage | SftStage) -> RolloutStore:
     return MemoryStore(slots, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s)
 
 
-def rollouts(spec: RlSpec, setting: Setting, store: RolloutStore, algorithm: Algorithm) -> Producer:
+def rollouts(
+    spec: RlSpec, setting: Setting, algorithm: Algorithm, model: Model, trainer: Trainer
+) -> tuple[RolloutStore, Producer]:
+    """Where groups wait, and who sees to it that they come."""
+    if isinstance(spec.rollouts, ServiceRollouts):
+        remote = _service(spec, spec.rollouts, model, trainer)
+        return remote, remote
     from tandem.rollout.producer import EnvironmentProducer
 
-    return EnvironmentProducer(
+    waiting = store(spec.train)
+    producer = EnvironmentProducer(
         setting,
-        store,
+        waiting,
         algorithm.keep,
         group_size=spec.train.group_size,
         seed=spec.seed,
         max_failed_share=spec.environment.max_failed_share,
         max_replaced=spec.train.replace_equal_groups,
+    )
+    return waiting, producer
+
+
+def _service(spec: RlSpec, rollouts: ServiceRollouts, model: Model, trainer: Trainer) -> RemoteStore:
+    from tandem.rollout.queue_types import TrainerSpec
+    from tandem.rollout.remote_store import RemoteStore
+    from tandem.rollout.service_client import ServiceClient
+
+    stage = spec.train
+    seat = TrainerSpec(
+        run_id=rollouts.run_id or spec.name,
+        groups_per_step=stage.groups_per_step,
+        max_lag=stage.max_lag,
+        num_ids=model.num_ids,
+        max_tokens=model.context,
+        max_dropped=stage.max_dropped,
+        lease_s=rollouts.lease_s,
+    )
+    client = ServiceClient(rollouts.url, Path(rollouts.token_file), patience_s=stage.group_timeout_s)
+    return RemoteStore(
+        client, seat, lambda: trainer.version, take_timeout_s=stage.group_timeout_s, fresh=rollouts.fresh
     )
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import statistics
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.rollout.episode import Setting, play
+from tandem.rollout.measures import of_groups
 from tandem.types import Group, Metrics, Task, Ticket, Trajectory
 
 _log = logging.getLogger(__name__)
@@ -75,26 +75,8 @@ class EnvironmentProducer:
         metrics: Metrics = {f"groups/dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
         metrics |= {f"episodes/retried/{kind}": float(count) for kind, count in sorted(self._setting.retried.items())}
         self._setting.retried.clear()
-        metrics["groups/played"] = float(len(groups))
         metrics["groups/dropped"] = float(sum(dropped.values()))
-        if groups:
-            rewards = [trajectory.reward for group in groups for trajectory in group]
-            metrics["reward/mean"] = statistics.fmean(rewards)
-            metrics["reward/std"] = statistics.pstdev(rewards)
-            if any(trajectory.shaping for group in groups for trajectory in group):
-                metrics["reward/shaping"] = statistics.fmean(t.shaping for group in groups for t in group)
-            metrics["tokens/sampled"] = float(sum(t.num_trained for group in groups for t in group))
-            metrics["tokens/per_sample"] = statistics.fmean(t.num_trained for group in groups for t in group)
-            metrics["episode/truncated"] = statistics.fmean(t.status == "truncated" for group in groups for t in group)
-            if any(trajectory.thinking_tokens or trajectory.unclosed for group in groups for trajectory in group):
-                metrics["thinking/tokens"] = statistics.fmean(t.thinking_tokens for group in groups for t in group)
-                metrics["thinking/unclosed"] = statistics.fmean(t.unclosed for group in groups for t in group)
-            by_name: defaultdict[str, list[float]] = defaultdict(list)
-            for trajectory in (trajectory for group in groups for trajectory in group):
-                for name, value in trajectory.metrics.items():
-                    by_name[name].append(value)
-            metrics |= {f"env/{name}": statistics.fmean(values) for name, values in sorted(by_name.items())}
-        return metrics
+        return metrics | of_groups(groups)
 
     async def _play_group(self, ticket: Ticket) -> None:
         task = self._tasks[self._which(ticket.order)]

@@ -141,10 +141,13 @@ class Intake(Core):
         free = list[Entry]()
         free_places = list[Place]()
         for entry, group, place in zip(entries, groups, places, strict=True):
+            filled = dataclasses.replace(
+                entry, size=group.size, tokens=group.tokens, oldest=group.oldest, newest=group.newest
+            )
             if entry.order >= 0:
-                rows.fill_ticket(db, entry.id, place, group.size, group.tokens, group.oldest)
+                rows.fill_ticket(db, filled, place)
             else:
-                free.append(dataclasses.replace(entry, size=group.size, tokens=group.tokens, oldest=group.oldest))
+                free.append(filled)
                 free_places.append(place)
         rows.add_groups(db, free, free_places)
         rows.count(db, counted)
@@ -152,7 +155,8 @@ class Intake(Core):
 
     def _queue(self, entry: Entry, group: WireGroup, place: Place) -> None:
         state = self._state
-        entry.place, entry.size, entry.tokens, entry.oldest = place, group.size, group.tokens, group.oldest
+        entry.place, entry.size, entry.tokens = place, group.size, group.tokens
+        entry.oldest, entry.newest = group.oldest, group.newest
         state.entries[entry.id] = entry
         state.dropped_in_a_row = 0
         if entry.order >= 0:

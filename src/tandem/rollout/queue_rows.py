@@ -28,7 +28,7 @@ SCHEMA = (
         id INTEGER PRIMARY KEY AUTOINCREMENT, environment INTEGER NOT NULL, ord INTEGER NOT NULL,
         segment INTEGER, offset INTEGER, length INTEGER, crc INTEGER,
         size INTEGER NOT NULL, tokens INTEGER NOT NULL, oldest INTEGER NOT NULL,
-        lease INTEGER NOT NULL DEFAULT 0, holds INTEGER NOT NULL DEFAULT 0
+        newest INTEGER NOT NULL, lease INTEGER NOT NULL DEFAULT 0, holds INTEGER NOT NULL DEFAULT 0
     );
     CREATE INDEX groups_lease ON groups (lease) WHERE lease > 0;
     CREATE TABLE leases (id INTEGER PRIMARY KEY AUTOINCREMENT, version INTEGER NOT NULL);
@@ -58,9 +58,9 @@ def say(db: Db, **facts: Any) -> None:
 
 def add_groups(db: Db, entries: Iterable[Entry], places: Iterable[Place]) -> None:
     db.executemany(
-        "INSERT INTO groups VALUES (?,?,?,?,?,?,?,?,?,?,0,0)",
+        "INSERT INTO groups VALUES (?,?,?,?,?,?,?,?,?,?,?,0,0)",
         [
-            (e.id, e.environment, e.order, p.segment, p.offset, p.length, p.crc, e.size, e.tokens, e.oldest)
+            (e.id, e.environment, e.order, p.segment, p.offset, p.length, p.crc, e.size, e.tokens, e.oldest, e.newest)
             for e, p in zip(entries, places, strict=True)
         ],
     )
@@ -68,12 +68,14 @@ def add_groups(db: Db, entries: Iterable[Entry], places: Iterable[Place]) -> Non
 
 def add_tickets(db: Db, entries: Iterable[Entry]) -> None:
     rows = [(entry.id, entry.environment, entry.order) for entry in entries]
-    db.executemany("INSERT INTO groups VALUES (?,?,?,NULL,NULL,NULL,NULL,0,0,-1,0,0)", rows)
+    db.executemany("INSERT INTO groups VALUES (?,?,?,NULL,NULL,NULL,NULL,0,0,-1,-1,0,0)", rows)
 
 
-def fill_ticket(db: Db, id: int, place: Place, size: int, tokens: int, oldest: int) -> None:
-    values = (place.segment, place.offset, place.length, place.crc, size, tokens, oldest, id)
-    db.execute("UPDATE groups SET segment=?, offset=?, length=?, crc=?, size=?, tokens=?, oldest=? WHERE id=?", values)
+def fill_ticket(db: Db, entry: Entry, place: Place) -> None:
+    e, p = entry, place
+    values = (p.segment, p.offset, p.length, p.crc, e.size, e.tokens, e.oldest, e.newest, e.id)
+    columns = "segment=?, offset=?, length=?, crc=?, size=?, tokens=?, oldest=?, newest=?"
+    db.execute(f"UPDATE groups SET {columns} WHERE id=?", values)
 
 
 def remove(db: Db, ids: Iterable[int]) -> None:
@@ -179,10 +181,10 @@ def read_state(store: Durable, now: float) -> QueueState:
 
 
 def _read_groups(store: Durable, state: QueueState, now: float) -> None:
-    columns = "id, environment, ord, segment, offset, length, crc, size, tokens, oldest, lease, holds"
+    columns = "id, environment, ord, segment, offset, length, crc, size, tokens, oldest, newest, lease, holds"
     for row in store.read(f"SELECT {columns} FROM groups ORDER BY lease, ord, id"):
-        id, environment, order, *place, size, tokens, oldest, lease, holds = row
-        entry = Entry(id, environment, order, None, size, tokens, oldest, now)
+        id, environment, order, *place, size, tokens, oldest, newest, lease, holds = row
+        entry = Entry(id, environment, order, None, size, tokens, oldest, newest, now)
         entry.place = Place(*place) if place[0] is not None else None
         state.entries[id] = entry
         if lease:

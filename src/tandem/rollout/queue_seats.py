@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from collections import deque
 
 from tandem.errors import Conflict
 from tandem.rollout import queue_checks as checks
@@ -19,7 +18,8 @@ class Seats(Core):
         self, spec: TrainerSpec, *, fresh: bool = False, once: Once | None = None
     ) -> TrainerSeat:
         """Again, by the same run: what an earlier registration holds under lease returns at once, and its calls are
-        Fenced. By another run: Conflict, unless `fresh`: then whatever is queued for the run before is dropped."""
+        Fenced. With a lower version than before it has lost some: what those played is dropped. By another run:
+        Conflict, unless `fresh`: then whatever is queued for the run before is dropped."""
         self._wake()
         checks.check_trainer(spec)
         return await self._calls.whole(self._register_trainer(spec, fresh, once))
@@ -51,6 +51,8 @@ class Seats(Core):
             await self._calls.write(change, once, dataclasses.astuple(seat))
             self._return(leases)
             state.holding.clear()
+            if spec.version < state.version:
+                self._leave_out(state.undone(spec.version), "undone")
             state.trainer, state.version, state.dropped_in_a_row = spec, seat.version, 0
             self._go_on()
             return seat
@@ -73,14 +75,7 @@ class Seats(Core):
 
     def _stale_in_lines(self) -> list[Entry]:
         """They would be found out when their turn comes; until then they would take the room of others."""
-        stale: list[Entry] = []
-        for each in self._state.environments.values():
-            old = [entry for entry in each.line if self._state.is_stale(entry.oldest)]
-            if old:
-                each.line = deque(entry for entry in each.line if not self._state.is_stale(entry.oldest))
-            stale += old
-        self._state.in_lines -= len(stale)
-        return stale
+        return self._state.leave_lines(lambda entry: self._state.is_stale(entry.oldest))
 
     async def register_environment(self, spec: EnvironmentSpec, *, once: Once | None = None) -> EnvironmentSeat:
         """Conflict while no trainer has registered, or where it has another tokenizer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -33,6 +33,7 @@ class Entry:
     size: int = 0
     tokens: int = 0
     oldest: int = NO_VERSION
+    newest: int = NO_VERSION
     since: float = 0.0
     """Monotonic: when its ticket was given, or when it was put without one."""
     busy: bool = False
@@ -124,6 +125,21 @@ class QueueState:
     def is_stale(self, oldest: int) -> bool:
         limit = self.trainer.max_lag if self.trainer else -1
         return limit >= 0 and oldest != NO_VERSION and self.version - oldest > limit
+
+    def undone(self, version: int) -> list[Entry]:
+        """What nobody holds, and was played by versions that a trainer who goes back to `version` never made; of what
+        is being played nobody knows yet."""
+        waiting = [e for e in self.flight.values() if not e.busy and (e.place is None or e.newest > version)]
+        return waiting + self.leave_lines(lambda entry: entry.newest > version)
+
+    def leave_lines(self, goes: Callable[[Entry], bool]) -> list[Entry]:
+        gone: list[Entry] = []
+        for each in self.environments.values():
+            if found := [entry for entry in each.line if goes(entry)]:
+                each.line = deque(entry for entry in each.line if not goes(entry))
+                gone += found
+        self.in_lines -= len(gone)
+        return gone
 
     # --- shares
 

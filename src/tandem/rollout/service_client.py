@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tandem.errors import Conflict, GroupRefused, NotKnown, StoreError, StoreTimeout
+from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, Starved, StoreError, StoreTimeout
 
 if TYPE_CHECKING:
     import httpx
@@ -43,7 +43,7 @@ class ServiceClient:
         self._silent_since = self._told_at = float("-inf")
 
     async def get(self, path: str) -> dict[str, Any]:
-        return await self._ask("GET", path, None, {}, 0.0)
+        return _object(await self._ask("GET", path, None, {}, 0.0))
 
     async def post(
         self,
@@ -58,14 +58,19 @@ class ServiceClient:
         answer, or the error that it names."""
         content = body if isinstance(body, bytes) else json.dumps(body, allow_nan=False).encode()
         headers = {"Content-Type": content_type, "Idempotency-Key": key or uuid.uuid4().hex}
-        return await self._ask("POST", path, content, headers, wait_s)
+        return _object(await self._ask("POST", path, content, headers, wait_s))
+
+    async def post_for_bytes(self, path: str, body: Mapping[str, Any], accept: str, *, wait_s: float = 0.0) -> bytes:
+        """Empty where the service had nothing within `wait_s`."""
+        headers = {"Content-Type": "application/json", "Accept": accept, "Idempotency-Key": uuid.uuid4().hex}
+        return (await self._ask("POST", path, json.dumps(body, allow_nan=False).encode(), headers, wait_s)).content
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def _ask(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], wait_s: float
-    ) -> dict[str, Any]:
+    ) -> httpx.Response:
         import httpx
 
         since, attempt = time.monotonic(), 0
@@ -94,20 +99,24 @@ class ServiceClient:
             _log.warning("rollouts: %s is asked again: %s", self.url, why)
 
 
-def _checked(answer: httpx.Response) -> dict[str, Any]:
+def _checked(answer: httpx.Response) -> httpx.Response:
+    if answer.status_code in (200, 204):
+        return answer
+    text = f"rollouts: {answer.url.path}: {_message(answer)}"
+    match answer.status_code:
+        case 404:
+            raise NotKnown(text)
+        case 409:
+            raise {"fenced": Fenced, "starved": Starved}.get(str(_error(answer).get("code")), Conflict)(text)
+        case 413 | 422:
+            raise GroupRefused(_field(answer), text)
+        case status:
+            raise StoreError(f"{text} ({status})")
+
+
+def _object(answer: httpx.Response) -> dict[str, Any]:
     if answer.status_code == 204:
         return {}
-    if answer.status_code != 200:
-        text = f"rollouts: {answer.url.path}: {_message(answer)}"
-        match answer.status_code:
-            case 404:
-                raise NotKnown(text)
-            case 409:
-                raise Conflict(text)
-            case 413 | 422:
-                raise GroupRefused(_field(answer), text)
-            case status:
-                raise StoreError(f"{text} ({status})")
     try:
         body = answer.json()
     except ValueError as error:

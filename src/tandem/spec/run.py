@@ -16,6 +16,7 @@ from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
+from tandem.spec.rollouts import LocalRollouts, RolloutsSpec, ServiceRollouts
 from tandem.spec.sync import InprocSync, SyncSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
@@ -64,6 +65,8 @@ class RlSpec(_Run):
     """Who samples."""
     sync: SyncSpec = InprocSync()
     """How a version reaches the engine."""
+    rollouts: RolloutsSpec = LocalRollouts()
+    """Who plays."""
     eval: EvalSpec = EvalSpec()
     """How the run is judged."""
 
@@ -91,6 +94,11 @@ class RlSpec(_Run):
                 f"allows; set sync.every <= {self.train.max_lag + 1}, or train.max_lag >= {self.sync.every - 1}"
             )
         check_sync(self.sync, self.engine, self.model, self.precision, self.stages)
+        if isinstance(self.rollouts, ServiceRollouts) and isinstance(self.engine, HfEngineSpec):
+            raise ValueError(
+                "rollouts.kind = 'service': engine.kind = 'hf' lives inside the trainer, where no environment of "
+                "another process can ask it; choose 'server' or 'vllm'"
+            )
         if self.train.thinking_length_penalty and not self.model.thinking:
             raise ValueError(
                 f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: model.thinking is false, so "

@@ -1,0 +1,168 @@
+"""The trainer's end of a rollout service, as its store: groups come from there, whoever plays them.
+
+consumes: leases of groups       waits for: the service, and in it the oldest start
+produces: groups, once each      what is not acknowledged returns there when this process is gone
+
+A service that is started again costs time and nothing else. A lease is renewed for as long as its groups are not in a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from tandem.errors import NotKnown, StoreError, StoreTimeout
+from tandem.rollout import wire, wire_lease
+from tandem.rollout.measures import of_groups
+from tandem.rollout.queue_types import Lease, TrainerSpec
+from tandem.rollout.service_client import ServiceClient
+from tandem.types import Group, Metrics, Ticket
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 20.0
+
+T = TypeVar("T")
+
+
+class RemoteStore:
+    """Also what stands for the producers, who are elsewhere: it keeps its leases, and tells what was taken."""
+
+    def __init__(
+        self,
+        client: ServiceClient,
+        spec: TrainerSpec,
+        version: Callable[[], int],
+        *,
+        take_timeout_s: float,
+        fresh: bool,
+    ) -> None:
+        """`version`: the trainer's, whenever it is asked. `fresh`: groups of another run may be dropped."""
+        self._client, self._spec, self._version, self._fresh = client, spec, version, fresh
+        self._take_timeout_s = take_timeout_s
+        self._epoch: int | None = None
+        self._held: dict[int, set[int]] = {}
+        """By lease: its groups that are not acknowledged."""
+        self._ids: dict[int, tuple[int, int]] = {}
+        """By the identity of a group that was taken: its lease and its number."""
+        self._taken: list[Group] = []
+        self._lags: list[int] = []
+        self._registering = asyncio.Lock()
+        self._asking: set[asyncio.Future[Any]] = set()
+        self._error: BaseException | None = None
+
+    # --- of a RolloutStore
+
+    async def admit(self) -> Ticket:
+        raise StoreError("store: environments play for the rollout service; this trainer asks for no tickets")
+
+    async def put(self, ticket: Ticket, group: Group) -> None:
+        raise StoreError("store: environments post to the rollout service; this trainer has nothing to put")
+
+    async def drop(self, ticket: Ticket, reason: str) -> None:
+        raise StoreError("store: environments drop their tickets at the rollout service; this trainer has none")
+
+    async def take(self, count: int) -> list[Group]:
+        until = time.monotonic() + self._take_timeout_s
+        epoch = await self._unless_failed(self._registered())
+        while True:
+            wait_s = min(_POLL_S, max(0.0, until - time.monotonic()))
+            body = {"epoch": epoch, "groups": count, "version": self._version(), "wait_s": wait_s}
+            asking = self._client.post_for_bytes("/v2/leases", body, wire.BINARY, wait_s=wait_s)
+            if content := await self._unless_failed(asking):
+                return self._opened(await asyncio.to_thread(wire_lease.decode_lease, content))
+            if time.monotonic() >= until:
+                raise StoreTimeout(
+                    f"store: {self._client.url} had no {count} groups for {self._take_timeout_s:g} s "
+                    "(train.group_timeout_s); `tandem rollouts top` shows who plays"
+                )
+
+    async def release(self, count: int) -> None:
+        body = {"epoch": await self._registered(), "count": count, "version": self._version()}
+        await self._unless_failed(self._client.post("/v2/release", body))
+
+    async def ack(self, groups: Sequence[Group]) -> None:
+        numbers = [self._ids.pop(id(group)) for group in groups]
+        body = {"epoch": await self._registered(), "groups": [number for _, number in numbers]}
+        await self._unless_failed(self._client.post("/v2/ack", body))
+        for lease, number in numbers:
+            self._held[lease].discard(number)
+            if not self._held[lease]:
+                del self._held[lease]
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        for asking in self._asking:
+            asking.cancel()
+
+    # --- of a Producer
+
+    async def run(self) -> None:
+        """Renews. A lease that lapsed all the same was somebody else's to train on: nothing of it may be learned."""
+        try:
+            while True:
+                epoch = await self._registered()
+                await asyncio.sleep(self._spec.lease_s / 4)
+                for lease in list(self._held):
+                    await self._renew(lease, epoch)
+        finally:
+            await self._client.close()
+
+    def drain_metrics(self) -> Metrics:
+        groups, self._taken = self._taken, []
+        lags, self._lags = self._lags, []
+        lag = {"lag/service_mean": sum(lags) / len(lags)} if lags else {}
+        return lag | of_groups(groups)
+
+    # --- the seat
+
+    async def _registered(self) -> int:
+        async with self._registering:
+            if self._epoch is None:
+                spec = self._spec
+                body = {
+                    "run_id": spec.run_id, "groups_per_step": spec.groups_per_step, "max_lag": spec.max_lag,
+                    "version": self._version(), "num_ids": spec.num_ids, "max_tokens": spec.max_tokens,
+                    "tokenizer": spec.tokenizer, "max_dropped": spec.max_dropped, "lease_s": spec.lease_s,
+                    "fresh": self._fresh,
+                }  # fmt: skip
+                told = await self._client.post("/v2/trainer", body)
+                self._epoch = int(told["epoch"])
+                _log.info("registered at %s as run '%s', epoch %d", self._client.url, spec.run_id, self._epoch)
+            return self._epoch
+
+    async def _renew(self, lease: int, epoch: int) -> None:
+        try:
+            await self._client.post(f"/v2/leases/{lease}/renew", {"epoch": epoch})
+        except NotKnown as error:
+            if lease in self._held:  # or it was acknowledged meanwhile
+                raise StoreError(f"store: {error}; was this process stopped?") from error
+
+    def _opened(self, lease: Lease) -> list[Group]:
+        groups = [wire.decode(taken.frame) for taken in lease.groups]
+        for group, taken in zip(groups, lease.groups, strict=True):
+            self._ids[id(group)] = (lease.id, taken.id)
+        self._held[lease.id] = {taken.id for taken in lease.groups}
+        self._taken += groups
+        self._lags += [taken.lag for taken in lease.groups]
+        return groups
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._error is not None:
+            work.close()
+            raise self._error
+        asking = asyncio.ensure_future(work)
+        self._asking.add(asking)
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._error is not None and not (task and task.cancelling()):
+                raise self._error from None
+            raise
+        finally:
+            self._asking.discard(asking)

@@ -1,0 +1,35 @@
+"""`[rollouts]`: who plays."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tandem.spec.base import Spec
+
+
+class LocalRollouts(Spec):
+    """This run plays its environment itself."""
+
+    kind: Literal["local"] = "local"
+
+
+class ServiceRollouts(Spec):
+    """Environments anywhere play for a rollout service (`tandem rollouts serve`); this run trains on what they post,
+    and plays its own environment to judge itself alone."""
+
+    kind: Literal["service"]
+    url: str = Field(pattern=r"^https?://.+")
+    """Of the service."""
+    token_file: str = Field(min_length=1)
+    """Holds the service's token."""
+    run_id: str = Field(default="", max_length=256)
+    """Under which the service knows this run, also when it is started again. Empty: the run's name."""
+    fresh: bool = False
+    """Groups of another run that are queued there are dropped; otherwise they are a reason to refuse this one."""
+    lease_s: float = Field(default=600.0, ge=1.0)
+    """A batch returns to the queue when this process has been silent for so long."""
+
+
+RolloutsSpec = Annotated[LocalRollouts | ServiceRollouts, Field(discriminator="kind")]
