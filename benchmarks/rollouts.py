@@ -194,24 +194,33 @@ def take_ms(groups: int, tokens: int, *, rounds: int = 7, accept: str = wire.BIN
         return statistics.median(taken), max(taken), size / 1e6
 
 
-class Others(threading.Thread):
-    """Somebody else's short requests meanwhile: how long the longest took."""
+PROBE = """
+import http.client, sys, time
+client = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+while True:
+    started = time.perf_counter()
+    client.request("GET", "/v2/environments/1", headers={"Authorization": "Bearer " + sys.argv[2]})
+    client.getresponse().read()
+    print((time.perf_counter() - started) * 1000, flush=True)
+    time.sleep(0.002)
+"""
+
+
+class Others:
+    """Somebody else's short requests meanwhile, from a process of its own: how long each took."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(daemon=True)
-        self.client, self.longest, self.on, self.times = Client(service), 0.0, True, list[float]()
-
-    def run(self) -> None:
-        while self.on:
-            started = time.perf_counter()
-            self.client.get("/v2/environments/1")
-            self.times.append((time.perf_counter() - started) * 1000)
-            time.sleep(0.002)
+        command = [sys.executable, "-c", PROBE, str(service.port), service.token]
+        self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `end`
+        self.process = subprocess.Popen(command, stdout=self.file)
 
     def end(self) -> list[float]:
-        self.on = False
-        self.join()
-        return self.times
+        self.process.kill()
+        self.process.wait()
+        self.file.seek(0)
+        times = [float(line) for line in self.file.read().split("\n")[:-1]]
+        self.file.close()
+        return times
 
 
 def long_queue(queued: int) -> list[list[str]]:
@@ -221,13 +230,11 @@ def long_queue(queued: int) -> list[list[str]]:
             epoch = register(client)
             before, bodies = service.memory_mib(), Bodies(50, wire.BINARY)
             others = Others(service)
-            others.start()
             for _ in range(queued // 50):
                 client.post("/v2/groups?environment=1", bodies.next(), wire.BINARY)
             filling = others.end()
             each = (service.memory_mib() - before) / queued
             others = Others(service)
-            others.start()
             forming: list[float] = []
             for _ in range(20):
                 started = time.perf_counter()
