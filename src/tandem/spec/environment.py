@@ -44,7 +44,8 @@ class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its own class."""
 
     name: str = Field(min_length=1)
-    """arithmetic, sort or guess; or your own: package.module:Class, or a file path (path/to/env.py:Class)."""
+    """arithmetic, sort or guess; your own: package.module:Class, or a file path (path/to/env.py:Class); or another
+    library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment's class as keyword arguments; an unknown one is refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)
