@@ -375,7 +375,7 @@ def test_a_ticket_that_is_played_for_too_long_does_not_hold_up_the_rest(tmp_path
     [
         ({"name": "../x"}, GroupRefused), ({"weight": 0.0}, GroupRefused), ({"weight": float("nan")}, GroupRefused),
         ({"min_share": 1.5}, GroupRefused), ({"group_size": -1}, GroupRefused), ({"lapse_s": 0.0}, GroupRefused),
-        ({"tokenizer": "other"}, Conflict),
+        ({"tokenizer": "other"}, GroupRefused),
     ],
 )  # fmt: skip
 def test_an_environment_that_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], error: type[Exception]):

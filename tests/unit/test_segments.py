@@ -1,4 +1,4 @@
-"""Payload files: what is read is what was written, files go when nothing in them is wanted, a full disk harms nothing."""
+"""Payload files: what is read is what was written, files go when nothing in them is wanted, a full disk harms none."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("a small file system cannot be mounted here")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)  # a test that failed may hold files there
 
 
 def fill_to_the_last_byte(path: Path) -> None:

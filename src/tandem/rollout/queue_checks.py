@@ -60,7 +60,7 @@ def check_environment(
     if not 1 <= spec.lapse_s <= 86400:
         raise GroupRefused("lapse_s", f"{spec.lapse_s}; 1 to 86400 seconds are possible")
     if spec.tokenizer and trainer.tokenizer and spec.tokenizer != trainer.tokenizer:
-        raise Conflict(f"the environment's tokenizer is '{spec.tokenizer}', and the trainer's is '{trainer.tokenizer}'")
+        raise GroupRefused("tokenizer", f"{spec.tokenizer}; the trainer's is {trainer.tokenizer}: ids mean other text")
     live = [each for each in known if each.live]
     if (shares := sum(each.spec.min_share for each in live) + spec.min_share) > 1 + 1e-9:
         raise Conflict(

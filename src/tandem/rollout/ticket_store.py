@@ -32,6 +32,8 @@ class Registration:
     min_share: float = 0.0
     group_size: int = 0
     lapse_s: float = 300.0
+    tokenizer: str = ""
+    """Its fingerprint: a trainer with another one refuses."""
 
 
 class TicketStore:
@@ -137,7 +139,7 @@ class TicketStore:
                 body: Mapping[str, Any] = {
                     "name": self._registration.name, "weight": self._registration.weight,
                     "min_share": self._registration.min_share, "group_size": self._registration.group_size,
-                    "lapse_s": self._registration.lapse_s,
+                    "lapse_s": self._registration.lapse_s, "tokenizer": self._registration.tokenizer,
                 }  # fmt: skip
                 try:
                     told = await self._client.post("/v2/environments", body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from tandem.errors import SpecError
@@ -62,3 +64,13 @@ def load_tokenizer(path: str, revision: str = "main", field: str = "model.path")
             "or use the instruction-tuned variant of the model"
         )
     return tokenizer
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Two that are equal here turn the same conversation into the same ids."""
+    told = {
+        "vocabulary": sorted(tokenizer.get_vocab().items()),
+        "special": sorted(tokenizer.all_special_ids),
+        "template": tokenizer.chat_template,
+    }
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
