@@ -394,7 +394,6 @@ def _service(spec: RlSpec, rollouts: ServiceRollouts, model: Model, trainer: Tra
     from tandem.rollout.queue_types import TrainerSpec
     from tandem.rollout.remote_store import RemoteStore
     from tandem.rollout.service_client import ServiceClient
-    from tandem.text.tokenizer import fingerprint
 
     stage = spec.train
     seat = TrainerSpec(
@@ -403,7 +402,7 @@ def _service(spec: RlSpec, rollouts: ServiceRollouts, model: Model, trainer: Tra
         max_lag=stage.max_lag,
         num_ids=model.num_ids,
         max_tokens=model.context,
-        tokenizer=fingerprint(model.renderer.tokenizer),
+        tokenizer=model.renderer.fingerprint,
         max_dropped=stage.max_dropped,
         lease_s=rollouts.lease_s,
     )

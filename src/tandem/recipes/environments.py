@@ -18,7 +18,6 @@ from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.service_client import ServiceClient
 from tandem.rollout.ticket_store import Registration, TicketStore
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
-from tandem.text.tokenizer import fingerprint
 from tandem.types import Sampling
 
 _log = logging.getLogger(__name__)
@@ -64,8 +63,7 @@ def serve_environment(
             episode_timeout_s, judge=build.judge(spec.judge, alone.engine, alone.renderer, alone.context),
             retries=1 if workers else 0,
         )  # fmt: skip
-        told = fingerprint(alone.renderer.tokenizer)
-        registration = Registration(_short(name), weight, min_share, group_size, tokenizer=told)
+        registration = Registration(_short(name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint)
         asyncio.run(
             _until_stopped(
                 setting, ServiceClient(rollouts, token_file), registration, most_groups, seed, max_failed_share

@@ -16,6 +16,7 @@ from tandem.errors import TemplateError
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
 from tandem.text.call_stream import CallStream
 from tandem.text.thoughts import END_THINK, THINK, ThoughtStream
+from tandem.text.tokenizer import fingerprint
 from tandem.types import Message, Thought, ToolCall
 
 _SENTINEL = "Q7sentinelQ7"
@@ -46,6 +47,11 @@ class Renderer:
                 f"model.thinking = true: {END_THINK} is a special token of this tokenizer, so no thought would be "
                 "seen to end; set model.thinking = false, or make it an ordinary added token"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer and its template."""
+        return fingerprint(self.tokenizer)
 
     # --- text to ids
 
