@@ -1,0 +1,173 @@
+"""Why a run failed: an error, or what is left of a process, against the table in failure_rules.toml."""
+
+from __future__ import annotations
+
+import re
+import signal
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+RULES = Path(__file__).with_name("failure_rules.toml")
+_LONGEST_TEXT = 65536  # of a text; the end is kept, where the cause stands
+
+FailureClass = Literal[
+    "user", "data", "numerics", "out_of_memory", "infra_retriable", "preempted", "stalled", "unknown"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A class of failures."""
+
+    exit_code: int
+    retriable: bool
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    id: str
+    failure_class: FailureClass
+    next: str
+    retriable: bool
+    types: frozenset[str] = frozenset()
+    text: tuple[re.Pattern[str], ...] = ()
+    exit_codes: frozenset[int] = frozenset()
+    signals: frozenset[str] = frozenset()
+    weak: bool = False
+
+    def fits(self, case: Case) -> bool:
+        return all(
+            (
+                not self.types or bool(self.types & case.types),
+                not self.text or any(pattern.search(case.text) for pattern in self.text),
+                not self.exit_codes or case.exit_code in self.exit_codes,
+                not self.signals or case.signal in self.signals,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is known of one failure."""
+
+    text: str = ""
+    types: frozenset[str] = frozenset()
+    exit_code: int | None = None
+    signal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """`rule` is empty if none fits."""
+
+    failure_class: FailureClass
+    rule: str
+    next: str
+    retriable: bool
+    exit_code: int = field(default=1)
+
+    def row(self) -> dict[str, Any]:
+        """As in status.json."""
+        return {
+            "class": self.failure_class,
+            "rule": self.rule,
+            "next": self.next,
+            "retriable": self.retriable,
+            "exit_code": self.exit_code,
+        }
+
+
+def classify_error(error: BaseException) -> Failure:
+    """Of an exception and whatever it came from."""
+    cases = [
+        Case(f"{type(link).__name__}: {link}"[-_LONGEST_TEXT:], frozenset(kind.__name__ for kind in type(link).__mro__))
+        for link in _chain(error)
+    ]
+    return _classify(cases)
+
+
+def classify_end(text: str, exit_code: int | None = None, signal_number: int = 0) -> Failure:
+    """Of a process that ended: the last that it wrote, and how. A negative or large code is a signal, too."""
+    if not signal_number and exit_code is not None:
+        signal_number = -exit_code if exit_code < 0 else exit_code - 128 if exit_code > 128 else 0
+    text = text[-_LONGEST_TEXT:]
+    case = Case(text, _types_in(text), exit_code, _signal_name(signal_number))
+    return _classify([case])
+
+
+@cache
+def kinds() -> dict[FailureClass, Kind]:
+    return {_class(name): Kind(**row) for name, row in _table()["class"].items()}
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    return tuple(_rule(row) for row in _table()["rule"])
+
+
+def _classify(cases: Sequence[Case]) -> Failure:
+    """The first rule that fits any of them; weak ones last."""
+    for rule in sorted(rules(), key=lambda rule: rule.weak):
+        if any(rule.fits(case) for case in cases):
+            code = kinds()[rule.failure_class].exit_code
+            return Failure(rule.failure_class, rule.id, rule.next, rule.retriable, code)
+    unknown = kinds()["unknown"]
+    return Failure("unknown", "", "read log.txt, and report what no rule knows", unknown.retriable, unknown.exit_code)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and what it came from; of a group, the first."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        if isinstance(link, BaseExceptionGroup):
+            link = cast("BaseExceptionGroup[BaseException]", link).exceptions[0]
+        else:
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+_TYPE_IN_TEXT = re.compile(r"(?:^|[\s\].(\[])(?:\w+\.)*([A-Z]\w*)(?=:|\s*$)", re.MULTILINE)
+
+
+def _types_in(text: str) -> frozenset[str]:
+    """Names of exceptions as a traceback's last line has them: `torch.OutOfMemoryError: ...`."""
+    return frozenset(_TYPE_IN_TEXT.findall(text))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(RULES.read_text(encoding="utf-8"))
+
+
+def _rule(row: dict[str, Any]) -> Rule:
+    name = _class(row["class"])
+    return Rule(
+        id=row["id"],
+        failure_class=name,
+        next=row["next"],
+        retriable=row.get("retriable", kinds()[name].retriable),
+        types=frozenset(row.get("types", ())),
+        text=tuple(re.compile(pattern, re.IGNORECASE) for pattern in row.get("text", ())),
+        exit_codes=frozenset(row.get("exit_codes", ())),
+        signals=frozenset(row.get("signals", ())),
+        weak=row.get("weak", False),
+    )
+
+
+def _class(name: str) -> FailureClass:
+    assert name in get_args(FailureClass), name
+    return cast("FailureClass", name)

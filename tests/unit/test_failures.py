@@ -1,0 +1,99 @@
+"""Failures against the table of rules: labelled texts, real exceptions, and what a run says of its own."""
+
+from __future__ import annotations
+
+import errno
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import EngineError, ProducerDied, SpecError, StoreTimeout
+from tandem.runs.failures import Failure, classify_end, classify_error, kinds, rules
+
+DATA = Path(__file__).with_name("data")
+Labelled = tuple[str, dict[str, Any]]
+
+
+def labelled(name: str) -> list[Labelled]:
+    table = tomllib.loads((DATA / name).read_text())
+    return [(label, case) for label, cases in table.items() for case in cases]
+
+
+SEEN = labelled("failure_texts.toml")
+
+
+def classified(case: dict[str, Any]) -> Failure:
+    return classify_end(case["text"], case.get("exit_code"))
+
+
+def wrong(cases: list[Labelled]) -> list[str]:
+    found = [(label, case, classified(case)) for label, case in cases]
+    return [
+        f"{case['text'][:90]!r} is {label}, taken for {failure.failure_class} by {failure.rule}"
+        for label, case, failure in found
+        if failure.failure_class != label
+    ]
+
+
+def test_the_texts_that_the_rules_were_made_with():
+    assert len(SEEN) >= 80
+    assert wrong(SEEN) == []
+
+
+def test_every_class_has_its_own_exit_code_and_every_rule_its_own_name_and_a_next_step():
+    codes = [kind.exit_code for kind in kinds().values()]
+    assert len(set(codes)) == len(codes) == 8
+    assert 0 not in codes
+    names = [rule.id for rule in rules()]
+    assert len(set(names)) == len(names)
+    assert all(rule.next and (rule.types or rule.text or rule.exit_codes or rule.signals) for rule in rules())
+    assert all(re.fullmatch(r"[a-z][a-z-]+", name) for name in names)
+
+
+def test_what_a_user_must_change_is_never_retriable():
+    assert not any(rule.retriable for rule in rules() if rule.failure_class in ("user", "data", "numerics"))
+
+
+def failed(work: Any) -> Failure:
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - of whatever kind
+        return classify_error(error)
+    raise AssertionError("it did not fail")
+
+
+def test_real_exceptions():
+    import torch
+
+    def wrapped(cause: BaseException) -> None:
+        try:
+            raise cause
+        except BaseException as error:
+            raise ProducerDied(f"producer: {type(error).__name__}: {error}") from error
+
+    def raises(error: BaseException) -> Any:
+        def work() -> None:
+            raise error
+
+        return work
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for work, expected in (
+        (lambda: open("/nowhere/at/all"), "user"),
+        (lambda: torch.ones(2, 3) @ torch.ones(2, 3), "user"),
+        (lambda: torch.empty(1 << 60), "out_of_memory"),
+        (raises(SpecError("model.path = 'x': CUDA out of memory is only quoted here")), "user"),
+        (raises(full), "infra_retriable"),
+        (lambda: wrapped(full), "infra_retriable"),
+        (lambda: wrapped(TimeoutError()), "infra_retriable"),
+        (lambda: wrapped(KeyError("x")), "user"),
+        (raises(StoreTimeout("store: no group in 600 s")), "stalled"),
+        (raises(EngineError("engine: 'vllm serve' ended while it started: torch.OutOfMemoryError: CUDA out of memory")),
+         "out_of_memory"),
+        (raises(ExceptionGroup("two", [ConnectionResetError(104, "reset")])), "infra_retriable"),
+        (raises(RuntimeError("nobody knows")), "unknown"),
+    ):  # fmt: skip
+        assert failed(work).failure_class == expected
