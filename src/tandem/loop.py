@@ -44,8 +44,7 @@ async def run_loop(
             held += len(groups)
             taken = time.perf_counter()
             publisher.check(groups)
-            await publisher.rest(trainer)
-            async with publisher.lock:  # an engine that is taken back meanwhile reads no weights half written
+            async with publisher.resting(trainer):
                 metrics = await call(trainer.step, make_batch(groups, trainer.version))
             trained = time.perf_counter()
             if held >= sync_every * groups_per_step or trainer.version >= last_version:

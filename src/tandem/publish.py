@@ -16,7 +16,8 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -68,7 +69,7 @@ class Canary:
 class Publisher:
     """Keeps one engine (or a pool) in step with one trainer.
 
-    `lock` is held while weights are read; whoever writes them holds it meanwhile.
+    `lock` is held while weights are read, and by `resting` while they are written.
     """
 
     def __init__(
@@ -98,19 +99,7 @@ class Publisher:
     async def publish(self, teacher: Teacher) -> Proof:
         """Nothing is trained or sampled on a version without its proof."""
         async with self.lock:
-            for attempt in range(1, self._retries + 2):
-                try:
-                    proof = replace(await self._attempt(teacher), attempts=attempt)
-                except (SyncError, EngineError) as error:
-                    self._attached = False
-                    if attempt > self._retries:
-                        raise
-                    _log.warning("version %d, attempt %d: %s", teacher.version, attempt, error)
-                else:
-                    self._proven.add(proof.version)
-                    self._on_proof(proof)
-                    return proof
-        raise AssertionError("every attempt returns or raises")
+            return await self._publish(teacher)
 
     async def keep(self, teacher: Teacher) -> None:
         """Takes the engine back whenever it is lost, with the version that the trainer has; ends by an error alone."""
@@ -136,14 +125,23 @@ class Publisher:
                 f"the last proofs are of {sorted(self._proven)[-3:]}"
             )
 
+    @asynccontextmanager
+    async def resting(self, teacher: Teacher) -> AsyncIterator[None]:
+        """The engine has lent what it shares with the trainer, and nobody takes one back meanwhile: weights may be
+        written. One that was lost is taken back when the next version is published; where both have one copy of the
+        weights, before anything is written into what it may still serve."""
+        async with self.lock:
+            resting = await self._lend()
+            if not resting and self._single_copy:
+                await self._publish(teacher)
+                if not await self._lend():
+                    raise EngineLost("engine: lost twice in a row; it may go on serving what would be written into")
+            yield
+
     async def rest(self, teacher: Teacher) -> None:
-        """The engine lends what it shares with the trainer. One that was lost is taken back when the next version is
-        published; where both have one copy of the weights, before anything is written into what it may still serve."""
-        resting = await self._lend()
-        if not resting and self._single_copy:
-            await self.publish(teacher)
-            if not await self._lend():
-                raise EngineLost("engine: lost twice in a row; it may go on serving what would be written into")
+        """The same, where nobody keeps the engine: till the next version is published."""
+        async with self.resting(teacher):
+            pass
 
     async def go_on(self) -> None:
         await self._answered(self._engine.wake(), "wake")
@@ -152,6 +150,21 @@ class Publisher:
         return await self._answered(self._engine.sleep(), "sleep")
 
     # --- one attempt
+
+    async def _publish(self, teacher: Teacher) -> Proof:
+        for attempt in range(1, self._retries + 2):
+            try:
+                proof = replace(await self._attempt(teacher), attempts=attempt)
+            except (SyncError, EngineError) as error:
+                self._attached = False
+                if attempt > self._retries:
+                    raise
+                _log.warning("version %d, attempt %d: %s", teacher.version, attempt, error)
+            else:
+                self._proven.add(proof.version)
+                self._on_proof(proof)
+                return proof
+        raise AssertionError("every attempt returns or raises")
 
     async def _attempt(self, teacher: Teacher) -> Proof:
         started = time.perf_counter()

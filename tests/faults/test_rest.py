@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_loop_ends import Engine, Trainer
 
+from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost
 from tandem.publish import Publisher
-from tandem.types import Sent
+from tandem.types import Sent, Served
 
 
 class Lost(Engine):
@@ -37,7 +39,7 @@ class Bridge:
         self.memory = storage
 
     def source(self, num_receivers: int = 1) -> Any:
-        return None
+        return SimpleNamespace(attached=lambda reply: None, link={}, carries="live", close=lambda: None)
 
     def storage(self) -> Any:
         return self.memory
@@ -75,3 +77,53 @@ def test_an_engine_that_is_lost_over_and_over_ends_the_run() -> None:
         rested(Lost(2), single_copy=True)
     with pytest.raises(EngineLost, match="it was stopped"):
         rested(Lost(1), single_copy=True, retries=0)
+
+
+class Starting(Engine):
+    """It is lost when it is told to be, and takes a while to start again; what sleeps is woken by a load."""
+
+    def __init__(self) -> None:
+        self.gone, self.starts, self.awake, self.epoch = asyncio.Event(), 0, True, 0
+
+    async def attach(self, source: Any) -> None:
+        if self.starts:
+            await asyncio.sleep(0.2)
+        self.starts, self.awake = self.starts + 1, False
+        source.attached({"boot_id": f"{self.starts}", "layout": {}})
+
+    async def load(self, version: int) -> Served:
+        await asyncio.sleep(0.1)
+        self.version, self.awake, self.epoch = version, True, self.epoch + 1
+        return Served(version, {}, (f"{self.starts}",), self.epoch)
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(0.01)
+        self.awake = False
+
+    async def lost(self) -> None:
+        await self.gone.wait()
+        self.gone.clear()
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.15, 0.25, 0.32])
+def test_weights_are_not_written_while_an_engine_that_is_taken_back_is_awake(after_s: float, pooled: bool) -> None:
+    async def work() -> None:
+        trainer: Any = Trainer()
+        bridge: Any = Bridge({"w": torch.zeros(1)})
+        engine: Any = Starting()
+        behind: Any = EnginePool([engine]) if pooled else engine
+        publisher = Publisher(bridge, behind, retries=2)
+        await publisher.publish(trainer)
+        keeping = asyncio.create_task(publisher.keep(trainer))
+        await asyncio.sleep(0.02)
+        engine.gone.set()
+        await asyncio.sleep(after_s)
+        async with publisher.resting(trainer):
+            for _ in range(10):
+                assert not engine.awake
+                await asyncio.sleep(0.05)
+        keeping.cancel()
+        await behind.close()
+
+    asyncio.run(work())

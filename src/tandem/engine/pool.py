@@ -287,13 +287,15 @@ class EnginePool:
 
     async def _all(self, ask: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
         there = [(member, member.life) for member in self._those("in")]
+        if not there:
+            raise EngineLost("pool: no engine is left")
         answers = await asyncio.gather(*(ask(member.engine) for member, _ in there), return_exceptions=True)
         for (member, life), answer in zip(there, answers, strict=True):
             if isinstance(answer, _GONE):
                 self._leave_out(member, life, answer)
             elif isinstance(answer, BaseException):
                 raise answer
-        if there and not self._those("in"):
+        if not self._those("in"):
             raise EngineLost("pool: no engine is left")
 
 
