@@ -8,8 +8,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tandem.errors import EngineError, ProducerDied, SpecError, StoreTimeout
 from tandem.runs.failures import Failure, classify_end, classify_error, kinds, rules
 
@@ -82,7 +80,7 @@ def test_real_exceptions():
 
     full = OSError(errno.ENOSPC, "No space left on device")
     for work, expected in (
-        (lambda: open("/nowhere/at/all"), "user"),
+        (lambda: Path("/nowhere/at/all").read_text(), "user"),
         (lambda: torch.ones(2, 3) @ torch.ones(2, 3), "user"),
         (lambda: torch.empty(1 << 60), "out_of_memory"),
         (raises(SpecError("model.path = 'x': CUDA out of memory is only quoted here")), "user"),

@@ -95,7 +95,7 @@ def classify_end(text: str, exit_code: int | None = None, signal_number: int = 0
     """Of a process that ended: the last that it wrote, and how. A negative or large code is a signal, too."""
     if not signal_number and exit_code is not None:
         signal_number = -exit_code if exit_code < 0 else exit_code - 128 if exit_code > 128 else 0
-    text = text[-_LONGEST_TEXT:]
+    text = _WARNINGS.sub("", text[-_LONGEST_TEXT:])
     case = Case(text, _types_in(text), exit_code, _signal_name(signal_number))
     return _classify([case])
 
@@ -133,6 +133,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
+_WARNINGS = re.compile(r"^.*(?:\bWARNING\b|Warning:).*$\n?", re.MULTILINE)
 _TYPE_IN_TEXT = re.compile(r"(?:^|[\s\].(\[])(?:\w+\.)*([A-Z]\w*)(?=:|\s*$)", re.MULTILINE)
 
 
