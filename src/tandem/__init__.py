@@ -15,6 +15,7 @@ _API = {
     "serve_engine": "tandem.recipes.serve",
     "serve_gateway": "tandem.recipes.gateway",
     "serve_rollouts": "tandem.recipes.rollouts",
+    "rollouts_status": "tandem.obs.rollouts_status",
     "install_engine": "tandem.recipes.engines",
     "check_engine": "tandem.recipes.engines",
     "chat_with": "tandem.recipes.serve",

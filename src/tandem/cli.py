@@ -337,6 +337,32 @@ def rollouts_serve(
     serve_rollouts(listen, atropos=atropos, insecure_no_auth=insecure_no_auth)
 
 
+@rollouts_app.command("top")
+def rollouts_top(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="URL|DATA_DIR", help="A rollout service's URL, its data directory, or its ready file."),
+    ],
+    token_file: Annotated[Path | None, typer.Option(help="With a URL: the file that holds its token.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="One frame, and no more.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds from one look to the next.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a rollout service: its queue, how old groups are, rates, environments, what is dropped and refused."""
+    from tandem.obs.rollouts_status import rollouts_status
+
+    if not (once or as_json):
+        from tandem.obs.rollouts_top import watch_rollouts
+
+        return watch_rollouts(source, token_file=token_file, every_s=every)
+    told = rollouts_status(source, token_file=token_file)
+    if as_json:
+        return typer.echo(json.dumps(told, indent=2))
+    from tandem.obs.rollouts_top import print_frame
+
+    print_frame(told)
+
+
 @engine_app.command("install")
 def engine_install(
     engine: Annotated[Literal["vllm"], typer.Argument(metavar="vllm", help="Which engine: vllm.")],

@@ -60,13 +60,22 @@ def test_it_serves_is_the_only_owner_and_ends_in_peace(tmp_path: Path):
 def test_only_what_atropos_clients_call_is_open_and_only_where_both_were_asked_for(tmp_path: Path):
     with started(tmp_path, "--atropos") as (_, client, _):
         assert client.get("/status").status_code == 401
+        assert_root_is_a_greeting_and_for_browsers_a_page(client)
     with started(tmp_path, "--atropos", "--insecure-no-auth") as (process, client, _):
+        assert_root_is_a_greeting_and_for_browsers_a_page(client)
         assert client.get("/status").status_code == 200
         assert client.get("/v2/status").status_code == 401
         assert client.get("/status", headers={"Host": "evil.example"}).status_code == 421
         process.terminate()
         said = process.communicate(timeout=10)
         assert "wipe the queue" in said[0] + said[1]
+
+
+def assert_root_is_a_greeting_and_for_browsers_a_page(client: httpx.Client) -> None:
+    assert client.get("/").json() == {"message": "Tandem rollouts, as AtroposLib API"}
+    page = client.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert "script-src 'sha256-" in page.headers["content-security-policy"]
 
 
 @pytest.mark.parametrize(

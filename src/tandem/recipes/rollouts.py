@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from tandem.errors import SpecError
+from tandem.obs.rollouts_status import READY_FILE
 from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
@@ -35,6 +36,9 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
         )
     token = listen.token()
     queue = RolloutQueue(listen.data_dir)
+    told_here = listen.data_dir / READY_FILE
+    told_here.unlink(missing_ok=True)  # of an earlier start, which may have listened elsewhere
+    listen = dataclasses.replace(listen, ready_file=listen.ready_file or told_here)
     service = rollouts_service(queue)
     if atropos:
         service = _with_atropos(service, queue, listen, open_to_all=insecure_no_auth)
@@ -51,4 +55,6 @@ def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open
     router.include_router(beside)  # first: its clients post one group at a time, and routes are tried in order
     router.include_router(service.router)
     paths = {route.path for route in beside.routes if isinstance(route, APIRoute)}
-    return dataclasses.replace(service, router=router, open_paths=frozenset(paths if open_to_all else ()))
+    return dataclasses.replace(
+        service, router=router, open_paths=service.open_paths | (paths if open_to_all else set())
+    )

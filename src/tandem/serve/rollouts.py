@@ -15,6 +15,7 @@ POST /v2/ack                            durability: a checkpoint holds them
 GET  /v2/status  /v2/environments/{id}  numbers
 GET  /v2/groups  /v2/groups/{id}        what is queued or under lease, to look at
 GET  /v2/quarantine                     what was refused, and why
+GET  /                                  a page for people that shows these; asks them for the token
 
 Every write but `alive` and `renew` carries an Idempotency-Key.
 """
@@ -37,6 +38,7 @@ from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
 from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
 from tandem.serve.app import Refused, Service, unless_gone
 from tandem.serve.rollouts_metrics import registry
+from tandem.serve.rollouts_page import page
 
 BODY_BYTES = 64 * 2**20
 
@@ -137,6 +139,7 @@ def rollouts_service(queue: RolloutQueue) -> Service:
         router.add_api_route(f"/v2/{path}", answer, methods=["POST"])
     for path, answer in gets.items():
         router.add_api_route(f"/v2/{path}", answer, methods=["GET"])
+    router.add_api_route("/", page, methods=["GET"])
     limits = queue.limits
     told = {
         "queued_groups": limits.max_queued, "groups_per_post": limits.max_groups_per_post,
@@ -153,6 +156,7 @@ def rollouts_service(queue: RolloutQueue) -> Service:
         why_unfit=lambda: queue.broken,
         body_types=frozenset({"application/json", wire.BINARY}),
         gzip=True,
+        open_paths=frozenset({"/"}),
     )
 
 

@@ -1,6 +1,6 @@
 """The endpoints of Atropos, for its environments and trainers as they are.
 
-GET  /                  a greeting
+GET  /                  a greeting; for a browser the page that the service has there anyway
 POST /register          a trainer
 POST /register-env      an environment; {"status": "wait for trainer to start"} until a trainer asked for a batch
 POST /disconnect-env    an environment leaves; what it posted stays
@@ -34,6 +34,7 @@ from tandem.errors import GroupRefused, QueueFull, StoreError
 from tandem.rollout.atropos import Atropos, Batch, NotRegistered, Registration
 from tandem.rollout.atropos_wire import KEYS, why_refused
 from tandem.serve.app import Refused
+from tandem.serve.rollouts_page import page
 
 _log = logging.getLogger(__name__)
 
@@ -87,8 +88,10 @@ class _Api:
     def __init__(self, atropos: Atropos, *, may_reset: bool) -> None:
         self.atropos, self.may_reset = atropos, may_reset
 
-    async def root(self) -> dict[str, str]:
-        return {"message": "Tandem rollouts, as AtroposLib API"}
+    async def root(self, request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return await page()
+        return JSONResponse({"message": "Tandem rollouts, as AtroposLib API"}, headers={"Vary": "Accept"})
 
     async def register(self, request: Request) -> Response:
         body = _parsed(await request.body(), RegisterBody)

@@ -1,0 +1,54 @@
+"""The rollout service's page for people, at GET /: one file without a number in it.
+
+A browser sends no token when it loads a page, so the page is open to all, and empty. It asks for the token, keeps it
+for as long as its tab is open, and fetches /v2/status and the like with it, as any client does. What it shows was
+written by environments and models: its policy lets no script run but its own, no request leave for elsewhere, and no
+text become markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+
+from fastapi.responses import Response
+
+
+async def page() -> Response:
+    body, headers = _page()
+    return Response(body, media_type="text/html", headers=headers)
+
+
+@cache
+def _page() -> tuple[bytes, dict[str, str]]:
+    text = Path(__file__).with_name("rollouts.html").read_text(encoding="utf-8")
+    policy = {
+        "default-src": "'none'",
+        "script-src": _digests(text, "script"),
+        "style-src": _digests(text, "style"),
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return text.encode(), {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Vary": "Accept",
+    }
+
+
+def _digests(text: str, tag: str) -> str:
+    """What stands in the file's own elements, and nothing else, may run or style it."""
+    inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    assert inside, f"the page has no <{tag}>"
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in inside)

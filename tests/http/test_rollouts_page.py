@@ -1,0 +1,211 @@
+"""The rollout service's page: what it is for whoever loads it, and what it does in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser import CHROMIUM, Browser, Page, browsing
+from malformed_groups import good
+from rollouts_process import rollouts_process
+from rollouts_served import RolloutClient, serving_rollouts
+
+browser_only = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[RolloutClient]:
+    with serving_rollouts(tmp_path) as client:
+        client.begin()
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+def entered(browser: Browser, client: RolloutClient) -> Page:
+    page = Page(browser, f"{client.url}/")
+    page.wait_for("document.getElementById('token')")
+    page.run("document.getElementById('token').focus()")
+    page.type(client.http.headers["authorization"].removeprefix("Bearer "))
+    page.wait_for("document.getElementById('all') && !document.getElementById('all').hidden")
+    return page
+
+
+# --- as it is sent
+
+
+def test_the_page_is_open_and_holds_nothing(client: RolloutClient):
+    with httpx.Client(base_url=client.url) as stranger:
+        before = stranger.get("/")
+        client.post("/v2/groups", {"groups": [good()]})
+        after = stranger.get("/")
+        assert (after.status_code, after.content) == (200, before.content)
+        assert after.headers["content-type"] == "text/html; charset=utf-8"
+        assert stranger.get("/v2/status").status_code == 401
+        assert stranger.get("/", headers={"Host": "evil.example"}).status_code == 421
+        assert stranger.get("/", headers={"Origin": "https://evil.example"}).status_code == 403
+        assert stranger.get("/", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+        assert stranger.post("/").status_code == 405
+    assert "access-control-allow-origin" not in after.headers
+
+
+def test_its_policy_lets_its_own_script_run_and_nothing_else(client: RolloutClient):
+    answer = client.http.get("/")
+    rules = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert rules.pop(f"{tag}-src") == f"'sha256-{digest}'"
+    assert rules.pop("connect-src") == "'self'"
+    assert rules.pop("require-trusted-types-for") == "'script'"
+    none = {"default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"}
+    assert rules == dict.fromkeys(none, "'none'")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cache-control"] == "no-store"
+
+
+def test_it_fetches_nothing_from_elsewhere_and_makes_no_markup_of_text(client: RolloutClient):
+    text = client.http.get("/").text
+    for outside in ("://", "src=", "href=", "@import", "url("):
+        assert outside not in text
+    for sink in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "localStorage",
+    ):
+        assert sink not in text
+    assert "\n".join(re.findall(r"fetch\(.*", text)) == "fetch(path, {"
+    assert "method:" not in text, "it only reads"
+
+
+# --- in a browser
+
+
+@browser_only
+def test_it_asks_for_the_token_once_and_shows_the_numbers(browser: Browser, client: RolloutClient):
+    tickets = client.post("/v2/tickets", {"environment": 1, "count": 4})["tickets"]
+    for ticket in tickets[:2]:
+        client.post("/v2/groups", {"groups": [good() | {"ticket": ticket}]})
+    client.post(f"/v2/tickets/{tickets[2]}/drop", {"environment": 1, "reason": "no_signal"})
+    page = entered(browser, client)
+    for text in ("version 0 · max_lag 1 · epoch 1", "2 of at most", "env_0\t1\t100.0 %\t–\t2\t1\tno_signal 1"):
+        assert text in page.text
+    client.post("/v2/groups", {"groups": [good()]})
+    client.post("/v2/leases", {"epoch": client.epoch, "groups": 1, "version": 1})
+    page.wait_for("document.body.innerText.includes('version 1 · max_lag')")
+    assert "env_0\t1\t100.0 %\t100.0 %\t2\t1\tno_signal 1" in page.text
+    page.call("Page.reload")
+    page.wait_for("document.getElementById('all') && !document.getElementById('all').hidden")
+    assert page.run("document.getElementById('door').hidden")
+    assert page.run("document.cookie + JSON.stringify(localStorage) + location.href") == f"{{}}{client.url}/"
+    assert page.said == []
+
+
+@browser_only
+def test_a_wrong_token_is_said_and_forgotten(browser: Browser, client: RolloutClient):
+    page = Page(browser, f"{client.url}/")
+    page.wait_for("document.getElementById('token')")
+    for wrong, said in (("wrong", "not this service's token"), ("no tokén", "That is no token")):
+        page.run("document.getElementById('token').focus()")
+        page.type(wrong)
+        page.wait_for(f'document.getElementById("trouble").textContent.includes("{said}")')
+        assert page.run("sessionStorage.length") == 0
+        assert not page.run("document.getElementById('door').hidden")
+        assert page.run("document.getElementById('all').hidden")
+
+
+@browser_only
+def test_it_shows_what_was_said_or_its_ids_with_reward_versions_and_lag(browser: Browser, client: RolloutClient):
+    one = good()["trajectories"][0] | {
+        "ids": [5] * 500, "logprobs": [0] * 2 + [-1] * 498, "trained": [0] * 2 + [1] * 498,
+        "spans": [[-1, 2], [0, 98], [1, 400]], "reward": 0.25, "messages": [], "status": "truncated",
+    }  # fmt: skip
+    client.post("/v2/trainer", {"run_id": "run", "groups_per_step": 4, "max_lag": 2, "version": 1, "num_ids": 1000})
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "add"}]}]
+    talk = good()["trajectories"][0] | {"messages": said}
+    client.post("/v2/groups", {"groups": [{"environment": 1, "trajectories": [one, one], "inferred": True}]})
+    client.post("/v2/groups", {"groups": [{"environment": 1, "trajectories": [talk, talk]}]})
+    page = entered(browser, client)
+    page.wait_for("document.querySelectorAll('.play').length == 2")
+    shown = page.run("document.querySelector('.play').innerText")
+    for text in ("reward 1 · finished · version 0 · 3 of 4 tokens trained", "user\n2+2?", "assistant\n", '"id": "add"'):
+        assert text in shown
+    page.run("document.querySelector('#groups button:last-child').click()")
+    page.wait_for("document.body.innerText.includes('versions inferred')")
+    shown = page.run("document.getElementById('group').innerText")
+    for text in (
+        "group 1 · env_0 · place 1 · lag 1 · versions inferred", "reward 0.25 · truncated · version 0, 1 · 498 of 500",
+        "2 ids, given\n5 5\n", "498 ids, trained\n" + " ".join(["5"] * 398) + "\n", "and 100 ids more",
+    ):  # fmt: skip
+        assert text in shown, shown
+    assert page.run("document.querySelector('#groups [aria-pressed=true]').textContent") == "1"
+    assert page.said == []
+
+
+HOSTILE = (
+    "<script>window.owned=1;document.title='owned'</script>",
+    "<img src=x onerror='window.owned=1;alert(1)'>",
+    "</pre></div><svg onload=alert(1)><iframe srcdoc='<script>parent.owned=1</script>'></iframe>",
+    "<form action='https://evil.example'><input autofocus onfocus=alert(1)></form><base href='https://evil.example/'>",
+    "{{7*7}} ${alert(1)} javascript:alert(1) \u202eevil",
+)
+
+
+@browser_only
+def test_a_hostile_trajectory_is_text_and_runs_nothing(browser: Browser, client: RolloutClient):
+    messages: list[dict[str, Any]] = [{"role": text, "content": text} for text in HOSTILE]
+    messages += [{"role": "assistant", "content": [{"type": HOSTILE[0]}], HOSTILE[1]: HOSTILE[1]}]
+    one = good()["trajectories"][0] | {"messages": messages, "task_id": HOSTILE[0], "extra": {HOSTILE[1]: HOSTILE[0]}}
+    client.post("/v2/groups", {"groups": [{"environment": 1, "trajectories": [one, one]}]})
+    refused = {"groups": [good() | {HOSTILE[1][:60]: 1}]}
+    assert client.send("/v2/groups?environment=1", refused).status_code == 422
+    page = entered(browser, client)
+    page.wait_for("document.querySelectorAll('.play').length == 2")
+    shown = page.run("[...document.querySelectorAll('.play pre')].slice(0, 5).map((each) => each.textContent)")
+    assert shown == list(HOSTILE)
+    assert HOSTILE[1][:60] in page.run("document.getElementById('quarantine').textContent")
+    made = "document.querySelectorAll('#all :is(script, img, svg, iframe, form, input, base, style, a)').length"
+    assert page.run(made) == 0
+    assert page.run("window.owned === undefined && document.title") == "rollouts · tandem"
+    assert page.said == []
+
+
+@browser_only
+def test_even_a_mistake_of_its_script_would_let_no_markup_in_and_no_number_out(browser: Browser, client: RolloutClient):
+    page = entered(browser, client)
+    refused = "(() => { try { document.body.innerHTML = '<b>in</b>'; return 'let in' } catch { return 'refused' } })()"
+    assert page.run(refused) == "refused"
+    page.run("document.body.append(Object.assign(document.createElement('style'), {textContent: 'body {color: red}'}))")
+    assert page.run("fetch('http://localhost:9/').catch(() => 'refused')") == "refused"
+    assert page.run("Object.assign(new Image(), {src: 'http://localhost:9/x.png'}) && 1") == 1
+    for rule in ("TrustedHTML", "style-src", "connect-src", "default-src"):
+        assert any(rule in line for line in page.said), (rule, page.said)
+
+
+@browser_only
+def test_it_goes_on_over_a_service_that_is_killed_and_started_again(browser: Browser, tmp_path: Path):
+    with rollouts_process(tmp_path, "--port", "0") as client:
+        client.begin()
+        client.post("/v2/groups", {"groups": [good()]})
+        page, port = entered(browser, client), client.url.rpartition(":")[2]
+        page.wait_for("document.querySelectorAll('.play').length == 2")
+    page.wait_for("document.getElementById('trouble').textContent.startsWith('No answer since')")
+    assert "1 of at most" in page.text
+    with rollouts_process(tmp_path, "--port", port) as client:
+        client.post("/v2/groups", {"groups": [good()]})
+        page.wait_for("document.getElementById('trouble').hidden && document.body.innerText.includes('2 of at most')")
