@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
 import tomllib
@@ -133,13 +134,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
+_BASES = [name for name, value in vars(builtins).items() if isinstance(value, type) and name.endswith("Error")]
 _WARNINGS = re.compile(r"^.*(?:\bWARNING\b|Warning:).*$\n?", re.MULTILINE)
 _TYPE_IN_TEXT = re.compile(r"(?:^|[\s\].(\[])(?:\w+\.)*([A-Z]\w*)(?=:|\s*$)", re.MULTILINE)
 
 
 def _types_in(text: str) -> frozenset[str]:
-    """Names of exceptions as a traceback's last line has them: `torch.OutOfMemoryError: ...`."""
-    return frozenset(_TYPE_IN_TEXT.findall(text))
+    """Names of exceptions as a traceback's last line has them: `torch.OutOfMemoryError: ...`. A text does not say what
+    a type derives from, but its name does, as a rule: a `FSTimeoutError` is a `TimeoutError`, too."""
+    named = set(_TYPE_IN_TEXT.findall(text))
+    return frozenset(named | {base for base in _BASES for name in named if name.endswith(base)})
 
 
 def _signal_name(number: int) -> str:
