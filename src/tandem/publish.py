@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_PROVEN_KEPT = 128  # more than the largest max_lag
+
 Call: TypeAlias = Callable[..., Awaitable[Any]]
 """How to call what blocks: `asyncio.to_thread`, or `on_this_thread`."""
 
@@ -95,11 +97,19 @@ class Publisher:
         self._engines: tuple[str, ...] = ()
         self._band, self._epoch = math.nan, -1
         self._proven: set[int] = set()
+        self._serving = -1
+        """The last version that was proven, while the engine is attached and awake with it."""
 
     async def publish(self, teacher: Teacher) -> Proof:
         """Nothing is trained or sampled on a version without its proof."""
         async with self.lock:
             return await self._publish(teacher)
+
+    async def hold(self, teacher: Teacher) -> None:
+        """As `publish`, unless that is what the engine serves."""
+        async with self.lock:
+            if not self._attached or not self._serving == teacher.version == self._engine.version:
+                await self._publish(teacher)
 
     async def keep(self, teacher: Teacher) -> None:
         """Takes the engine back whenever it is lost, with the version that the trainer has; ends by an error alone."""
@@ -109,6 +119,13 @@ class Publisher:
             if meeting == self._meetings:  # or else it was taken back already
                 self._attached = False
                 await self.publish(teacher)
+
+    def state(self) -> dict[str, Any]:
+        """Versions that groups which wait may hold."""
+        return {"proven": sorted(self._proven)[-_PROVEN_KEPT:]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._proven.update(state["proven"])
 
     def check(self, groups: Sequence[Group]) -> None:
         """A batch with a token of a version that nobody proved is refused."""
@@ -147,11 +164,13 @@ class Publisher:
         await self._answered(self._engine.wake(), "wake")
 
     async def _lend(self) -> bool:
+        self._serving = -1
         return await self._answered(self._engine.sleep(), "sleep")
 
     # --- one attempt
 
     async def _publish(self, teacher: Teacher) -> Proof:
+        self._serving = -1
         for attempt in range(1, self._retries + 2):
             try:
                 proof = replace(await self._attempt(teacher), attempts=attempt)
@@ -162,6 +181,7 @@ class Publisher:
                 _log.warning("version %d, attempt %d: %s", teacher.version, attempt, error)
             else:
                 self._proven.add(proof.version)
+                self._serving = proof.version
                 self._on_proof(proof)
                 return proof
         raise AssertionError("every attempt returns or raises")

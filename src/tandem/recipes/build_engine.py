@@ -358,6 +358,8 @@ def starting_model(spec: RlSpec, model: Model, home: Path) -> Path:
 
 def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
     sync = spec.sync
+    if getattr(sync, "backend", "") == "nccl" and model.device.type == "cpu":
+        raise SpecError("sync.backend = 'nccl': the trainer is on a CPU; choose 'gloo' or 'ipc', or leave it out")
     match sync:
         case InprocSync():
             return inproc_bridge(sync.deadline_s)

@@ -10,6 +10,8 @@ from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, InprocSync, RestartSync, SharedSync, SyncSpec
 from tandem.spec.train import Stage
 
+_VLLM_RANK = 512
+
 
 def check_sync(
     sync: SyncSpec, engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
@@ -32,7 +34,22 @@ def check_sync(
                 "engine.sleep = 'free': under sync.bridge = 'shared' the engine's weights are the trainer's own, and "
                 "cannot be given away; leave sleep out, or choose another bridge"
             )
+        if isinstance(engine, VllmEngineSpec) and engine.tensor_parallel > 1:
+            raise ValueError(
+                f"engine.tensor_parallel = {engine.tensor_parallel}: under sync.bridge = 'shared' one trainer cannot "
+                "live in the shards of several workers; choose 'broadcast', or tensor_parallel = 1"
+            )
+        if isinstance(engine, VllmEngineSpec) and engine.gpus not in ((), (0,)):
+            raise ValueError(
+                f"engine.gpus = {list(engine.gpus)}: under sync.bridge = 'shared' the one copy of the weights lies on "
+                "the trainer's GPU, which is number 0; leave gpus out, or choose 'broadcast'"
+            )
         _check_shared(model, precision, stages)
+    if isinstance(engine, VllmEngineSpec) and model.lora is not None and model.lora.rank > _VLLM_RANK:
+        raise ValueError(
+            f"model.lora.rank = {model.lora.rank}: vLLM serves adapters of rank {_VLLM_RANK} at most; choose less, or "
+            "engine.kind = 'server'"
+        )
 
 
 def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
