@@ -1,0 +1,169 @@
+"""Whether a run moves: a counter, whoever looks at it, and what every thread was at when it stood still.
+
+The counter is moved on by the thread that works, at the borders of stages, steps and micro-batches, and by nobody else: a
+thread that beats by itself would hide a dead-lock. It is written to progress.json, without any time. An observer counts,
+on its own monotonic clock, how long it has seen the counter stand; time in which the observer itself was stopped does not
+count. So no clock that anybody sets, here or elsewhere, decides anything.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from tandem.io.process import identity
+
+PROGRESS, STACKS = "progress.json", "stacks.txt"
+_WRITE_EVERY_S = 0.5
+_LONGEST_LOOK_S = 5.0  # between two looks; what is beyond it the observer did not see
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What is seen of a run from outside."""
+
+    process: str = ""
+    """Its number and the moment of its start (io/process.py)."""
+    ticks: int = 0
+    stage: str = ""
+    step: int = 0
+    limit_s: float = 3000.0
+    """How long this stage may go without a tick."""
+
+
+class Progress:
+    """The working thread's end."""
+
+    def __init__(self, directory: Path, *, setup_s: float = 3000.0, step_s: float = 1500.0) -> None:
+        self.setup_s, self.step_s = setup_s, step_s
+        self._path = directory / PROGRESS
+        self._ticks = self._step = 0
+        self._stage, self._stepping = "boot", False
+        self._process = identity()
+        self._written = float("-inf")
+
+    def sign(self) -> Sign:
+        limit_s = self.step_s if self._stepping else self.setup_s
+        return Sign(self._process, self._ticks, self._stage, self._step, limit_s)
+
+    def tick(self) -> None:
+        """Something was done. Costs next to nothing: the file is written twice a second at most."""
+        self._ticks += 1
+        if time.monotonic() - self._written >= _WRITE_EVERY_S:
+            self.write()
+
+    def stage(self, name: str) -> None:
+        self._stage, self._stepping = name, False
+        self._ticks += 1
+        self.write()
+
+    def step(self, number: int) -> None:
+        self._step, begins = number, not self._stepping
+        self._stepping = True
+        self.tick()
+        if begins:
+            self.write()  # the limit is another one now
+
+    def write(self) -> None:
+        """Renamed into place, but not fsynced: after a power cut nobody asks whether the process moves."""
+        self._written = time.monotonic()
+        temporary = self._path.with_name(f".{PROGRESS}.{os.getpid()}.tmp")
+        with suppress(OSError):  # a full disk is the checkpoint's to report; whoever looks sees no tick meanwhile
+            temporary.write_text(json.dumps(asdict(self.sign())) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+
+
+def read_sign(directory: Path) -> Sign | None:
+    """None if the run has written none yet, or what is there is none."""
+    try:
+        row = cast("dict[str, Any]", json.loads((directory / PROGRESS).read_text(encoding="utf-8")))
+        return Sign(str(row["process"]), int(row["ticks"]), str(row["stage"]), int(row["step"]), float(row["limit_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Observer:
+    """Looks again and again. `clock` is monotonic, and this process's own."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked = clock()
+        self._seen: tuple[str, int] | None = None
+        self.quiet_s = 0.0
+        """Seconds, as far as they were watched, since the counter moved."""
+
+    def look(self, sign: Sign | None) -> bool:
+        """True if it has stood still for longer than its stage may."""
+        now = self._clock()
+        self.quiet_s += min(now - self._looked, _LONGEST_LOOK_S)
+        self._looked = now
+        seen = (sign.process, sign.ticks) if sign is not None else None
+        if seen != self._seen:
+            self._seen, self.quiet_s = seen, 0.0
+        return self.quiet_s > (sign or Sign()).limit_s
+
+
+class Watchdog:
+    """A thread inside the run: when nothing moves, it writes down where every thread stands, and goes on watching.
+
+    It needs Python to run at all. Where the process is stopped, or native code holds the interpreter, the observer
+    outside is the only one to see it; SIGUSR1 has the stacks written even then (not of a process that is stopped).
+    """
+
+    def __init__(self, progress: Progress, stacks: Path, stalled: Callable[[Sign, float], None]) -> None:
+        self._progress, self._stacks, self._stalled = progress, stacks, stalled
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tandem-watchdog", daemon=True)
+        self._file: IO[str] | None = None
+
+    def start(self) -> None:
+        self._progress.write()
+        self._file = self._stacks.open("a", encoding="utf-8")
+        if hasattr(faulthandler, "register"):  # not on Windows
+            faulthandler.register(signal.SIGUSR1, self._file, all_threads=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join(timeout=5)
+        if hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGUSR1)
+        if self._file is not None:
+            self._file.close()
+            if not self._stacks.stat().st_size:
+                self._stacks.unlink()
+
+    def _watch(self) -> None:
+        observer, told = Observer(), False
+        while not self._end.wait(min(1.0, self._progress.sign().limit_s / 8)):
+            sign = self._progress.sign()
+            stalls = observer.look(sign)
+            if stalls and not told:
+                assert self._file is not None
+                self._file.write(all_stacks(f"no progress for {observer.quiet_s:.1f} s in stage {sign.stage}"))
+                self._file.flush()
+                self._stalled(sign, observer.quiet_s)
+            told = stalls
+
+
+def all_stacks(headline: str) -> str:
+    """Of every thread of this process, this one left out."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    mine = threading.get_ident()
+    parts = [
+        f"thread {names.get(number, number)}\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
+        if number != mine
+    ]
+    return "\n".join([f"--- {headline}", *parts, ""])
