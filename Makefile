@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos bench-atropos lint format types bench sync-kills rollouts-kills env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut bench-atropos lint format types bench sync-kills rollouts-kills env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -42,6 +42,22 @@ bench: install
 # Kills and stops trainer and engine at 40 instants; about ten minutes. Exit code 1 if a figure is missed.
 sync-kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sync_kills.py
+
+# Two hundred uploads, cut, refused and truncated; about a minute. Exit code 1 if a figure is missed.
+uploads-cut: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/uploads_cut.py
+
+# The artifact store against moto's S3 server, which is heavy and has an environment of its own, on top of ours.
+test-s3: .tandem/s3/.installed
+	OMP_NUM_THREADS=1 .tandem/s3/bin/python -m pytest -rs tests/s3
+
+.tandem/s3/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'moto[server]'
+	touch $@
 
 # A tenth of the episodes hang or crash; two minutes. Exit code 1 if a figure is missed.
 env-faults: install

@@ -28,6 +28,7 @@ TandemError
 ├── NonFinite              a loss or a gradient is not a number
 ├── NothingLearned         steps were taken and the weights did not move
 ├── CheckpointError        what was saved does not belong to what it is loaded into
+├── ArtifactError          an artifact could not be stored, or is not there
 ├── TemplateError          a chat template cannot be used token by token
 └── RunError               a run directory is not what it should be
 """
@@ -157,6 +158,10 @@ class NothingLearned(TandemError):
 
 
 class CheckpointError(TandemError):
+    pass
+
+
+class ArtifactError(TandemError):
     pass
 
 

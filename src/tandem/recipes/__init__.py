@@ -14,6 +14,8 @@ from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
 from tandem.runs.run import Run
+from tandem.runs.uploads import push_artifacts
+from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.load import to_toml
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
@@ -36,6 +38,8 @@ def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs")
     finally:
         build.close(environment)
         _conclude(made)
+        if spec.artifacts is not None:
+            _keep(made, spec.artifacts)
     return made
 
 
@@ -45,6 +49,21 @@ def _conclude(run: Run) -> None:
         run.view.console.print(closing_text(run.directory, run.status), soft_wrap=True)  # paths stay whole
     except Exception:  # noqa: BLE001 - a picture that cannot be drawn must not hide how the run went
         _log.exception("the report could not be written; `tandem report %s` tries again", run.directory)
+
+
+def _keep(run: Run, spec: ArtifactsSpec) -> None:
+    """Whatever becomes of the copies, the run is what it is."""
+    try:
+        done = push_artifacts(run.directory, spec)
+    except Exception:  # noqa: BLE001 - the same
+        _log.exception("nothing was uploaded; `tandem artifacts push %s` tries again", run.directory)
+        return
+    failed = [upload for upload in done if upload.state == "failed"]
+    run.view.say(f"artifacts: {len(done) - len(failed)} of {len(done)} in {spec.url}")
+    for upload in failed:
+        run.view.say(f"   {upload.name}: {upload.error}")
+    if failed:
+        run.view.say(f"   `tandem artifacts push {run.directory}` tries again; the run itself is not affected")
 
 
 async def _train(spec: RunSpec, run: Run, environment: Any) -> None:

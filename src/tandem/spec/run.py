@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec
+from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.base import Spec
 from tandem.spec.data import RecordedData
 from tandem.spec.engine import EngineSpec, HfEngineSpec
@@ -36,6 +37,8 @@ class _Run(Spec):
     """Which weights, and how many of them are trained."""
     precision: PrecisionSpec = Float32Precision()
     """How many bits the weights have, and where the rest of each is kept."""
+    artifacts: ArtifactsSpec | None = None
+    """Where copies go that outlive this machine. Left out: nowhere."""
 
     @model_validator(mode="after")
     def _model_fits(self) -> Self:

@@ -1,0 +1,334 @@
+"""ArtifactStore: named bytes that outlive a run's machine, on a disk or in an object store.
+
+    <url>/<name>/parts/<attempt>/<path>              the bytes, under keys that no other attempt writes
+    <url>/<name>/manifests/<number>-<attempt>.json   which of them are the artifact; written last, never overwritten
+
+Readers believe manifests alone, and a manifest only if its own digest fits. So an upload that is cut off at any byte
+leaves nothing to see: neither a part of a new artifact, nor less of an old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.errors import ArtifactError
+from tandem.io import atomic
+from tandem.runs.retry import Limits, tried
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]{1,200}")
+_MANIFEST = re.compile(r"(\d{6})-([0-9a-f]{16})\.json")
+_BLOCK = 8 * 2**20
+_MOST_MANIFEST_BYTES = 32 * 2**20
+_FORMAT = "tandem-artifact-1"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """What a manifest says."""
+
+    name: str
+    number: int
+    attempt: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries)
+
+
+class Changed(ArtifactError):
+    """A file changed while it was uploaded: uploading it again would not help."""
+
+
+class _Torn(OSError):
+    """What was read back is not what was written; it is written again."""
+
+
+class ArtifactStore:
+    """Safe for several threads and several machines. Every call ends within `limits.timeout_s`, or not much later."""
+
+    def __init__(self, url: str, *, endpoint: str = "", limits: Limits | None = None) -> None:
+        self.url, self.limits = url.rstrip("/"), limits or Limits()
+        self._fs, self._root, self._is_local = _file_system(self.url, endpoint)
+
+    # --- writing
+
+    def push(self, name: str, source: Path, *, only: Sequence[str] = ()) -> Artifact:
+        """Upload a file, or a directory that does not change meanwhile (`only`: these of its members), verify it, and
+        publish it. The same content is not uploaded twice."""
+        check_name(name)
+        deadline = time.monotonic() + self.limits.timeout_s
+        files = _files(source, only)
+        entries = tuple(_entry(path, file) for path, file in sorted(files.items()))
+        there = tried(lambda: self._newest(name), self.limits, deadline, f"{name}: looking for it")
+        if there is not None and there.entries == entries:
+            return there
+        attempt = secrets.token_hex(8)
+        artifact = Artifact(name, (there.number if there else 0) + 1, attempt, entries)
+        try:
+            self._upload_all(artifact, files, deadline)
+        except BaseException:
+            self._forget(artifact)
+            raise
+        # From here on nothing is taken back: a manifest whose answer was lost may be seen, and all of it is there.
+        tried(lambda: self._publish(artifact), self.limits, deadline, f"{name}: its manifest")
+        return artifact
+
+    def _upload_all(self, artifact: Artifact, files: Mapping[str, Path], deadline: float) -> None:
+        stop = threading.Event()
+
+        def one(entry: Entry) -> None:
+            key = self._part(artifact, entry)
+            what = f"{artifact.name}: {entry.path}"
+            tried(lambda: self._upload(key, files[entry.path], entry, deadline), self.limits, deadline, what, stop)
+
+        with ThreadPoolExecutor(self.limits.uploads_at_once(2 * _BLOCK), "artifact") as pool:
+            uploads = [pool.submit(one, entry) for entry in artifact.entries]
+            try:
+                for upload in as_completed(uploads):
+                    upload.result()
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _upload(self, key: str, source: Path, entry: Entry, deadline: float) -> None:
+        written = hashlib.sha256()
+        with source.open("rb") as local, self._fs.open(key, "wb", block_size=_BLOCK) as remote:
+            for block in _blocks(local, deadline):
+                written.update(block)
+                remote.write(block)
+            if self._is_local:
+                remote.flush()
+                os.fsync(remote.fileno())
+        if written.hexdigest() != entry.sha256:
+            raise Changed(f"{source}: changed while it was uploaded; upload what has come to rest")
+        found = self._digest(key, deadline)
+        if found != (entry.size_bytes, entry.sha256):
+            raise _Torn(f"{entry.path}: {found[0]} of {entry.size_bytes} bytes are there, or other ones")
+
+    def _digest(self, key: str, deadline: float) -> tuple[int, str]:
+        size, digest = 0, hashlib.sha256()
+        with self._fs.open(key, "rb", block_size=_BLOCK, cache_type="none") as remote:
+            for block in _blocks(remote, deadline):
+                size += len(block)
+                digest.update(block)
+        return size, digest.hexdigest()
+
+    def _publish(self, artifact: Artifact) -> None:
+        key = self._manifest(artifact)
+        content = _to_manifest(artifact)
+        if self._is_local:
+            Path(key).parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_bytes(Path(key), content)
+        else:
+            with self._fs.open(key, "wb") as remote:
+                remote.write(content)
+        with self._fs.open(key, "rb", cache_type="none") as remote:
+            if remote.read() != content:
+                raise _Torn(f"{artifact.name}: its manifest was cut short")
+
+    def _forget(self, artifact: Artifact) -> None:
+        """Room is given back if that is possible; what stays is seen by nobody."""
+        try:
+            self._fs.rm(f"{self._root}/{artifact.name}/parts/{artifact.attempt}", recursive=True)
+        except Exception:  # noqa: BLE001 - others' file systems raise what they like, and the upload's own error counts
+            return
+
+    # --- reading
+
+    def names(self) -> list[str]:
+        """Of all artifacts that are whole."""
+        deadline = time.monotonic() + self.limits.timeout_s
+        found = tried(lambda: self._list(self._root), self.limits, deadline, f"{self.url}: listing it")
+        return [name for name in found if NAME.fullmatch(name) and self._found(name, deadline)]
+
+    def find(self, name: str) -> Artifact:
+        """The newest that is whole."""
+        deadline = time.monotonic() + self.limits.timeout_s
+        artifact = self._found(check_name(name), deadline)
+        if artifact is None:
+            raise ArtifactError(
+                f"{self.url}: there is no artifact '{name}'; `tandem artifacts list` names those there are"
+            )
+        return artifact
+
+    def fetch(self, name: str, directory: Path) -> Path:
+        """Verified copy, in a directory that appears whole or not at all."""
+        if directory.exists():
+            raise ArtifactError(f"{directory}: is there already; name a new one")
+        artifact = self.find(name)
+        deadline = time.monotonic() + self.limits.timeout_s
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.directory(directory) as place:
+            for entry in artifact.entries:
+                file = place.joinpath(*entry.path.split("/"))
+                file.parent.mkdir(parents=True, exist_ok=True)
+
+                def download(entry: Entry = entry, file: Path = file) -> None:
+                    self._download(artifact, entry, file, deadline)
+
+                tried(download, self.limits, deadline, f"{name}: {entry.path}")
+        return directory
+
+    def _download(self, artifact: Artifact, entry: Entry, file: Path, deadline: float) -> None:
+        size, digest = 0, hashlib.sha256()
+        key = self._part(artifact, entry)
+        with self._fs.open(key, "rb", block_size=_BLOCK, cache_type="none") as remote, file.open("wb") as local:
+            for block in _blocks(remote, deadline):
+                size += len(block)
+                digest.update(block)
+                local.write(block)
+        if (size, digest.hexdigest()) != (entry.size_bytes, entry.sha256):
+            raise _Torn(f"{entry.path}: is not what its manifest says")
+
+    def _found(self, name: str, deadline: float) -> Artifact | None:
+        return tried(lambda: self._newest(name), self.limits, deadline, f"{name}: looking for it")
+
+    def _newest(self, name: str) -> Artifact | None:
+        place = f"{self._root}/{name}/manifests"
+        for file in sorted(filter(_MANIFEST.fullmatch, self._list(place)), reverse=True):
+            with self._fs.open(f"{place}/{file}", "rb", cache_type="none") as remote:
+                artifact = _from_manifest(remote.read(_MOST_MANIFEST_BYTES), name, file)
+            if artifact is not None:
+                return artifact
+        return None
+
+    def _list(self, place: str) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found: list[Any] = self._fs.ls(place, detail=False)
+        except FileNotFoundError:
+            return []
+        return [str(key).rstrip("/").rsplit("/", 1)[-1] for key in found]
+
+    def _part(self, artifact: Artifact, entry: Entry) -> str:
+        return f"{self._root}/{artifact.name}/parts/{artifact.attempt}/{entry.path}"
+
+    def _manifest(self, artifact: Artifact) -> str:
+        return f"{self._root}/{artifact.name}/manifests/{artifact.number:06d}-{artifact.attempt}.json"
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ArtifactError(f"artifact name {name!r}: write up to 128 letters, digits, '.', '_' and '-'")
+    return name
+
+
+def _file_system(url: str, endpoint: str) -> tuple[Any, str, bool]:
+    """The file system, where the store begins in it, and whether it is a directory of this machine."""
+    fsspec: Any = import_module("fsspec")
+    protocol, separator, rest = url.partition("://")
+    if not separator or protocol == "file":
+        root = os.path.abspath(rest if separator else url)
+        return fsspec.filesystem("file", auto_mkdir=True, skip_instance_cache=True), root, True
+    options: dict[str, Any] = {"endpoint_url": endpoint} if endpoint else {}
+    if protocol == "s3":  # one place tries again, ours: two of them multiply, and hide what the server asked for
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "connect_timeout": 20, "read_timeout": 60}
+    try:
+        fs = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
+    except ImportError as error:
+        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
+        way_out = f"pip install 'tandem-rl[{extra}]'" if extra else str(error)
+        raise ArtifactError(f"{url}: there is nothing installed that reads {protocol}://; {way_out}") from error
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"{url}: {error}") from error
+    fs.retries = 1
+    return fs, rest.rstrip("/"), False
+
+
+def _files(source: Path, only: Sequence[str]) -> dict[str, Path]:
+    """By their path in the artifact. Links are refused: what they lead to may be anywhere."""
+    if source.is_file() and not source.is_symlink():
+        found = {source.name: source}
+    elif source.is_dir():
+        roots = [source / name for name in only] if only else [source]
+        members = [file for root in roots for file in ([root] if not root.is_dir() else sorted(root.rglob("*")))]
+        found = {file.relative_to(source).as_posix(): file for file in members if file.is_symlink() or file.is_file()}
+    else:
+        raise ArtifactError(f"{source}: is neither a file nor a directory")
+    for path, file in found.items():
+        _check_path(path)
+        if file.is_symlink():
+            raise ArtifactError(f"{file}: is a link; an artifact holds files alone")
+    if not found:
+        raise ArtifactError(f"{source}: holds no file to upload")
+    return found
+
+
+def _check_path(path: str) -> str:
+    if not all(_SEGMENT.fullmatch(segment) for segment in path.split("/")) or len(path) > 1000:
+        raise ArtifactError(f"{path!r}: is no path for an artifact; use letters, digits and . _ = + - between slashes")
+    return path
+
+
+def _entry(path: str, file: Path) -> Entry:
+    with file.open("rb") as content:
+        return Entry(path, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest())
+
+
+def _blocks(file: Any, deadline: float) -> Iterator[bytes]:
+    while block := file.read(_BLOCK):
+        if time.monotonic() > deadline:
+            raise ArtifactError("the time for uploads is over (artifacts.timeout_s)")
+        yield block
+
+
+def _to_manifest(artifact: Artifact) -> bytes:
+    content = {"format": _FORMAT, "made_at": datetime.now(UTC).isoformat(timespec="seconds"), **asdict(artifact)}
+    return json.dumps({**content, "sha256": _digest_of(content)}, indent=1).encode("utf-8")
+
+
+def _from_manifest(raw: bytes, name: str, file: str) -> Artifact | None:
+    """None for what was cut short, damaged, or says anything that a manifest of ours would not."""
+    try:
+        content: dict[str, Any] = json.loads(raw)
+        told = content.pop("sha256")
+        if told != _digest_of(content) or content["format"] != _FORMAT:
+            return None
+        entries = tuple(
+            Entry(_check_path(each["path"]), each["size_bytes"], each["sha256"]) for each in content["entries"]
+        )
+        artifact = Artifact(content["name"], content["number"], content["attempt"], entries)
+    except (ValueError, KeyError, TypeError, AttributeError, ArtifactError):
+        return None
+    fits = artifact.name == name and file == f"{artifact.number:06d}-{artifact.attempt}.json"
+    return artifact if fits else None
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("utf-8")).hexdigest()
+
+
+def list_artifacts(url: str, *, endpoint: str = "") -> list[Artifact]:
+    """The newest of each name, all of them whole."""
+    store = ArtifactStore(url, endpoint=endpoint)
+    return [store.find(name) for name in store.names()]
+
+
+def fetch_artifact(url: str, name: str, directory: Path, *, endpoint: str = "") -> Path:
+    """Verified, into a directory that is not there yet."""
+    return ArtifactStore(url, endpoint=endpoint).fetch(name, directory)

@@ -1,0 +1,109 @@
+"""Calls to others' storage: tried again within bounds, as late as the server asks."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar, cast
+
+from tandem.errors import ArtifactError
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    concurrency: int = 4
+    bytes_in_flight: int = 64 * 2**20
+    timeout_s: float = 600.0
+    """For one artifact."""
+    tries: int = 8
+    """Of one call."""
+    backoff_s: float = 0.5
+    """Before the second try; then twice as long each time, and up to half of it more by chance."""
+    longest_wait_s: float = 60.0
+
+    def uploads_at_once(self, buffer_bytes: int) -> int:
+        return max(1, min(self.concurrency, self.bytes_in_flight // buffer_bytes))
+
+
+def tried(do: Callable[[], T], limits: Limits, deadline: float, what: str, stop: threading.Event | None = None) -> T:
+    """Its answer. ArtifactError, which names the last failure, when tries or time are over; `stop` gives up at once."""
+    stop = stop or threading.Event()
+    for attempt in range(1, limits.tries + 1):
+        try:
+            return do()
+        except ArtifactError:
+            raise
+        except Exception as error:
+            told = f"{what}: {type(error).__name__}: {error}"
+            if _is_hopeless(error):
+                raise ArtifactError(told) from error
+            wait = _wait(error, attempt, limits)
+            if attempt == limits.tries or time.monotonic() + wait > deadline:
+                raise ArtifactError(f"{told} (tried {attempt} times)") from error
+            _log.info("%s; again in %.1f s", told, wait)
+            if stop.wait(wait):
+                raise ArtifactError(f"{what}: given up, as another file of it failed") from error
+    raise AssertionError("a loop over at least one try returns or raises")
+
+
+def _is_hopeless(error: Exception) -> bool:
+    """Refused for what it is: the same request would be refused again."""
+    return isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | TypeError)
+
+
+def _wait(error: Exception, attempt: int, limits: Limits) -> float:
+    asked = retry_after(error)
+    wait = limits.backoff_s * 2 ** (attempt - 1) * (1 + random.random() / 2) if asked is None else asked
+    return min(wait, limits.longest_wait_s)
+
+
+def retry_after(error: BaseException) -> float | None:
+    """Seconds that the server asked for, in an error of whichever client, or in what caused it."""
+    for each in _causes(error):
+        for headers in _headers(each):
+            for name, value in headers.items():
+                if str(name).lower() == "retry-after" and (seconds := _seconds(str(value))) is not None:
+                    return seconds
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__
+
+
+def _headers(error: BaseException) -> Iterator[Mapping[Any, Any]]:
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # botocore
+        metadata = cast("Mapping[str, Any]", response).get("ResponseMetadata")
+        candidates: list[Any] = [cast("Mapping[str, Any]", metadata or {}).get("HTTPHeaders")]
+    else:
+        candidates = [getattr(response, "headers", None), getattr(error, "headers", None)]
+    for found in candidates:
+        if isinstance(found, Mapping):
+            yield cast("Mapping[Any, Any]", found)
+
+
+def _seconds(value: str) -> float | None:
+    """Of a Retry-After: a number, or a date."""
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,148 @@
+"""What a run leaves behind, into its artifact store: on a thread of its own, reported, never the run's failure."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.errors import ArtifactError, TandemError
+from tandem.io import atomic
+from tandem.io.jsonl import append_jsonl, read_jsonl
+from tandem.obs.history import read_status
+from tandem.runs.artifacts import ArtifactStore
+from tandem.runs.retry import Limits
+from tandem.spec.artifacts import ArtifactsSpec
+
+_log = logging.getLogger(__name__)
+_RESULTS = (
+    "spec.toml",
+    "status.json",
+    "plan.json",
+    "events.jsonl",
+    "metrics.jsonl",
+    "sync.jsonl",
+    "samples.jsonl",
+    "evals",
+    "report.html",
+    "curves.png",
+    "log.txt",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """How one ended."""
+
+    name: str
+    state: Literal["published", "failed"]
+    seconds: float
+    size_bytes: int = 0
+    revision: int = 0
+    """Number of the artifact's manifest: 1, unless other content was published under this name before."""
+    error: str = ""
+
+
+class Uploads:
+    """One after the other, on a thread that the process does not wait for."""
+
+    def __init__(self, store: ArtifactStore) -> None:
+        self._store = store
+        self._asked: queue.Queue[tuple[str, Path, Sequence[str]] | None] = queue.Queue()
+        self._done: list[Upload] = []
+        self._pending: list[str] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        self._thread.start()
+
+    def begin(self, name: str, source: Path, *, only: Sequence[str] = ()) -> None:
+        """Returns at once. `source` is a file or a directory that does not change any more."""
+        with self._lock:
+            self._pending.append(name)
+        self._asked.put((name, source, only))
+
+    def finish(self, timeout_s: float) -> list[Upload]:
+        """All that were begun; those that are not there in time have failed. Nothing can be begun afterwards."""
+        self._asked.put(None)
+        self._thread.join(timeout_s)
+        with self._lock:
+            late = [Upload(name, "failed", timeout_s, error="not done in time") for name in self._pending]
+            return [*self._done, *late]
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            done = _upload(self._store, *asked)
+            with self._lock:
+                self._pending.remove(done.name)
+                self._done.append(done)
+
+
+def push_artifacts(run_dir: Path, spec: ArtifactsSpec | None = None, *, url: str = "") -> list[Upload]:
+    """Upload what `[artifacts]` of a run names, or what of it is not there yet; events.jsonl and status.json say how
+    that went. `url` takes the place of the spec's."""
+    status = read_status(run_dir)
+    spec = spec or _spec_of(run_dir, url)
+    limits = Limits(timeout_s=spec.timeout_s)
+    run_dir = run_dir.absolute()
+    try:
+        uploads = Uploads(ArtifactStore(url or spec.url, endpoint=spec.endpoint, limits=limits))
+    except TandemError as error:
+        done = [Upload(name, "failed", 0.0, error=str(error)) for name, _, _ in _parts(run_dir, spec)]
+    else:
+        for name, source, only in _parts(run_dir, spec):
+            uploads.begin(name, source, only=only)
+        done = uploads.finish(spec.timeout_s)
+    _report(run_dir, url or spec.url, done, dict(status))
+    return done
+
+
+def _spec_of(run_dir: Path, url: str) -> ArtifactsSpec:
+    raw: dict[str, Any] = tomllib.loads((run_dir / "spec.toml").read_text(encoding="utf-8"))
+    table = raw.get("artifacts") or ({"url": url} if url else None)
+    if table is None:
+        raise ArtifactError(f"{run_dir}: its spec has no [artifacts]; say where to with --url")
+    return ArtifactsSpec.model_validate(table)
+
+
+def _parts(run_dir: Path, spec: ArtifactsSpec) -> list[tuple[str, Path, Sequence[str]]]:
+    """Name, directory, and which of its members; results last, as they say the most when the rest is done."""
+    found: list[tuple[str, Path, Sequence[str]]] = []
+    if "checkpoints" in spec.what:
+        steps = sorted((run_dir / "checkpoints").glob("step-*"))
+        found += [(f"{run_dir.name}.{step.name}", step, ()) for step in steps if (step / "MANIFEST.json").exists()]
+    if "export" in spec.what and (run_dir / "export").exists():
+        found.append((f"{run_dir.name}.export", run_dir / "export", ()))
+    if "results" in spec.what:
+        there = [name for name in _RESULTS if (run_dir / name).exists()]
+        found.append((f"{run_dir.name}.results", run_dir, there))
+    return found
+
+
+def _upload(store: ArtifactStore, name: str, source: Path, only: Sequence[str]) -> Upload:
+    began = time.monotonic()
+    try:
+        artifact = store.push(name, source, only=only)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run that made these bytes has not failed by it
+        told = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+        _log.warning("upload of %s failed: %s", name, told)
+        return Upload(name, "failed", round(time.monotonic() - began, 3), error=told)
+    seconds = round(time.monotonic() - began, 3)
+    return Upload(name, "published", seconds, artifact.size_bytes, artifact.number)
+
+
+def _report(run_dir: Path, url: str, done: Sequence[Upload], status: dict[str, Any]) -> None:
+    events = run_dir / "events.jsonl"
+    number = max((int(row.get("number", 0)) for row in read_jsonl(events)), default=0)
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    for offset, upload in enumerate(done, start=1):
+        append_jsonl(events, {"number": number + offset, "at": at, "stage": "upload", **asdict(upload)})
+    failed = [upload.name for upload in done if upload.state == "failed"]
+    told = {"url": url, "state": "failed" if failed else "published", "uploads": [asdict(upload) for upload in done]}
+    atomic.write_json(run_dir / "status.json", {**status, "artifacts": told})
