@@ -29,6 +29,7 @@ from tandem.ops import digest, masks
 from tandem.ops.devices import device_name
 from tandem.ops.head import Head
 from tandem.ops.phases import Phases
+from tandem.ops.sizes import position_bytes
 from tandem.ops.tensors import live_tensors
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
@@ -109,8 +110,8 @@ class EmbeddedEngine:
         self._max_running, self._prefill_tokens = max_running, _PREFILL_TOKENS.get(self._device.type, 16384)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        position_bytes = 2 * config.num_hidden_layers * heads * head_dim * next(module.parameters()).element_size()
-        self._kv_positions = int(kv_gib * 2**30 / position_bytes)
+        itemsize = next(module.parameters()).element_size()
+        self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
         self._cache = SlotCache(config.num_hidden_layers, self._kv_positions)
         self._settings = Settings.empty(max_running, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(
@@ -136,6 +137,10 @@ class EmbeddedEngine:
     def stays(self) -> bool:
         """A CPU's weights move into memory of each trainer's own."""
         return self._device.type != "cpu"
+
+    @property
+    def why_torn(self) -> str:
+        return ""  # a version is whole before it is served; who writes into its memory is looked after from outside
 
     async def generate(
         self,

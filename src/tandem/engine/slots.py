@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from tandem.ops.sizes import cache_held
+
 
 class SlotLayer(CacheLayerMixin):
     """One layer. In prefill, new rows are appended and attend to themselves; in decode, each row gets one position."""
@@ -87,9 +89,7 @@ class SlotCache(Cache):
         if rows <= self.rows_held and length <= self.length_held:
             return
         # From what is wanted, not from what is held: many short rows and then one long one are not many long ones.
-        self.rows_held, self.length_held = _double_until(8, rows), _double_until(64, length)
-        if self.rows_held * self.length_held > self._max_positions:
-            self.rows_held, self.length_held = rows, length
+        self.rows_held, self.length_held = cache_held(rows, length, self._max_positions)
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -97,9 +97,3 @@ class SlotCache(Cache):
         """Close the gaps that ended rows left."""
         for layer in self.layers:
             layer.move(torch.tensor(source), torch.tensor(target))  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _double_until(size: int, wanted: int) -> int:
-    while size < wanted:
-        size *= 2
-    return size

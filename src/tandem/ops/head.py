@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tandem.errors import SpecError
-from tandem.ops import score
+from tandem.ops import score, sizes
 
 
 class Head:
@@ -80,7 +80,7 @@ class Head:
         ids_N: Tensor,
         temperature: float,
         top_p: float = 1.0,
-        workspace_bytes: int = score.WORKSPACE_BYTES,
+        workspace_bytes: int = sizes.WORKSPACE_BYTES,
     ) -> tuple[Tensor, Tensor]:
         """Logprob of each id, entropy at each position, under the distribution that a token is drawn from."""
         if not self.why_not_fused(top_p):
@@ -94,7 +94,7 @@ class Head:
                 temperature=temperature,
                 workspace_bytes=workspace_bytes,
             )
-        chunk = max(1, workspace_bytes // (self.num_ids * _bytes_a_logit(top_p)))
+        chunk = max(1, workspace_bytes // (self.num_ids * sizes.bytes_a_logit(top_p)))
         pieces = [
             checkpoint(self._score, hidden_CH, ids_C, temperature, top_p, use_reentrant=False)
             for hidden_CH, ids_C in zip(hidden_NH.split(chunk), ids_N.split(chunk), strict=True)
@@ -106,7 +106,7 @@ class Head:
         """Held at most while so many tokens are scored, and while they are differentiated."""
         if not self.why_not_fused(top_p):
             return score.buffer_bytes(num_tokens, self._weight())
-        held = min(score.WORKSPACE_BYTES, num_tokens * self.num_ids * _bytes_a_logit(top_p))
+        held = sizes.unfused_head_bytes(num_tokens, self.num_ids, top_p)
         return held, held
 
     def _weight(self) -> Tensor:
@@ -154,8 +154,3 @@ def outside_nucleus(logits_CV: Tensor, ids_C: Tensor, top_p: float) -> Tensor:
     beyond_CV[:, 0] = False
     outside_CV = torch.empty_like(beyond_CV).scatter_(-1, order_CV, beyond_CV)
     return outside_CV.scatter_(-1, ids_C[:, None], False)
-
-
-def _bytes_a_logit(top_p: float) -> int:
-    """Held at once for each logit of a chunk, in forward and backward of what is checkpointed."""
-    return 24 if top_p >= 1 else 48

@@ -17,7 +17,6 @@ would be the token's logprob.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# What forward or backward may hold beside inputs, outputs and gradients.
-WORKSPACE_BYTES = 1_800_000_000
+from tandem.ops import sizes
+from tandem.ops.sizes import WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,8 @@ def logits(hidden: Tensor, weight_VH: Tensor) -> Tensor:
 def buffer_bytes(num_tokens: int, weight_VH: Tensor) -> tuple[int, int]:
     """Held at most while so many tokens are scored, and while they are differentiated."""
     vocab, width = weight_VH.shape
-    wanted = (True, weight_VH.requires_grad)
-    _, forward_bytes = _chunks(num_tokens, vocab, weight_VH, WORKSPACE_BYTES)
-    _, backward_bytes = _blocks(num_tokens, vocab, width, weight_VH, wanted, WORKSPACE_BYTES)
-    return forward_bytes, backward_bytes
+    itemsize, on_gpu, trained = weight_VH.element_size(), weight_VH.is_cuda, weight_VH.requires_grad
+    return sizes.head_bytes(num_tokens, vocab, width, itemsize, on_gpu=on_gpu, trained=trained)
 
 
 class _Score(torch.autograd.Function):
@@ -131,7 +128,7 @@ def _forward(
     lse_N, logprobs_N, entropy_N = (
         torch.empty(count, dtype=_sum_dtype(hidden_NH), device=hidden_NH.device) for _ in range(3)
     )
-    chunks, _ = _chunks(count, vocab, hidden_NH, workspace_bytes)
+    chunks, _ = sizes.head_chunks(count, vocab, _numbers(hidden_NH), workspace_bytes)
     buffer = _matrix(chunks[0].stop if chunks else 0, vocab, dtype, hidden_NH)
     look = _kernels().look if _has_kernels(hidden_NH) else _look
     for chunk in chunks:
@@ -153,13 +150,14 @@ def _backward(
     """Gradients of hidden states and weight, of those that are wanted."""
     (count, width), sum_dtype = hidden_NH.shape, _sum_dtype(hidden_NH)
     # To the end of a tile, as far as there are rows: what no id names has the gradient zero.
-    reached = min(-(-curve.num_ids // _multiple(hidden_NH)) * _multiple(hidden_NH), len(weight_VH)) if count else 0
+    multiple = _numbers(hidden_NH).multiple
+    reached = min(-(-curve.num_ids // multiple) * multiple, len(weight_VH)) if count else 0
     hidden_grad_NH = torch.zeros((count, width), dtype=sum_dtype, device=hidden_NH.device) if wanted[0] else None
     weight_grad_VH = torch.empty_like(weight_VH) if wanted[1] else None
     if weight_grad_VH is not None:
         weight_grad_VH[reached:] = 0
     dtype, slope_dtype = _logits_dtype(hidden_NH), _slope_dtype(hidden_NH)
-    blocks, _ = _blocks(count, reached, width, hidden_NH, wanted, workspace_bytes)
+    blocks, _ = sizes.head_blocks(count, reached, width, _numbers(hidden_NH), wanted, workspace_bytes)
     longest = blocks[0].stop if blocks else 0
     buffer = _matrix(count, longest, dtype, hidden_NH)
     slopes = buffer if slope_dtype == dtype else _matrix(count, longest, slope_dtype, hidden_NH)
@@ -175,36 +173,7 @@ def _backward(
     return None if hidden_grad_NH is None else hidden_grad_NH.to(hidden_NH.dtype), weight_grad_VH
 
 
-def _chunks(count: int, vocab: int, like: Tensor, workspace_bytes: int) -> tuple[list[slice], int]:
-    """Of the tokens, for the forward pass, and what it holds at once."""
-    bytes_a_token = vocab * _bytes_a_logit(like, backward=False)
-    chunks = list(_pieces(count, workspace_bytes // bytes_a_token, _multiple(like)))
-    return chunks, min(count, chunks[0].stop) * bytes_a_token if chunks else 0
-
-
-def _blocks(
-    count: int, ids: int, width: int, like: Tensor, wanted: tuple[bool, bool], workspace_bytes: int
-) -> tuple[list[slice], int]:
-    """Of the vocabulary, for the backward pass, and what it holds at once."""
-    sum_bytes = _sum_dtype(like).itemsize
-    hidden_bytes = count * width * sum_bytes * wanted[0]
-    bytes_an_id = count * _bytes_a_logit(like, backward=True) + width * sum_bytes * wanted[1]
-    blocks = list(_pieces(ids, (workspace_bytes - hidden_bytes) // max(1, bytes_an_id), _multiple(like)))
-    return blocks, hidden_bytes + (blocks[0].stop if blocks else 0) * bytes_an_id
-
-
-def _pieces(total: int, most: int, multiple: int) -> Iterator[slice]:
-    """`total` in as few pieces as `most` allows, about equally long; the first is the longest."""
-    most = max(most // multiple, 1) * multiple
-    count = max(-(-total // most), 1)
-    size = -(-total // (count * multiple)) * multiple
-    for start in range(0, total, max(size, 1)):
-        yield slice(start, min(start + size, total))
-
-
 # --- the reference, in plain torch; ops/score_triton.py has the same two on a GPU
-
-_EAGER_COPIES = 3  # of the logits at once: the logits, and two steps of an expression
 
 
 def _look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C: Tensor, entropy_C: Tensor) -> None:
@@ -260,15 +229,8 @@ def _slope_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype if tensor.is_cuda else _sum_dtype(tensor)
 
 
-def _bytes_a_logit(tensor: Tensor, *, backward: bool) -> int:
-    logit_bytes = _logits_dtype(tensor).itemsize * (1 if _has_kernels(tensor) else _EAGER_COPIES)
-    if not backward or _slope_dtype(tensor) == _logits_dtype(tensor):
-        return logit_bytes
-    return logit_bytes + _slope_dtype(tensor).itemsize
-
-
-def _multiple(tensor: Tensor) -> int:
-    return 256 if _has_kernels(tensor) else 1  # a tile of the matrix products
+def _numbers(tensor: Tensor) -> sizes.HeadNumbers:
+    return sizes.head_numbers(tensor.element_size(), on_gpu=tensor.is_cuda)
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tandem.ops.sizes import state_shapes
 from tandem.optim.rule import Slot
 from tandem.spec.optim import AdafactorSpec
 
@@ -34,13 +35,8 @@ class Adafactor:
         self._spec = spec
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        if like.ndim < 2:
-            return {"square": torch.zeros(like.shape, dtype=torch.float32, device=like.device)}
-        *stack, rows, columns = like.shape
-        return {
-            "row_square": torch.zeros(*stack, rows, 1, dtype=torch.float32, device=like.device),
-            "column_square": torch.zeros(*stack, 1, columns, dtype=torch.float32, device=like.device),
-        }
+        shapes = state_shapes("adafactor", like.shape)
+        return {key: torch.zeros(dims, dtype=torch.float32, device=like.device) for key, (dims, _) in shapes.items()}
 
     def update(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from tandem.ops.sizes import state_shapes
 from tandem.optim.rule import Slot
 from tandem.spec.optim import AdamWSpec
 
@@ -20,7 +21,7 @@ class AdamW:
         self._spec = spec
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        return {moment: torch.zeros_like(like, dtype=torch.float32) for moment in ("exp_avg", "exp_avg_sq")}
+        return {moment: torch.zeros_like(like, dtype=torch.float32) for moment in state_shapes("adamw", like.shape)}
 
     def update(self, slots: Sequence[Slot]) -> None:
         for (lr, decay, fused), alike in groupby(slots, key=lambda slot: (slot.lr, slot.decay, _contiguous(slot))):

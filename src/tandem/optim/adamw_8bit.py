@@ -31,12 +31,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tandem.ops.sizes import ROWS_8BIT, state_shapes
 from tandem.optim.adamw import AdamW
 from tandem.optim.rule import Slot
 from tandem.spec.optim import AdamW8bitSpec
 
-_BLOCK = 256
-_FEWEST = 4096
+_BLOCK = ROWS_8BIT
 
 
 class AdamW8bit:
@@ -47,14 +47,13 @@ class AdamW8bit:
         self._codes = {"exp_avg": Code.signed(), "exp_avg_sq": Code.positive()}
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        if like.ndim < 2 or like.numel() < _FEWEST:
+        shapes = state_shapes("adamw_8bit", like.shape)
+        if "exp_avg_scale" not in shapes:
             return self._adamw.init(name, like)
-        state: dict[str, Tensor] = {}
-        for moment in self._codes:
-            state[moment] = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
-            blocks = -(-like[0].numel() // _BLOCK)
-            state[f"{moment}_scale"] = torch.zeros(len(like), blocks, dtype=torch.float32, device=like.device)
-        return state
+        dtypes = {1: torch.uint8, 4: torch.float32}
+        return {
+            key: torch.zeros(dims, dtype=dtypes[width], device=like.device) for key, (dims, width) in shapes.items()
+        }
 
     def update(self, slots: Sequence[Slot]) -> None:
         coded = [slot for slot in slots if "exp_avg_scale" in slot.state]

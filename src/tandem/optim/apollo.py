@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from tandem.ops.sizes import state_shapes
 from tandem.optim.rule import Slot
 from tandem.spec.optim import ApolloMiniSpec, ApolloSpec
 
@@ -59,13 +60,8 @@ class Apollo:
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
         assert like.ndim in (2, 3), f"APOLLO is for matrices and stacks of them, but {name} is {list(like.shape)}"
         matrix = _Matrix(like)
-        moment = (min(self._rank, matrix.m), matrix.n)
-        return {
-            "momentum": matrix.zeros(moment),
-            "variance": matrix.zeros(moment),
-            "norm": matrix.zeros(()),
-            "count": matrix.zeros(()),
-        }
+        shapes = state_shapes("apollo", like.shape, self._rank)
+        return {key: matrix.zeros(dims[len(matrix.stack) :]) for key, (dims, _) in shapes.items()}
 
     @torch.no_grad()
     def update(self, slots: Sequence[Slot]) -> None:

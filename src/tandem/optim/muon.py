@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
+from tandem.ops.sizes import state_shapes
 from tandem.optim.rule import Slot
 from tandem.spec.optim import MuonSpec
 
@@ -28,7 +29,8 @@ class Muon:
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
         assert like.ndim >= 2, f"Muon is for matrices, and '{name}' has the shape {tuple(like.shape)}"
-        return {"momentum": torch.zeros(like.shape, dtype=torch.float32, device=like.device)}
+        shapes = state_shapes("muon", like.shape)
+        return {key: torch.zeros(dims, dtype=torch.float32, device=like.device) for key, (dims, _) in shapes.items()}
 
     def update(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.ops import sizes
 from tandem.ops.tensors import check_alike
 from tandem.optim.master import Master, Rows
 from tandem.optim.rule import Rule, Slot
 from tandem.types import Metrics
 
-_CHUNK = 2**24
-"""Numbers updated together."""
-_BYTES_A_NUMBER = 40
-"""While it is updated: value, gradient, what it was, what was kept, and the terms of two expressions, in fp32."""
+_CHUNK = sizes.UPDATE_CHUNK
 
 
 class Optimizer:
@@ -59,9 +57,10 @@ class Optimizer:
     @property
     def workspace_bytes(self) -> int:
         """At most held while an update is applied."""
-        together = min(_CHUNK, sum(tensor.numel() for tensor in self._parameters.values()))
-        whole = [tensor.numel() for name, tensor in self._parameters.items() if not self._rules[name].by_rows]
-        return _BYTES_A_NUMBER * max(together, *whole, 0)
+        named = self._parameters.items()
+        undivided = [tensor.numel() for name, tensor in named if not self._rules[name].by_rows]
+        narrow = any(tensor.dtype != torch.float32 for _, tensor in named)
+        return sizes.update_bytes([tensor.numel() for _, tensor in named], undivided, narrow=narrow)
 
     def drain_metrics(self) -> Metrics:
         """What became of the updates since the last call."""

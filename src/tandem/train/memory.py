@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.ops.sizes import Parts, peak
 from tandem.protocols import Optimizer, Policy
 from tandem.types import Metrics, MicroBatch
 
@@ -66,12 +67,17 @@ class Memory:
             return {}
         forward, backward = self._logits_gib
         gib = {**self._gib, "memory/logits": max(forward, backward), "memory/gradients": gradient_bytes / _GIB}
-        # Backward begins with every activation, and the gradient of the head is made first. The first gradients of a
-        # step are small against what they replace; those of earlier micro-batches are all there.
-        summed = gib["memory/gradients"] if num_micro > 1 else 0.0
-        passes = gib.get("memory/activations", 0.0) + summed + max(forward, backward + self._largest_gib)
-        update = gib["memory/gradients"] + self._optimizer.workspace_bytes / _GIB
-        gib["memory/accounted"] = self._always + max(passes, update)
+        parts = Parts(
+            always=self._always,
+            activations=gib.get("memory/activations", 0.0),
+            gradients=gib["memory/gradients"],
+            num_micro=num_micro,
+            head_forward=forward,
+            head_backward=backward,
+            largest=self._largest_gib,
+            update=self._optimizer.workspace_bytes / _GIB,
+        )
+        gib["memory/accounted"] = peak(parts)
         return gib
 
     def peak(self) -> Metrics:
