@@ -28,7 +28,9 @@ from bridges import (
     while_sending,
 )
 
+from tandem.bridge import collective, seat
 from tandem.bridge.broadcast.trainer import BroadcastBridge
+from tandem.bridge.seat import buckets_of
 from tandem.errors import SyncError, SyncTimeout
 from tandem.inside.sources import open_source
 from tandem.protocols import WeightBridge
@@ -256,6 +258,53 @@ def test_a_sender_that_waits_stops_when_the_meeting_is_given_up(name: str, tmp_p
         assert time.monotonic() - started < 3
     _, (received,) = carry(bridge, source, weights_of(2, bridge.carries))
     assert received.version == 2
+    bridge.close()
+
+
+FAILURES: dict[str, tuple[BaseException, type[BaseException]]] = {
+    "no memory": (torch.OutOfMemoryError("CUDA out of memory"), SyncError),  # pyright: ignore[reportCallIssue]
+    "a fault of ours": (KeyError("of the code itself"), KeyError),
+    "stopped": (KeyboardInterrupt("stopped by hand"), KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("at_the", ["trainer", "engine", "engine, when the trainer has sent all"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_both_ends_at_once(
+    name: str, at_the: str, failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised, as_what = FAILURES[failure]
+    bridge = COPYING[name](tmp_path, 20.0)
+    source = meet(bridge)
+    carry(bridge, source, weights_of(1, bridge.carries))
+
+    def fails(*_: object) -> None:
+        raise raised
+
+    def fails_in_the_middle(flat: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+        first, *others = buckets_of(flat, size)
+        yield from (first,) if at_the == "engine" else (first, *others)
+        raise raised
+
+    started = time.monotonic()
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        if at_the == "trainer":
+            patch.setattr(collective._Packer, "finish", fails)
+        else:
+            patch.setattr(seat, "buckets_of", fails_in_the_middle)
+        answer = threads.submit(source.receive, 2)
+        theirs, ours = (as_what, SyncError) if at_the == "trainer" else (SyncError, as_what)
+        with pytest.raises(theirs):
+            bridge.send(weights_of(2, bridge.carries))
+        with pytest.raises(ours):
+            answer.result(timeout=10)
+        for verb in (lambda: source.receive(3), lambda: bridge.send(weights_of(3, bridge.carries))):
+            with pytest.raises(SyncError, match="this meeting has ended: "):
+                verb()
+    assert time.monotonic() - started < 5
+    _, (received,) = carry(bridge, meet(bridge), weights_of(4, bridge.carries))
+    assert received.version == 4
     bridge.close()
 
 

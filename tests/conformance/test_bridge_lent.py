@@ -239,9 +239,11 @@ def test_what_one_engine_cannot_map_goes_to_all_by_gloo_and_it_is_told_why(monke
 
     monkeypatch.setattr(collective, "Memory", unlike)
     bridge = AdapterBroadcastBridge(deadline_s=10)
+    before = _segments_held()
     source = meet(bridge, num_receivers=2)
     for version in (1, 2):
         sent, received = carry(bridge, source, weights_of(version, "adapter"), ranks=(0, 1))
+        assert _segments_held() == before  # what nobody reads is given up, at both ends
         assert (sent.transport["requested"], sent.transport["engaged"]) == ("auto", "gloo")
         assert "receiver 1: the trainer's memory cannot be mapped here" in sent.transport["why"]
         assert [bits(each.tensors()) for each in received] == [bits(as_served("adapter", version))] * 2

@@ -7,6 +7,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tandem.bridge import wire
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Lending, Memory, Unmapped
-from tandem.bridge.notes import CLOSED, CLOSING_S, WAY_OUT, Meeting, Notes
+from tandem.bridge.notes import BROKEN, CLOSED, CLOSING_S, WAY_OUT, Meeting, Notes, told
 from tandem.bridge.outgoing import Form, forms, outgoing
 from tandem.bridge.seat import GroupSource
 from tandem.bridge.way import Backend, Way, way
@@ -147,7 +148,7 @@ class _Host:
             if self._backend != "auto":
                 raise
             _log.warning("%s; by way of the host instead", error)
-            self._way = Way("auto", "gloo", str(error))
+            self._way, self._memory = Way("auto", "gloo", str(error)), None
             return self._way, self._announced_by(self._way, manifest, deadline)
 
     def _announced_by(self, chosen: Way, manifest: wire.Manifest, deadline: Deadline) -> wire.Manifest:
@@ -186,18 +187,21 @@ class _Host:
 
     def _move(self, weights: Weights, into: Mapping[str, Form], manifest: wire.Manifest, deadline: Deadline) -> None:
         carrier: Group | Lending | None = None
-        try:
+
+        def break_off(why: str) -> None:
+            if isinstance(carrier, Lending):
+                carrier.break_off(why)
+            with suppress(SyncError):
+                self._notes.write(f"{self._sequence}/broken", why, Deadline(self._meeting.mode, CLOSING_S))
+            self._end(why, broken=True)
+
+        with told(self._meeting.mode, f"version {manifest.version} was not sent to its end", break_off):
             carrier = self._carrier(manifest, deadline)
             with carrier.aside():
                 packer = _Packer(carrier, manifest, deadline)
                 for name, tensor in outgoing(weights, into, self._meeting.mode):
                     packer.add(wire.as_bytes(tensor), manifest.tensors[name].offset)
                 packer.finish()
-        except SyncError as error:
-            if isinstance(carrier, Lending):
-                carrier.break_off(str(error))
-            self._end(str(error), broken=True)
-            raise
 
     def _carrier(self, manifest: wire.Manifest, deadline: Deadline) -> Group | Lending:
         if manifest.lent:
@@ -206,17 +210,21 @@ class _Host:
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
             self._group = Group(self._meeting, 0, self._notes, device, deadline)
+        self._group.listen([f"{self._sequence}/done/{rank}" for rank in range(1, self._meeting.world_size)])
         return self._group
 
     def _hear_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         version = manifest.version
         try:
             verdicts = self._hear(f"{self._sequence}/done", f"version {version}: {{}} did not confirm it", deadline)
-        except SyncError as error:  # how far whoever is silent has come, nobody knows
-            self._end(str(error), broken=True)
+        except BaseException as error:  # how far whoever is silent has come, nobody knows
+            self._end(str(error) or type(error).__name__, broken=True)
             raise
         if wrong := [f"receiver {rank - 1}: {text}" for rank, text in verdicts.items() if text]:
-            raise SyncError(f"{self._meeting.mode}: version {version} was refused: {'; '.join(wrong)}")
+            why = f"{self._meeting.mode}: version {version} was refused: {'; '.join(wrong)}"
+            if any(text.startswith(BROKEN) for text in verdicts.values()):
+                self._end(why, broken=True)
+            raise SyncError(why)
 
     def _hear(self, key: str, failed: str, deadline: Deadline) -> dict[int, str]:
         """What every receiver says."""

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 from tandem.bridge.aside import Aside
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.notes import CLOSING_S, Meeting, Notes, as_sync_errors
+from tandem.errors import SyncError
+
+_LISTEN_S = 0.2
 
 
 class Group(Aside):
@@ -31,6 +34,8 @@ class Group(Aside):
         super().__init__(device)
         self._meeting = meeting
         self._works: list[Any] = []
+        self._keys: tuple[str, ...] = ()
+        self._notes, self._next_look = notes, 0.0
         form = self._form_nccl if device.type == "cuda" else self._form_gloo
         failed = f"the group of {meeting.world_size} did not form"
         store = PrefixStore("group", notes.store)
@@ -39,6 +44,10 @@ class Group(Aside):
 
     def buffers(self, count: int, size: int) -> list[Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+
+    def listen(self, keys: Sequence[str]) -> None:
+        """Where the other ends say that they broke off: a collective whose partner is gone need not end."""
+        self._keys, self._next_look = tuple(keys), time.monotonic() + _LISTEN_S
 
     def broadcast(self, buffer: Tensor, deadline: Deadline) -> Any:
         """Rank 0's bytes, to everybody; returns at once."""
@@ -53,12 +62,12 @@ class Group(Aside):
     def free(self, work: Any, what_failed: str, deadline: Deadline) -> None:
         """Its buffer may be filled again: on a GPU by what is enqueued from now on, else at once."""
         if self._stream is None:
-            deadline.until(work.is_completed, what_failed)
+            deadline.until(lambda: self._completed([work], what_failed, deadline), what_failed)
         with as_sync_errors(self._meeting.mode, what_failed, deadline):
             work.wait()
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
-        deadline.until(lambda: all(work.is_completed() for work in self._works), what_failed)
+        deadline.until(lambda: self._completed(self._works, what_failed, deadline), what_failed)
         for work in self._works:
             self.free(work, what_failed, deadline)
         self._works.clear()
@@ -72,6 +81,16 @@ class Group(Aside):
         threading.Thread(target=_bury, args=arguments, name="sync end", daemon=True).start()
         self._group, self._works = None, []
         ended.wait(CLOSING_S)
+
+    def _completed(self, works: Sequence[Any], what_failed: str, deadline: Deadline) -> bool:
+        if all(work.is_completed() for work in works):
+            return True
+        if time.monotonic() >= self._next_look:
+            for key in self._keys:
+                if why := self._notes.heard(key, what_failed, deadline):
+                    raise SyncError(f"{self._meeting.mode}: {what_failed}: {why}")
+            self._next_look = time.monotonic() + _LISTEN_S
+        return False
 
     def _form_gloo(self, store: Store, rank: int) -> Any:
         gloo: Any = c10d.ProcessGroupGloo

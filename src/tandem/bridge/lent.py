@@ -124,17 +124,18 @@ class Borrowing(Aside):
     def broadcast(self, into: Tensor, deadline: Deadline) -> None:
         bucket = self._num_taken
         failed, taken = f"bucket {bucket} did not come", f"{self._sequence}/taken/{bucket}/{self._rank}"
-        try:
-            if why := self._notes.read(f"{self._sequence}/lent/{bucket}", failed, deadline):
-                raise SyncError(f"{failed}: {why}")
-            into.copy_(self._memory.rooms[bucket % len(self._memory.rooms)][: len(into)])
-            self.settle(failed, deadline)  # it may be written into as soon as this is said
-        except (SyncError, RuntimeError) as error:
-            with suppress(SyncError):
-                self._notes.write(taken, str(error) or "it failed", Deadline("lent", CLOSING_S))
-            raise
+        if why := self._notes.read(f"{self._sequence}/lent/{bucket}", failed, deadline):
+            raise SyncError(f"{failed}: {why}")
+        into.copy_(self._memory.rooms[bucket % len(self._memory.rooms)][: len(into)])
+        self.settle(failed, deadline)  # it may be written into as soon as this is said
         self._notes.write(taken, "", deadline)
         self._num_taken += 1
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
         """Each bucket was waited for."""
+
+    def break_off(self, why: str) -> None:
+        with suppress(SyncError):
+            self._notes.write(
+                f"{self._sequence}/taken/{self._num_taken}/{self._rank}", why, Deadline("lent", CLOSING_S)
+            )

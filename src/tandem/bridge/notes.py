@@ -21,6 +21,8 @@ from tandem.bridge.deadline import Deadline
 from tandem.errors import SyncError
 
 _T = TypeVar("_T")
+BROKEN = "the transfer was broken off"
+"""So begins the verdict of an engine that did not read to the end; with it the meeting ends."""
 CLOSED = -(10**9)
 CLOSING_S = 1.0
 WAY_OUT = "meet again with a new source(); neither process need be started anew"
@@ -88,6 +90,11 @@ class Notes:
     def has(self, key: str) -> bool:
         return self.store.check([key])
 
+    def heard(self, key: str, what_failed: str, deadline: Deadline) -> str:
+        """What is there by now; nothing if it is not."""
+        there = self._call(lambda: self.store.check([key]), what_failed, deadline)
+        return self.read(key, what_failed, deadline) if there else ""
+
     def count(self, what_failed: str, deadline: Deadline, more: int = 0) -> int:
         """Announcements so far; less than none: the meeting is closed."""
         return self._call(lambda: self.store.add("latest", more), what_failed, deadline)
@@ -106,6 +113,20 @@ def as_sync_errors(mode: str, what_failed: str, deadline: Deadline) -> Iterator[
         if deadline.left_s < 0.01 or "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise deadline.missed(what_failed) from error
         raise SyncError(f"{mode}: {what_failed}: a partner was lost ({first_line(error)}); {WAY_OUT}") from error
+
+
+@contextmanager
+def told(mode: str, what_failed: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Whatever goes wrong in a transfer, `tell` hears why, before it is raised: the other end waits in it."""
+    try:
+        yield
+    except RuntimeError as error:  # of this end's device: what goes wrong between the two is a SyncError already
+        why = f"{mode}: {what_failed}: {first_line(error)}; {WAY_OUT}"
+        tell(why)
+        raise SyncError(why) from error
+    except BaseException as error:
+        tell(str(error) or type(error).__name__)
+        raise
 
 
 def first_line(error: Exception) -> str:

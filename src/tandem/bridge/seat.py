@@ -5,8 +5,9 @@ One version, between the trainer (T, rank 0) and every engine worker (E, ranks f
     T  <seq>/manifest          what travels, with its digests, and which way; `latest` = seq
     E  <seq>/answer/<rank>     "" (it comes), or why not: another version is asked for
     T  <seq>/go                "" once everybody comes, or why not: until here nothing can hang that is not a note
+    T  <seq>/broken            why, if it stops in the middle; the meeting ends
     *  the flat bytes travel in buckets: by a group, which forms once a meeting, or by memory that both map
-    E  <seq>/done/<rank>       "" (digests compared), or what is wrong with what arrived
+    E  <seq>/done/<rank>       "" (digests compared), or what is wrong with what arrived, or that it broke off
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tandem.bridge.deadline import Deadline
 from tandem.bridge.end import EngineEnd
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Borrowed, Borrowing
-from tandem.bridge.notes import CLOSING_S, WAY_OUT, Meeting, Notes, as_sync_errors, first_line
+from tandem.bridge.notes import BROKEN, CLOSING_S, WAY_OUT, Meeting, Notes, as_sync_errors, first_line, told
 from tandem.bridge.wire import Manifest, check
 from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
@@ -145,6 +146,8 @@ class _Seat:
             handle = manifest.lent[self._rank - 1]
             if self._borrowed is None or self._borrowed.handle != handle:
                 self._borrowed = Borrowed(handle, self._meeting.token)
+        else:
+            self._borrowed = None
 
     def _next(self, notes: Notes, failed: str, deadline: Deadline) -> int:
         """The newest announcement, if this end has not seen it: what was left over before it is passed over."""
@@ -159,15 +162,20 @@ class _Seat:
 
     def _take(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
         failed = f"version {manifest.version} did not arrive whole"
-        try:
+        carrier: Group | Borrowing | None = None
+
+        def break_off(why: str) -> None:
+            if isinstance(carrier, Borrowing):
+                carrier.break_off(why)
+            self._say(notes, f"{sequence}/done", f"{BROKEN}: {why}", Deadline(self._meeting.mode, CLOSING_S))
+            self._end(why, broken=True)
+
+        with told(self._meeting.mode, failed, break_off):
             carrier = self._carrier(notes, sequence, manifest, deadline)
             with carrier.aside():
                 for bucket in buckets_of(flat, manifest.bucket_bytes):
                     carrier.broadcast(bucket, deadline)
                 carrier.finish(failed, deadline)
-        except SyncError as error:
-            self._end(str(error), broken=True)
-            raise
 
     def _carrier(self, notes: Notes, sequence: int, manifest: Manifest, deadline: Deadline) -> Group | Borrowing:
         device = self._device_of(manifest)
@@ -176,6 +184,7 @@ class _Seat:
             return Borrowing(self._borrowed, device, notes, sequence, self._rank)
         if self._group is None:
             self._group = Group(self._meeting, self._rank, notes, device, deadline)
+        self._group.listen([f"{sequence}/broken"])
         return self._group
 
     def _confirm(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> Weights:
