@@ -72,6 +72,7 @@ async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
     from tandem.recipes.rl import RlRun
     from tandem.recipes.sft import train_sft
 
+    run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     run.event("load")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run)

@@ -289,6 +289,14 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
     model.policy.follow(teacher.to(model.device))
 
 
+def show_life(trainer: Trainer, tick: Callable[[], None]) -> None:
+    """`tick` at every micro-batch, where the trainer has them."""
+    from tandem.train.trainer import PolicyTrainer
+
+    if isinstance(trainer, PolicyTrainer):
+        trainer.on_micro_batch = tick
+
+
 def trainer(stage: Stage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     from tandem.optim.schedule import lr_share
     from tandem.train.trainer import PolicyTrainer

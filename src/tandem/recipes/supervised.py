@@ -65,6 +65,7 @@ async def recorded_stage(
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing."""
+    build.show_life(trainer, run.progress.tick)
     call = build.caller(deterministic)
     store = build.store(stage)
 

@@ -85,6 +85,8 @@ class Failure:
 
 def classify_error(error: BaseException) -> Failure:
     """Of an exception and whatever it came from."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return classify_end("", error.code)
     cases = [
         Case(f"{type(link).__name__}: {link}"[-_LONGEST_TEXT:], frozenset(kind.__name__ for kind in type(link).__mro__))
         for link in _chain(error)

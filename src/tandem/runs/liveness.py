@@ -1,9 +1,9 @@
 """Whether a run moves: a counter, whoever looks at it, and what every thread was at when it stood still.
 
-The counter is moved on by the thread that works, at the borders of stages, steps and micro-batches, and by nobody else: a
-thread that beats by itself would hide a dead-lock. It is written to progress.json, without any time. An observer counts,
-on its own monotonic clock, how long it has seen the counter stand; time in which the observer itself was stopped does not
-count. So no clock that anybody sets, here or elsewhere, decides anything.
+The counter is moved on by the thread that works, at the borders of stages, steps and micro-batches, and by nobody else:
+a thread that beats by itself would hide a dead-lock. It is written to progress.json, without any time. An observer
+counts, on its own monotonic clock, how long it has seen the counter stand; time in which the observer was stopped
+does not count. So no clock that anybody sets, here or elsewhere, decides anything.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from tandem.errors import RunError, SpecError
 from tandem.io import atomic
 from tandem.io.jsonl import JsonlWriter
 from tandem.obs.live import LiveView
+from tandem.runs.failures import classify_error
+from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
 from tandem.types import Message, Metrics, Proof
 
 _STATUS_EVERY_S = 2.0  # steps_done for whoever looks from outside
@@ -50,6 +52,8 @@ class Run:
         )
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.progress = Progress(directory)
+        self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
     @staticmethod
     def new_directory(root: Path, name: str) -> Path:
@@ -65,6 +69,7 @@ class Run:
         logger = logging.getLogger("tandem")
         logger.addHandler(self._log)
         logger.setLevel(logging.INFO)
+        self._watchdog.start()
         self.event("boot", pid=os.getpid())
         self._set_state("running")
         return self
@@ -78,9 +83,11 @@ class Run:
         else:
             cancelled = isinstance(error, KeyboardInterrupt | SystemExit)
             self.status["error"] = f"{type(error).__name__}: {error}"
-            self.event("error", kind=type(error).__name__, message=str(error))
+            self.status["failure"] = failure = classify_error(error).row()
+            self.event("error", kind=type(error).__name__, message=str(error), **failure)
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
+        self._watchdog.stop()
         for writer in (self._metrics, self._events, self._ledger, self._samples):
             writer.close()
         logging.getLogger("tandem").removeHandler(self._log)
@@ -103,9 +110,11 @@ class Run:
     def stage(self, name: str, steps: int, note: str = "") -> None:
         self._stage = name
         self.event(name, steps=steps)
+        self.progress.stage(name)
         self.view.stage(name, steps, note)
 
     def record(self, step: int, metrics: Metrics) -> None:
+        self.progress.step(step)
         if metrics.get("train/set_aside"):
             self.event("set_aside", step=step)  # no step was taken; log.txt has the tasks
             return
@@ -120,6 +129,7 @@ class Run:
         self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy"
     ) -> None:
         """`name` is its field in status.json."""
+        self.progress.tick()
         self.status["eval"][name] = value
         self.event("eval", name=name, **{metric: value})
         self.view.evaluation(label, value, metric=metric)
@@ -156,6 +166,12 @@ class Run:
         self.status["verdict"] = verdict
         self.status["eval"] |= evaluation
         self._write_status()
+
+    def _stalled(self, sign: Sign, quiet_s: float) -> None:
+        """On the watchdog's thread, which moves nothing on."""
+        seen = {"in": sign.stage, "after_step": sign.step, "quiet_s": round(quiet_s, 1), "limit_s": sign.limit_s}
+        self.event("stalled", **seen, stacks=STACKS)
+        logging.getLogger(__name__).warning("no progress for %.0f s in stage %s: %s", quiet_s, sign.stage, STACKS)
 
     def _set_state(self, state: State) -> None:
         self.status["state"] = state

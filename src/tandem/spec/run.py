@@ -13,6 +13,7 @@ from tandem.spec.data import RecordedData
 from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
+from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -35,6 +36,8 @@ class _Run(Spec):
     """An optimisation that was asked for and cannot be had ends the run, instead of being reported."""
     model: ModelSpec
     """Which weights, and how many of them are trained."""
+    liveness: LivenessSpec = LivenessSpec()
+    """When a run that does not move counts as stalled."""
     precision: PrecisionSpec = Float32Precision()
     """How many bits the weights have, and where the rest of each is kept."""
     artifacts: ArtifactsSpec | None = None

@@ -58,6 +58,8 @@ class PolicyTrainer:
         self._guard = Guard(max_idle_steps)
         self._memory = Memory(policy, optimizer, top_p)
         self._stage = stage
+        self.on_micro_batch: Callable[[], None] = lambda: None
+        """Called before each: a sign of life."""
         self._parameters = list(policy.trainable())
         self._collected = Collected(self._parameters)
         self._released = Released(self._parameters, optimizer, clip_norm) if release else None
@@ -157,6 +159,7 @@ class PolicyTrainer:
         gap = _Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro)
         for micro in batch.micro:
+            self.on_micro_batch()
             if self._algorithm.needs_reference:
                 micro.reference_N = self._policy.reference_logprobs(micro, **self._sampling)
             with self._memory.forward(micro):
