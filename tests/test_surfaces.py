@@ -31,6 +31,7 @@ PYTHON_FUNCTION = {
     "engine check": "check_engine",
     "chat": "chat_with",
     "report": "write_report",
+    "eval": "evaluate_model",
     "artifacts push": "push_artifacts",
     "artifacts list": "list_artifacts",
     "artifacts fetch": "fetch_artifact",

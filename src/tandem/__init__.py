@@ -23,6 +23,7 @@ _API = {
     "audit_sync": "tandem.obs.audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
+    "evaluate_model": "tandem.recipes.evaluation",
     "push_artifacts": "tandem.runs.uploads",
     "list_artifacts": "tandem.runs.artifacts",
     "fetch_artifact": "tandem.runs.artifacts",

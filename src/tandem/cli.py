@@ -123,6 +123,24 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run di
     typer.echo(write_report(run_dir))
 
 
+@app.command("eval")
+def evaluate(
+    source: Source,
+    spec: Annotated[Path | None, typer.Option(help="Says what is played. Default: the run's own.")] = None,
+    base: Annotated[str, typer.Option(help="A run, a model or a hub id to compare with, task by task.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Where the result goes. Default: evals/ of the run.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Play held-out tasks with a model, outside of a run; with something to compare: improved, unchanged or worse."""
+    from tandem.recipes.evaluation import evaluate_model
+    from tandem.spec.load import load_spec
+
+    checked = load_spec(spec, overrides or ()) if spec else None
+    judged = evaluate_model(source, checked, base=base, directory=out)
+    typer.echo(json.dumps(judged.row(), indent=2) if as_json else judged.text())
+
+
 @artifacts_app.command("push")
 def artifacts_push(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],

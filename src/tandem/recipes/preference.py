@@ -9,6 +9,7 @@ from tandem.errors import TemplateError
 from tandem.recipes import build
 from tandem.recipes.supervised import conclude_by_loss, due, longest_of, marked, recorded_stage, reported
 from tandem.rollout.recorded import record_pair
+from tandem.runs.evals import StoredEval, store_eval
 from tandem.runs.run import Run
 from tandem.spec.run import PreferenceSpec
 from tandem.types import Group, Metrics
@@ -35,6 +36,8 @@ async def train_preference(spec: PreferenceSpec, run: Run) -> None:
         losses = [each["loss/total"] for each in found]
         loss, accuracy = statistics.fmean(losses), statistics.fmean(each["reward/accuracy"] for each in found)
         run.evaluated(name, label, loss, metric="loss")
+        tasks = [pair[0].task_id for pair in held_out]
+        store_eval(run.directory, StoredEval(trainer.version, name, "loss", spec.data.model_dump(), tasks, losses))
         run.evaluated(f"accuracy_{name}", label, accuracy)
         return losses, {"eval/loss": loss, "eval/accuracy": accuracy}
 

@@ -12,6 +12,7 @@ from tandem.recipes.supervised import checked_rows, due, recordings_of, supervis
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.rollout.guard import why_not
+from tandem.runs.evals import StoredEval, played_as, store_eval
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
 from tandem.spec.data import Demonstrations
@@ -122,7 +123,7 @@ class RlRun:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
             if due(spec.eval.every, trainer.version - first, stage.steps):
                 name = f"step {trainer.version}"
-                metrics["eval/accuracy"] = (await self._play_held_out()).accuracy
+                metrics["eval/accuracy"] = (await self._play_held_out(trainer.version, name)).accuracy
                 self.run.evaluated(name, name, metrics["eval/accuracy"])
             self.run.record(trainer.version, metrics)
 
@@ -147,13 +148,17 @@ class RlRun:
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Publishes first: what is judged is what the engine serves."""
         await self.publisher.publish(trainer)
-        result = await self._play_held_out()
+        result = await self._play_held_out(trainer.version, name)
         self.run.evaluated(name, label, result.accuracy)
         for trajectory in result.played[:_SAMPLES_KEPT]:
             self.run.sample(name, trajectory.task_id, trajectory.messages, trajectory.reward)
         return result
 
-    async def _play_held_out(self) -> Evaluation:
+    async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
         share = self.spec.environment.max_failed_share
-        return await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share)
+        found = await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share)
+        tasks = [task.id for task in self.eval_tasks]
+        kept = StoredEval(version, name, "accuracy", played_as(self.spec), tasks, found.scores, found.failed)
+        store_eval(self.run.directory, kept)
+        return found

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tandem.recipes import build
 from tandem.recipes.supervised import checked_rows, conclude_by_loss, due, supervised_stage
+from tandem.runs.evals import StoredEval, store_eval
 from tandem.runs.run import Run
 from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
@@ -25,6 +26,8 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
         losses = held_out_losses(model, held_out, stage.micro_tokens)
         if losses:
             run.evaluated(name, label, sum(losses) / len(losses), metric="loss")
+            tasks = [recording.task_id for recording in held_out]
+            store_eval(run.directory, StoredEval(trainer.version, name, "loss", spec.data.model_dump(), tasks, losses))
         return losses
 
     def evaluate_when_due(metrics: Metrics) -> None:

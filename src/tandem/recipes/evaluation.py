@@ -1,0 +1,124 @@
+"""Held-out tasks of an environment, played by any model: outside of a run, by the same rules as inside one."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import SpecError
+from tandem.recipes import build
+from tandem.recipes.serve import find_model, load_model
+from tandem.rollout.episode import Setting
+from tandem.rollout.evaluate import Evaluation, evaluate, held_out
+from tandem.runs.evals import StoredEval, played_as, read_evals, store_eval
+from tandem.runs.verdict import Verdict, judge
+from tandem.spec.engine import HfEngineSpec
+from tandem.spec.load import parse_spec
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.types import Sampling, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    found: StoredEval
+    path: Path
+    """Where it was stored."""
+    against: StoredEval | None = None
+    verdict: Verdict | None = None
+
+    def row(self) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "version": self.found.version, "accuracy": self.found.mean, "tasks": len(self.found.tasks),
+            "failed": self.found.failed, "stored": str(self.path),
+        }  # fmt: skip
+        if self.verdict is not None and self.against is not None:
+            told |= {
+                "against": {"version": self.against.version, "accuracy": self.against.mean, "when": self.against.when}
+            }
+            told |= {"verdict": self.verdict.verdict, "paired": asdict(self.verdict)}
+        return told
+
+    def text(self) -> str:
+        found = self.found
+        lines = [f"{found.mean:.1%} of {len(found.tasks)} held-out tasks (version {found.version})"]
+        if self.verdict is not None and self.against is not None:
+            low, high = self.verdict.interval
+            lines.append(
+                f"{self.verdict.verdict}: {self.verdict.difference:+.1%} [{low:+.1%}, {high:+.1%}] against "
+                f"{self.against.mean:.1%} ({self.against.when}), the same tasks in pairs"
+            )
+        return "\n".join([*lines, f"stored {self.path}"])
+
+
+def evaluate_model(
+    source: str, spec: RunSpec | None = None, *, base: str = "", directory: Path | None = None
+) -> Judged:
+    """`source` and `base`: a run, a model directory, or a hub id. `spec` says what is played; a run brings its own.
+
+    The result is stored beside those of the run, or in `directory`. Without `base`, a run is compared with its earliest
+    evaluation on the same tasks, if there is one.
+    """
+    spec = spec or _spec_of(source)
+    if not isinstance(spec, RlSpec):
+        raise SpecError(f"recipe = '{spec.recipe}': only an environment can be played; name a spec with recipe = 'rl'")
+    is_run = (Path(source) / "status.json").exists()
+    place = directory or (Path(source) if is_run else Path(".tandem") / "evals" / Path(source).name)
+    environment = build.environment(spec.environment)
+    try:
+        tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
+        against = _stored(_play(base, spec, environment, tasks), spec, tasks, 0, f"base {base}") if base else None
+        version = find_model(source)[2]
+        found = _stored(_play(source, spec, environment, tasks), spec, tasks, version, "eval")
+    finally:
+        build.close(environment)
+    if against is None and is_run:
+        against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
+    path = store_eval(place, found)
+    if against is None:
+        return Judged(found, path)
+    confidence = spec.eval.confidence
+    return Judged(found, path, against, judge(against.scores, found.scores, confidence=confidence, seed=spec.seed))
+
+
+def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int, when: str) -> StoredEval:
+    return StoredEval(
+        version, when, "accuracy", played_as(spec), [task.id for task in tasks], found.scores, found.failed
+    )
+
+
+def _play(source: str, spec: RlSpec, environment: Any, tasks: Sequence[Task]) -> Evaluation:
+    path, _, version = find_model(source)
+    model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
+    setting = Setting(
+        environment,
+        engine,
+        model.renderer,
+        Sampling(max_tokens=spec.train.max_tokens, temperature=0.0),
+        model.context,
+        spec.engine.deadline_s,
+        spec.environment.episode_timeout_s,
+        0.0,
+        build.judge(spec.environment.judge, engine, model.renderer, model.context),
+        retries=1 if spec.environment.workers else 0,
+    )
+
+    async def play() -> Evaluation:
+        try:
+            max_tokens = spec.eval.max_tokens or spec.train.max_tokens
+            share = spec.environment.max_failed_share
+            return await evaluate(setting, tasks, max_tokens, max_failed_share=share)
+        finally:
+            await engine.close()
+
+    return asyncio.run(play())
+
+
+def _spec_of(source: str) -> RunSpec:
+    path = Path(source) / "spec.toml"
+    if not path.exists():
+        raise SpecError(f"{source}: is no run, so it does not say what to play; name a spec with --spec")
+    return parse_spec(tomllib.loads(path.read_text(encoding="utf-8")))
