@@ -127,6 +127,11 @@ def test_a_wrong_token_is_said_and_forgotten(browser: Browser, client: RolloutCl
         assert page.run("sessionStorage.length") == 0
         assert not page.run("document.getElementById('door').hidden")
         assert page.run("document.getElementById('all').hidden")
+    page.run("sessionStorage.setItem('tandem-rollouts-token', 'of another day')")
+    page.call("Page.reload")
+    page.wait_for("document.getElementById('trouble') && document.getElementById('trouble').textContent")
+    assert not page.run("document.getElementById('door').hidden")
+    assert page.run("sessionStorage.length") == 0
 
 
 @browser_only

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import os
+import pty
 import queue
+import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,7 +156,7 @@ def test_a_service_that_goes_and_comes_is_told_apart_from_one_that_was_started_a
     told = rollouts_status(client.url, token_file=tmp_path / "token") | {"url": "U"}
     view = TopView("U", Console(file=io.StringIO()))
     assert view.came(told | {"uptime_s": 100.0}, 10.0, 10.1) == []
-    assert view.came(told | {"uptime_s": 103.0}, 11.0, 13.1) == []  # a slow answer is no restart
+    assert view.came(told | {"uptime_s": 101.0}, 11.0, 13.1) == []  # a slow answer is no restart
     assert view.lost(StoreError("U: gone"), 14.0) == ["U: gone; asking again"]
     assert view.lost(StoreError("U: gone"), 15.0) == []
     assert "the numbers are from before: U: gone" in rendered(view)
@@ -200,7 +206,7 @@ def test_it_goes_on_over_a_service_that_is_killed_and_started_again_elsewhere(tm
             client.begin()
             client.post("/v2/groups", {"groups": [good()]})
             until("2 queued")
-            top.send_signal(2)
+            top.send_signal(signal.SIGINT)
             assert top.wait(10) == 0
     finally:
         top.kill()
@@ -210,3 +216,49 @@ def test_it_goes_on_over_a_service_that_is_killed_and_started_again_elsewhere(tm
     with rollouts_process(data_dir, "--port", "0", ready=tmp_path / "elsewhere.json") as client:
         assert not (data_dir / "ready.json").exists()
         assert rollouts_status(str(tmp_path / "elsewhere.json"))["queue"]["queued"] == 2
+
+
+def test_in_a_terminal_the_panel_is_drawn_anew_and_says_that_the_service_went(tmp_path: Path):
+    ours, theirs = pty.openpty()
+    with serving_rollouts(tmp_path) as client:
+        client.begin()
+        command = [sys.executable, "-m", "tandem", "rollouts", "top", client.url, "--every", "0.1", "--token-file"]
+        top = subprocess.Popen(
+            [*command, str(tmp_path / "token")],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "50"},
+        )
+        os.close(theirs)
+        screen = _Screen(ours)
+        try:
+            screen.until("run run · version 0")
+            client.post("/v2/trainer/version", {"epoch": client.epoch, "version": 7})
+            screen.until("run run · version 7")
+        except BaseException:
+            top.kill()
+            raise
+    try:
+        screen.until("asking again")
+        screen.until("the numbers are from before")
+        assert "run run · version 7" in screen.text
+        top.send_signal(signal.SIGINT)
+        screen.until("\x1b[?25h")  # the cursor is there again
+        assert top.wait(10) == 0
+    finally:
+        top.kill()
+        top.wait()
+        os.close(ours)
+
+
+class _Screen:
+    def __init__(self, fd: int) -> None:
+        self.fd, self.text = fd, ""
+
+    def until(self, word: str) -> None:
+        decoder, deadline = codecs.getincrementaldecoder("utf-8")("replace"), time.monotonic() + 20
+        while word not in self.text:
+            assert time.monotonic() < deadline, self.text[-3000:]
+            assert select.select([self.fd], [], [], 20)[0], self.text
+            self.text += decoder.decode(os.read(self.fd, 65536))

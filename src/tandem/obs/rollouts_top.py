@@ -3,6 +3,7 @@ terminal."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,19 +37,19 @@ class TopView:
         self.told: Mapping[str, Any] = {}
         self.trouble = ""
         self._lost_at = 0.0
-        self._started_before = 0.0
+        self._started_before = math.inf
         self._traces: dict[str, deque[float]] = {}
 
     def came(self, told: Mapping[str, Any], asked: float, answered: float) -> list[str]:
         """A status, and when it was asked for and came, monotonic; what a person should know of it."""
-        news = []
-        # It was started between these two; later than what is known of the one before: it is another process.
+        news = [f"{told['url']} answers again"] if self.trouble else []
+        # It was started between these two; if that is after the one before was, it is another process.
         begun_after, begun_before = asked - told["uptime_s"], answered - told["uptime_s"]
         if self.told and begun_after > self._started_before + 0.5:
             news = [f"{told['url']} was started again; rates and totals count from there"]
-        elif self.trouble:
-            news = [f"{told['url']} answers again"]
-        self._started_before, self.told, self.trouble = begun_before, told, ""
+            self._started_before = begun_before
+        self._started_before = min(self._started_before, begun_before)
+        self.told, self.trouble = told, ""
         for name, value in told["rates"].items():
             self._traces.setdefault(name, deque(maxlen=_KEPT)).append(value)
         return news
