@@ -22,6 +22,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON_FUNCTION = {
     "train": "run",
     "sweep": "sweep",
+    "plan": "plan_run",
     "serve": "serve_model",
     "engine serve": "serve_engine",
     "gateway serve": "serve_gateway",

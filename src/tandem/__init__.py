@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _API = {
     "run": "tandem.recipes",
     "sweep": "tandem.recipes.sweep",
+    "plan_run": "tandem.runs.plan",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",
     "serve_gateway": "tandem.recipes.gateway",

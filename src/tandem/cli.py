@@ -60,6 +60,37 @@ def train(
 
 
 @app.command()
+def plan(
+    spec: SpecFile,
+    gpu: Annotated[str, typer.Option(help="h200, h100 or cpu. Default: cpu if `device` says so, else h200.")] = "",
+    memory_gib: Annotated[float, typer.Option(min=0, help="Of the very card; 0 takes what its kind has.")] = 0.0,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of an environment's prompts; 0 assumes 64.")] = 0,
+    row_tokens: Annotated[
+        int, typer.Option(min=0, help="Of every recorded example; 0 assumes data.max_tokens, or 2,048.")
+    ] = 0,
+    prices: Annotated[Path | None, typer.Option(help="Dollars an hour, a TOML file: h200 = 3.5")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what SPEC will take: memory by phase, time, cost, and what to change. Exit code 1: it does not fit."""
+    from tandem.runs.plan import plan_run
+    from tandem.runs.plan_text import plan_text
+    from tandem.spec.load import load_spec
+
+    planned = plan_run(
+        load_spec(spec, overrides or ()),
+        gpu=gpu,
+        prices=prices,
+        memory_gib=memory_gib,
+        prompt_tokens=prompt_tokens,
+        row_tokens=row_tokens,
+    )
+    typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else plan_text(planned))
+    if not planned.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
 def sweep(
     spec: SpecFile,
     seeds: Annotated[str, typer.Option(metavar="N,N,...", help="The seeds, with commas: --seeds 0,1,2")],

@@ -1,0 +1,218 @@
+"""GiB by component over the phases of a run, from shapes alone. The sums are ops/sizes.py's, as at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from tandem.ops import sizes
+from tandem.ops.layer_sizes import Pass, activation_bytes, backward_bytes
+from tandem.ops.sizes import Shape
+from tandem.runs.calibration import Machine
+from tandem.runs.plan_model import adapter_numbers, trained_tensors
+from tandem.runs.plan_work import Work
+from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.model import LoraSpec
+from tandem.spec.optim import ApolloSpec, OptimizerSpec
+from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, BroadcastSync, SharedSync
+from tandem.spec.train import Stage
+
+_GIB = 2**30
+_FEW_BITS = {"int8": 1.01, "nf4": 0.52}
+"""Bytes a number, scales included (bitsandbytes, double quantisation)."""
+_OFFLOAD_BUFFERS = 3 * 2 * 2**22 * 4
+"""Of adamw_offload on the device (optim/adamw_offload.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`parts` are GiB and need not add up to `peak_gib`: they are not all there at once."""
+
+    name: str
+    peak_gib: float
+    parts: Mapping[str, float]
+
+
+def width_of(precision: PrecisionSpec) -> int:
+    return 2 if isinstance(precision, Bfloat16Precision) else 4
+
+
+def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> list[Phase]:
+    always = _always(spec, shape, spec.train, machine)
+    static = sum(always.values())
+    engine = _engine(spec, shape, work, machine)
+    context = {"process": machine.context_gib}
+    found = [_load(spec, shape, machine)]
+    if isinstance(spec, RlSpec):
+        awake = engine["awake"]
+        found.append(Phase("rollout", static + awake + machine.context_gib, {**always, "engine": awake, **context}))
+    train = _train(spec, shape, spec.train, work, always, machine)
+    beside = engine["in training"]
+    parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
+    found.append(Phase("train", train.peak_gib + beside + machine.context_gib, parts))
+    if isinstance(spec, RlSpec):
+        moved = sync_bytes(spec, shape)
+        staged = _staged(spec, moved) / _GIB
+        peak = static + engine["awake"] + staged + machine.context_gib
+        found.append(Phase("sync", peak, {**always, "engine": engine["awake"], "in flight": staged, **context}))
+    return found
+
+
+def sync_bytes(spec: RlSpec, shape: Shape) -> int:
+    """What a version moves."""
+    if spec.sync.bridge in ("inproc", "shared"):
+        return 0
+    if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync):
+        return adapter_numbers(shape, spec.model.lora) * width_of(spec.precision)
+    return shape.total * width_of(spec.precision)
+
+
+def _staged(spec: RlSpec, moved: int) -> float:
+    if isinstance(spec.sync, BroadcastSync):
+        return 2 * spec.sync.bucket_mib * 2**20
+    return float(moved) if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync) else 0.0
+
+
+def _load(spec: RunSpec, shape: Shape, machine: Machine) -> Phase:
+    """Weights come in 32 bits by way of the host, and are narrowed one after the other."""
+    weights = _weights(spec.model.lora, shape, width_of(spec.precision))
+    low = _master(spec.precision, shape.total) if spec.model.lora is None else 0
+    largest = max(prod(dims) for dims in shape.tables) * 4
+    there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.total) / _GIB
+    parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": machine.context_gib}
+    return Phase("load", there + largest / _GIB * machine.on_gpu + machine.context_gib, parts)
+
+
+def _weights(lora: LoraSpec | None, shape: Shape, width: int) -> int:
+    if lora is None:
+        return shape.total * width
+    few = _FEW_BITS.get(lora.base, float(width))
+    linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
+    return int(linears * few + (shape.total - linears) * width) + adapter_numbers(shape, lora) * 4
+
+
+def _master(precision: PrecisionSpec, trained: int) -> int:
+    if not isinstance(precision, Bfloat16Precision):
+        return 0
+    return trained * {"split": 2, "fp32": 4}.get(precision.master, 0)
+
+
+def _state(optimizer: OptimizerSpec, shape: Shape, lora: LoraSpec | None) -> tuple[int, list[int]]:
+    """Bytes of the state, and the sizes of what is updated whole."""
+    kind = "apollo" if optimizer.kind == "apollo_mini" else optimizer.kind
+    rank = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
+    others = "adamw" if kind in ("apollo", "muon") else kind
+    total, whole = 0, list[int]()
+    for dims, matrix in trained_tensors(shape, lora):
+        rule = kind if matrix else others
+        total += sizes.state_bytes(rule, dims, rank)
+        whole += [prod(dims)] if rule in ("apollo", "muon", "adafactor") else []
+    return total, whole
+
+
+def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict[str, float]:
+    lora, width = spec.model.lora, width_of(spec.precision)
+    state, _ = _state(stage.optimizer, shape, lora)
+    if stage.optimizer.kind == "adamw_offload" and machine.on_gpu:
+        state = _OFFLOAD_BUFFERS
+    shared = isinstance(spec, RlSpec) and isinstance(spec.sync, SharedSync) and machine.on_gpu
+    found = {
+        "weights": 0.0 if shared else _weights(lora, shape, width) / _GIB,
+        "master": (_master(spec.precision, shape.total) if lora is None else 0) / _GIB,
+        "optimizer": state / _GIB,
+    }
+    compares = not isinstance(spec, RlSpec) or getattr(spec.algorithm, "kl_coef", 0) > 0
+    if compares and spec.recipe != "sft" and lora is None:
+        found["reference"] = shape.total * width / _GIB
+    return found
+
+
+def _train(
+    spec: RunSpec, shape: Shape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine
+) -> Phase:
+    lora, width = spec.model.lora, width_of(spec.precision)
+    kept = "keep" if spec.model.activations == "offload" and not machine.on_gpu else spec.model.activations
+    how = Pass(width, lora.rank if lora else 0, kept, work.row_tokens if work.masked else 0)
+    tensors = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
+    grad_width = 4 if lora or width == 4 or work.num_micro > 1 else width
+    gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
+    head = sizes.head_bytes(
+        work.micro_tokens, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
+    )
+    _, whole = _state(stage.optimizer, shape, lora)
+    parts = sizes.Parts(
+        always=sum(always.values()),
+        activations=activation_bytes(shape, how, work.micro_tokens) / _GIB,
+        gradients=gradients / _GIB,
+        num_micro=work.num_micro,
+        head_forward=head[0] / _GIB,
+        head_backward=head[1] / _GIB,
+        largest=max(tensors) * (4 if lora else width) / _GIB,
+        update=sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None) / _GIB,
+        layer=backward_bytes(shape, how, work.micro_tokens) / _GIB,
+    )
+    shown = {
+        **always, "activations": parts.activations, "gradients": parts.gradients, "logits": max(head) / _GIB,
+        "update": parts.update,
+    }  # fmt: skip
+    return Phase("train", sizes.peak(parts), shown)
+
+
+def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[str, float]:
+    """GiB of this card that the engine has, awake and while the trainer steps."""
+    if not isinstance(spec, RlSpec):
+        return {"awake": 0.0, "in training": 0.0}
+    engine, width = spec.engine, width_of(spec.precision)
+    if isinstance(engine, HfEngineSpec):  # it keeps its cache
+        cache = cache_gib(shape, work, width, engine.kv_gib)
+        return {"awake": cache, "in training": cache}
+    if isinstance(engine, ServerEngineSpec) and not engine.url:
+        copies = shape.total * width / _GIB * (not isinstance(spec.sync, SharedSync))
+        held = engine.replicas * (copies + cache_gib(shape, work, width, engine.kv_gib) + machine.context_gib)
+        return {"awake": held, "in training": held}
+    if isinstance(engine, VllmEngineSpec) and colocated(engine) and machine.on_gpu:
+        awake = engine.memory_share * machine.memory_gib + machine.asleep_gib
+        return {"awake": awake, "in training": machine.asleep_gib if sleeps(spec, engine) else awake}
+    return {"awake": 0.0, "in training": 0.0}
+
+
+def colocated(engine: VllmEngineSpec) -> bool:
+    return not engine.url and not engine.gpus
+
+
+def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:
+    if isinstance(spec.sync, SharedSync):
+        return False
+    return engine.sleep == "free" or (engine.sleep == "auto" and spec.train.max_lag == 0)
+
+
+def cache_gib(shape: Shape, work: Work, width: int, most_gib: float) -> float:
+    """Of the embedded engine, which grows to what is asked."""
+    one = sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    rows, length = sizes.cache_held(work.rows, work.row_tokens + 1, int(most_gib * _GIB / one))
+    return min(rows * length * one / _GIB, max(most_gib, length * one / _GIB))
+
+
+def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> int:
+    """The most tokens of one forward and backward that fit; 0 if none do."""
+
+    def fits(tokens: int) -> bool:
+        found = phases(spec, shape, replace(work, micro_tokens=tokens), machine)
+        return max(phase.peak_gib for phase in found if phase.name == "train") <= machine.limit_gib
+
+    low, high = 0, 2**20
+    while high - low > 16:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low // 16 * 16
+
+
+def largest_cache_gib(spec: RunSpec, shape: Shape, machine: Machine) -> float:
+    """For keys and values beside all that is there while nobody trains."""
+    width = width_of(spec.precision)
+    rest = machine.limit_gib - machine.context_gib - sum(_always(spec, shape, spec.train, machine).values())
+    own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
+    return max(0.0, rest - (shape.total * width / _GIB + machine.context_gib if own else 0.0))

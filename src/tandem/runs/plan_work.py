@@ -1,0 +1,72 @@
+"""How much a step has to do: sequences, rows, tokens. What a spec does not say is assumed, and said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.ops.sizes import Shape
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.train import RlStage, Stage
+
+PROMPT_TOKENS = 64
+LONGEST_RECORDED = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    sequences: int
+    """That a step trains on."""
+    row_tokens: int
+    """Of the longest sequence."""
+    answer_tokens: int
+    """At most sampled in a row; 0 where nothing is sampled."""
+    step_tokens: float
+    """Expected in a step."""
+    micro_tokens: int
+    """At most in one forward and backward."""
+    num_micro: int
+    rows: int
+    """That an engine decodes together."""
+    masked: bool
+    """Rows hold several sequences."""
+    assumed: tuple[str, ...]
+
+
+def work_of(spec: RunSpec, shape: Shape, answer_share: float, *, prompt_tokens: int = 0, row_tokens: int = 0) -> Work:
+    if isinstance(spec, RlSpec):
+        return _rl(spec, spec.train, shape, answer_share, prompt_tokens)
+    stage = spec.train
+    said = spec.data.max_tokens
+    longest = row_tokens or min(said or LONGEST_RECORDED, shape.context or LONGEST_RECORDED)
+    known = bool(row_tokens or said)
+    assumed = () if known else (f"no example has more than {longest} tokens (data.max_tokens says nothing)",)
+    sequences = stage.batch_size * (2 if spec.recipe == "preference" else 1)
+    most = sequences * longest
+    share = 1.0 if row_tokens else 0.5
+    if not row_tokens:
+        assumed = (*assumed, f"an example has {longest // 2} tokens on average")
+    micro, number = _micro(stage, most, longest)
+    return Work(sequences, longest, 0, most * share, micro, number, 0, not row_tokens, assumed)
+
+
+def _rl(spec: RlSpec, stage: RlStage, shape: Shape, answer_share: float, prompt_tokens: int) -> Work:
+    assumed: tuple[str, ...] = ()
+    if not prompt_tokens:
+        prompt_tokens = PROMPT_TOKENS
+        assumed = (f"a prompt has {PROMPT_TOKENS} tokens, and an episode is one turn (--prompt-tokens says otherwise)",)
+    longest = min(prompt_tokens + stage.max_tokens, shape.context or 2**31)
+    sequences = stage.groups_per_step * stage.group_size
+    most = sequences * longest
+    expected = sequences * (prompt_tokens + answer_share * stage.max_tokens)
+    assumed = (*assumed, f"an answer has {answer_share:.0%} of train.max_tokens on average")
+    micro, number = _micro(stage, most, longest)
+    under_way = sequences * (stage.max_lag + 1)
+    rows = min(getattr(spec.engine, "max_running", 256), max(under_way, spec.eval.tasks))
+    return Work(sequences, longest, stage.max_tokens, expected, micro, number, rows, False, assumed)
+
+
+def _micro(stage: Stage, most: int, longest: int) -> tuple[int, int]:
+    micro = min(most, max(stage.micro_tokens, longest))
+    if micro < most:
+        micro = max(micro // longest, 1) * longest  # whole rows
+    return micro, -(-most // micro)

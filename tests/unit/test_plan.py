@@ -1,0 +1,219 @@
+"""The planner, against what a run accounts for and against what was measured on a H200."""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tandem.cli import app
+from tandem.errors import SpecError
+from tandem.ops import sizes
+from tandem.recipes import build
+from tandem.runs.calibration import machine, usd_per_hour
+from tandem.runs.plan import Plan, plan_run
+from tandem.runs.plan_model import BYTE_VOCABULARY, read_shape, trained_tensors
+from tandem.runs.plan_text import plan_text
+from tandem.spec.load import parse_spec
+from tandem.spec.model import LoraSpec, PresetModel
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.types import Trajectory
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+QWEN3 = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+
+
+def checkpoint(tmp_path: Path, size: str) -> str:
+    config = {
+        "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": size != "8B", "max_position_embeddings": 40960, **QWEN3[size],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def sft(model: dict[str, Any], train: dict[str, Any], **other: Any) -> Any:
+    data = {"kind": "file", "path": "a.jsonl"}
+    return parse_spec(
+        {"recipe": "sft", "model": model, "data": data, "train": {"steps": 3, "lr": 1e-5, **train}, **other}
+    )
+
+
+def grpo(path: str, bridge: str, **engine: Any) -> Any:
+    lora = {"lora": {"rank": 16}} if bridge.startswith("adapter") else {}
+    train = {"steps": 5, "lr": 1e-6, "groups_per_step": 32, "group_size": 8, "max_tokens": 512}
+    return parse_spec(
+        {
+            "recipe": "rl", "model": {"path": path, **lora}, "precision": {"weights": "bfloat16"},
+            "environment": {"name": "sort"}, "train": train, "sync": {"bridge": bridge},
+            "engine": {"kind": "vllm", "max_context": 1024, "memory_share": 0.4, **engine},
+        }
+    )  # fmt: skip
+
+
+def gib(plan: Plan, phase: str) -> float:
+    return next(each.peak_gib for each in plan.phases if each.name == phase)
+
+
+# --- against what was measured on one H200 (docs/PERFORMANCE.md)
+
+
+@pytest.mark.parametrize(
+    ("activations", "rows", "measured_gib"), [("keep", 4, 45.52), ("selective", 4, 31.93), ("recompute", 8, 24.66)]
+)
+def test_the_peaks_of_1_7b_are_foretold(tmp_path, activations, rows, measured_gib):
+    spec = sft(
+        {"path": checkpoint(tmp_path, "1.7B"), "activations": activations},
+        {"batch_size": rows, "micro_tokens": rows * 2048},
+        precision={"weights": "bfloat16"},
+    )
+    planned = gib(plan_run(spec, gpu="h200", row_tokens=2048), "train") - machine("h200").context_gib
+    assert planned == pytest.approx(measured_gib, rel=0.01)
+
+
+def test_peak_and_seconds_of_an_8b_full_fine_tune_are_foretold(tmp_path):
+    spec = sft(
+        {"path": checkpoint(tmp_path, "8B"), "activations": "recompute"},
+        {"batch_size": 1, "micro_tokens": 4096, "gradient_release": True, "optimizer": {"kind": "apollo_mini"}},
+        precision={"weights": "bfloat16"},
+    )
+    plan = plan_run(spec, gpu="h200", row_tokens=4096)
+    assert gib(plan, "train") - machine("h200").context_gib == pytest.approx(43.80, rel=0.01)
+    assert plan.times.train_s == pytest.approx(1.5, rel=0.15)
+    assert plan.parameters["total"] == 8_190_735_360
+
+
+def test_the_card_s_memory_beside_a_vllm_awake_and_asleep_is_foretold(tmp_path):
+    plan = plan_run(grpo(checkpoint(tmp_path, "0.6B"), "disk", sleep="free"), gpu="h200")
+    train = next(each for each in plan.phases if each.name == "train")
+    assert gib(plan, "rollout") == pytest.approx(64.7, rel=0.05)
+    static = sum(train.parts[name] for name in ("weights", "master", "optimizer", "engine", "process"))
+    assert static == pytest.approx(8.7, rel=0.05)
+    assert static - train.parts["engine"] == pytest.approx(7.4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("bridge", "rollout_s", "train_s", "sync_s"),
+    [("shared", 3.75, 2.11, 0.15), ("adapter_broadcast", 4.66, 2.78, 0.41)],
+)
+def test_the_seconds_of_grpo_are_foretold(tmp_path, bridge, rollout_s, train_s, sync_s):
+    took = plan_run(grpo(checkpoint(tmp_path, "0.6B"), bridge), gpu="h200").times
+    assert took.rollout_s == pytest.approx(rollout_s, rel=0.15)
+    assert took.train_s == pytest.approx(train_s, rel=0.15)
+    assert took.sync_s == pytest.approx(sync_s, rel=0.15)
+
+
+# --- against what a run makes and accounts for
+
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_offload", "adafactor", "muon", "apollo", "apollo_mini")
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("precision", [Float32Precision(), Bfloat16Precision()], ids=["fp32", "bf16"])
+def test_what_a_step_accounts_for_is_planned(precision, optimizer, lora):
+    rows, length = 4, 64
+    spec = sft(
+        {"preset": "tiny", **({"lora": lora.model_dump()} if lora else {})},
+        {"batch_size": rows, "micro_tokens": rows * length, "optimizer": {"kind": optimizer}},
+        precision={"weights": precision.weights},
+    )
+    model = build.model(spec.model, precision, 0, torch.device("cpu"))
+    trainer = build.trainer(spec.train, model, build.sft_algorithm(), 0, 0)
+    found = trainer.step(batch(spec, model, rows, length))
+    train = plan_run(spec, gpu="cpu", row_tokens=length).phases[-1]
+    for part in ("weights", "master", "optimizer", "activations", "gradients", "logits"):
+        assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.01, abs=5e-5), part
+    assert train.peak_gib - machine("cpu").context_gib == pytest.approx(found["memory/accounted"], rel=0.1)
+
+
+def batch(spec: Any, model: build.Model, rows: int, length: int) -> Any:
+    rng = random.Random(0)
+    trained, zeros = [False] + [True] * (length - 1), [0.0] * length
+    groups = [
+        [Trajectory([rng.randrange(256) for _ in range(length)], trained, zeros, [-1] * length)] for _ in range(rows)
+    ]
+    return build.batches(spec.train, model, build.sft_algorithm())(groups, 0)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "medium"])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=8)])
+def test_every_trained_tensor_is_known_by_its_shape(preset, lora):
+    spec = PresetModel(preset=preset, lora=lora)
+    policy = build.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
+    ours = sorted(tuple(tensor.shape) for _, tensor in policy.trainable())
+    assert sorted(dims for dims, _ in trained_tensors(read_shape(spec), lora)) == ours
+    assert len(byte_tokenizer()) == BYTE_VOCABULARY
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not(tmp_path):
+    path = checkpoint(tmp_path, "1.7B")
+
+    def plan(tokens: int) -> Plan:
+        train = {"batch_size": tokens // 16, "micro_tokens": tokens}
+        return plan_run(sft({"path": path}, train), gpu="h100", row_tokens=16)
+
+    most = plan(16).largest_micro_tokens
+    assert plan(most).fits
+    assert not plan(most + 1600).fits
+
+
+# --- what it says
+
+
+def test_what_does_not_fit_says_what_would(tmp_path):
+    spec = sft({"path": checkpoint(tmp_path, "8B")}, {"batch_size": 4}, precision={"weights": "bfloat16"})
+    plan = plan_run(spec, gpu="h100")
+    assert not plan.fits
+    assert plan.changes[-1].endswith("which fits")
+    settings = [word for word in plan.changes[-1].split(":")[0].split() if "=" in word]
+    assert settings
+    assert "does NOT fit" in plan_text(plan)
+
+
+def test_the_command_s_exit_code_says_whether_it_fits():
+    told = CliRunner().invoke(app, ["plan", str(QUICKSTART), "--gpu", "cpu", "--json"])
+    assert told.exit_code == 0
+    said = json.loads(told.stdout)
+    assert {"parameters", "phases", "times", "usd", "bridge", "largest_micro_tokens"} <= said.keys()
+    assert said["parameters"]["total"] == 1_084_032
+    small = CliRunner().invoke(app, ["plan", str(QUICKSTART), "--gpu", "cpu", "--memory-gib", "0.3"])
+    assert small.exit_code == 1
+
+
+def test_a_price_table_of_one_s_own_is_taken(tmp_path):
+    table = tmp_path / "prices.toml"
+    table.write_text("h200 = 100.0\n")
+    spec = parse_spec(tomllib.loads(QUICKSTART.read_text()))
+    plan = plan_run(spec, gpu="h200", prices=table)
+    assert plan.usd == pytest.approx(plan.times.steps_s / 36)
+    table.write_text("h200 = -1\n")
+    with pytest.raises(SpecError, match="dollars an hour"):
+        usd_per_hour("h200", table)
+
+
+def test_what_is_not_known_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 8}))
+    with pytest.raises(SpecError, match="'mamba' are not known"):
+        plan_run(sft({"path": str(tmp_path)}, {}))
+    with pytest.raises(SpecError, match="no figures of it"):
+        plan_run(parse_spec(tomllib.loads(QUICKSTART.read_text())), gpu="tpu")
+
+
+def test_the_parts_are_put_together_in_one_place():
+    parts = sizes.Parts(10.0, 5.0, 2.0, 1, 1.0, 1.0, 0.5, 0.25)
+    assert sizes.peak(parts) == 16.5
+    assert sizes.state_bytes("apollo", (8, 4), 2) == 4 * (2 * prod((2, 8)) + 2)
