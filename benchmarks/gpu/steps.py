@@ -2,7 +2,7 @@
 
 A run of GRPO as a user would start it: random weights of the shape, vLLM behind `tandem engine serve` on the same GPU,
 32 groups of 8 answers of up to 512 tokens a step. Of its metrics and its ledger: the median step after the first, and
-what of it was digests and the canary. The trainer digests as it gathers: all of `gather` counts, the casts in it too.
+what of it was digests and the canary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.recipes import build_engine
 from tandem.recipes.shapes import random_checkpoint
 from tandem.spec.load import parse_spec
 
-PROVING = ("gather", "verify", "check", "digest", "prove", "canary")
+PROVING = ("hash", "verify", "check", "digest", "prove", "canary")
 
 
 def spec_of(mode: str, checkpoint: Path, python: str, steps: int) -> Any:

@@ -238,7 +238,7 @@ class Sent:
     fingerprints: Fingerprints
     bytes_moved: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By phase: gather, move."""
+    """By phase; docs/sync.md says which there are."""
     how: Literal["digest", "identity", "none"] = "digest"
     """What the fingerprints are."""
     transport: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -257,7 +257,7 @@ class Served:
     cache_epoch: int = 0
     """Goes up whenever everything that was computed with older weights is forgotten."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """By phase: wait, verify, pause, apply, prove, resume."""
+    """By phase; docs/sync.md says which there are."""
     read_back: bool = True
     """False: the engine's memory cannot be read, and fingerprints are of the files that it was given."""
     lent_bytes: int = 0

@@ -100,7 +100,7 @@ def test_what_arrives_is_what_is_to_be_served_to_the_bit(copying: WeightBridge) 
     assert bits(received.tensors()) == bits(as_served(copying.carries, 1))
     assert sent.fingerprints == received.expected
     assert sent.bytes_moved >= sum(t.nbytes for t in as_served(copying.carries, 1).values())
-    assert {"gather", "move"} <= sent.seconds.keys()
+    assert {"gather", "hash", "move"} <= sent.seconds.keys()
 
 
 def test_sending_leaves_the_trainers_tensors_as_they_are(copying: WeightBridge) -> None:

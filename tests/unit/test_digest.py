@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.base import check_base
+from tandem.ops.phases import Phases
 
 DTYPES = ["bfloat16", "float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool", "float8_e4m3fn"]
 WHOLE = 2**64
@@ -88,6 +91,26 @@ def test_fingerprints_are_sixteen_digits_of_each_tensor_in_its_order() -> None:
     made = list(digest.fingerprinted(iter(tensors.items())))
     assert [(name, text) for name, _, text in made] == list(found.items())
     assert all(tensor is tensors[name] for name, tensor, _ in made)
+
+
+def test_to_make_tensors_and_to_digest_them_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(parts: Iterable[digest.Piece]) -> list[int]:
+        time.sleep(0.05)
+        return [0 for _ in parts]
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for name in "abc":
+            time.sleep(0.01)
+            yield name, torch.ones(2)
+
+    monkeypatch.setattr(digest, "pieces", slowly)
+    phases = Phases()
+    for _ in digest.fingerprinted(made(), phases):
+        time.sleep(0.02)
+        phases.end("move")
+    seconds = phases.seconds
+    assert seconds.keys() == {"gather", "hash", "move"}
+    assert 0.03 <= seconds["gather"] < 0.06 <= seconds["move"] < 0.15 <= seconds["hash"]
 
 
 # --- the base under adapters

@@ -18,6 +18,7 @@ import torch
 
 from tandem.errors import SpecError, SyncError
 from tandem.obs.sync_bench import Bench, Row, bench_json, bench_png, bench_text
+from tandem.obs.sync_text import AT_THE_TRAINER, ONE_AFTER_THE_OTHER, PHASES
 from tandem.ops.footprint import ProcessMemory, copy_bytes_per_s
 from tandem.recipes import sync_bench
 from tandem.recipes.sync_bench import BRIDGES, bench_sync
@@ -143,7 +144,7 @@ def test_a_way_that_breaks_is_a_row_with_its_error(monkeypatch: pytest.MonkeyPat
 
 def test_the_command_prints_json_alone_and_every_row_is_verified(tmp_path: Path):
     command = [TANDEM, "sync", "bench", "--device", "cpu", "--rounds", "2", "--json", "--png", tmp_path / "b.png"]
-    command += ["--bridge", "inproc", "--bridge", "adapter_broadcast"]
+    command += ["--bridge", "inproc", "--bridge", "adapter_broadcast", "--bridge", "broadcast"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -152,9 +153,16 @@ def test_the_command_prints_json_alone_and_every_row_is_verified(tmp_path: Path)
     assert [(row["bridge"], row["verified"], row["rounds"]) for row in told["rows"]] == [
         ("inproc", True, 2),
         ("adapter_broadcast", True, 2),
+        ("broadcast", True, 2),
     ]
     assert all(row["ms"] > 0 for row in told["rows"])
-    assert [row["bytes"] > 0 for row in told["rows"]] == [False, True]
+    assert [row["bytes"] > 0 for row in told["rows"]] == [False, True, True]
+    for row in told["rows"]:
+        in_turn = [row["phases"].get(phase, 0.0) for phase in ONE_AFTER_THE_OTHER]
+        assert sum(in_turn) + row["rest_ms"] == pytest.approx(row["ms"])
+        assert 0 < row["rest_ms"] < row["ms"]  # nothing is counted twice
+        assert row["phases"].keys() <= set(PHASES)
+    assert all(set(AT_THE_TRAINER) <= row["phases"].keys() for row in told["rows"][1:])
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -105,7 +105,7 @@ class _Host:
                 raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
             phases = Phases()
             into = forms(weights, self.source.replies, self._meeting.mode)
-            manifest = _manifest(weights, into, self._meeting.mode, bucket_bytes)
+            manifest = _manifest(weights, into, self._meeting.mode, bucket_bytes, phases)
             phases.end("gather")
             chosen, manifest = self._agree_on_a_way(manifest, deadline)
             phases.end("meet")
@@ -298,11 +298,13 @@ def _rooms_of(manifest: wire.Manifest) -> int:
     return min(2, -(-manifest.size_bytes // manifest.bucket_bytes))
 
 
-def _manifest(weights: Weights, into: Mapping[str, Form], mode: str, bucket_bytes: int) -> wire.Manifest:
+def _manifest(
+    weights: Weights, into: Mapping[str, Form], mode: str, bucket_bytes: int, phases: Phases
+) -> wire.Manifest:
     """All is gathered and looked at once before anything moves, so that a refusal costs the receivers nothing."""
     entries: dict[str, wire.Entry] = {}
     end = 0
-    for name, _, fingerprint in digest.fingerprinted(outgoing(weights, into, mode)):
+    for name, _, fingerprint in digest.fingerprinted(outgoing(weights, into, mode), phases):
         entries[name] = wire.Entry(*into[name], fingerprint, wire.padded(end))
         end = entries[name].offset + entries[name].size_bytes
     return wire.Manifest(

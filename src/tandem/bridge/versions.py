@@ -115,7 +115,7 @@ class FilesBridge:
         with atomic.directory(path) as directory:
             shards = self._shards(into)
             with _opened(directory, shards) as (files, places):
-                for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode)):
+                for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
                     raw = wire.as_bytes(tensor).cpu()
                     phases.end("gather")
                     file, offset = places[name]

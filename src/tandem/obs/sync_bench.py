@@ -11,13 +11,15 @@ from tandem.io.jsonl import finite
 from tandem.obs.sync_text import PHASES, size, table
 from tandem.obs.wording import printable
 
-AT_THE_TRAINER = ("gather", "move")
-"""Phases that pass while the engine waits."""
 _COLORS = {
+    "wake": "#495057",
     "wait": "#7aa6f7",
     "verify": "#0d7a6f",
+    "check": "#94d82d",
+    "stage": "#e599f7",
     "pause": "#f0b429",
     "apply": "#d9480f",
+    "digest": "#0b7285",
     "prove": "#4fd1c0",
     "resume": "#8d99ae",
     "canary": "#b197fc",
@@ -40,9 +42,10 @@ class Row:
     bytes: int = 0
     ms: float = 0.0
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    """Milliseconds, as the proofs have them. The engine waits while the trainer's end gathers and moves."""
+    """Milliseconds, as the proofs have them. Those of the trainer's end pass while the engine waits."""
     rest_ms: float = 0.0
-    """Of `ms`: in none of the engine's phases nor the canary. Messages, and the comparison of fingerprints."""
+    """Of `ms`: in none of the engine's phases nor the canary. Messages, and the comparison of fingerprints.
+    Below 0: a phase was counted twice."""
     gb_s: float | None = None
     """bytes over all of `ms` but the canary; None where none are moved."""
     link_share: float | None = None

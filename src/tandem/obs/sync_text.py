@@ -13,7 +13,15 @@ from tandem.obs.audit import Audit, Finding, proof_of
 from tandem.obs.wording import printable
 from tandem.types import Proof
 
-PHASES = ("wait", "gather", "move", "verify", "pause", "apply", "prove", "resume", "canary")
+AT_THE_TRAINER = ("gather", "hash", "meet", "move", "confirm")
+"""Phases that pass while the engine waits."""
+AROUND = "load"
+"""Of an engine with workers: until they have it. Their phases pass within it."""
+ONE_AFTER_THE_OTHER = (
+    "wake", "wait", "verify", "check", "stage", "pause", "apply", "digest", "prove", "resume", "canary",
+)  # fmt: skip
+"""The engine's and the canary."""
+PHASES = (*AT_THE_TRAINER, AROUND, *ONE_AFTER_THE_OTHER)
 _SHOWN_ROWS, _SHOWN_A_RULE = 12, 4
 _HEAD = (
     "version",

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.ops.phases import Phases
+
 Piece = tuple[str, Tensor, int, int]
 """The name of a tensor, a part of it, and the row and column that the part begins at."""
 
@@ -82,17 +84,20 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: text(number) for name, number in zip(tensors, numbers, strict=True)}
 
 
-def fingerprinted(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
-    """Of tensors that are made while they are gone through: of so many at a time as may be held."""
+def fingerprinted(
+    tensors: Iterable[tuple[str, Tensor]], phases: Phases | None = None
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Of tensors that are made while they are gone through: of so many at a time as may be held. In `phases`, to make
+    them is `gather`, and to digest them `hash`."""
     held: list[tuple[str, Tensor]] = []
     held_bytes = 0
     for name, tensor in tensors:
         held.append((name, tensor))
         held_bytes += tensor.nbytes
         if held_bytes >= _TOGETHER.get(tensor.device.type, 0):
-            yield from _with_text(held)
+            yield from _with_text(held, phases)
             held, held_bytes = [], 0
-    yield from _with_text(held)
+    yield from _with_text(held, phases)
 
 
 def fused(device: torch.device) -> dict[str, Any]:
@@ -122,8 +127,13 @@ def _fused(matrices: Sequence[Matrix]) -> list[int]:
     return [number & _MASK for number in digest_triton.sums(matrices)]
 
 
-def _with_text(held: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
+def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:
+    phases = phases or Phases()
+    if held and held[-1][1].is_cuda:  # what makes them may still run
+        torch.cuda.current_stream(held[-1][1].device).synchronize()
+    phases.end("gather")
     numbers = pieces((name, tensor, 0, 0) for name, tensor in held)
+    phases.end("hash")
     return ((name, tensor, text(number)) for (name, tensor), number in zip(held, numbers, strict=True))
 
 

@@ -18,7 +18,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.errors import SpecError, TandemError
-from tandem.obs.sync_bench import AT_THE_TRAINER, Bench, Row
+from tandem.obs.sync_bench import Bench, Row
+from tandem.obs.sync_text import ONE_AFTER_THE_OTHER
 from tandem.protocols import Trainer
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import parse_spec
@@ -220,7 +221,7 @@ def _summed_up(row: Row, proofs: Sequence[Proof], extra_bytes: float | None, lin
     seconds = dict(middle.seconds)  # of one round, so that they add up
     total_s = seconds.pop("total")
     moved = middle.bytes_moved
-    in_turn_s = sum(took for phase, took in seconds.items() if phase not in AT_THE_TRAINER)
+    in_turn_s = sum(seconds.get(phase, 0.0) for phase in ONE_AFTER_THE_OTHER)
     bytes_per_s = moved / (total_s - seconds["canary"]) if moved else None
     return replace(
         row,
@@ -231,7 +232,7 @@ def _summed_up(row: Row, proofs: Sequence[Proof], extra_bytes: float | None, lin
         bytes=moved,
         ms=total_s * 1e3,
         phases={phase: took * 1e3 for phase, took in seconds.items()},
-        rest_ms=max(0.0, total_s - in_turn_s) * 1e3,
+        rest_ms=(total_s - in_turn_s) * 1e3,
         gb_s=None if bytes_per_s is None else bytes_per_s / 1e9,
         link_share=None if bytes_per_s is None else bytes_per_s / link_bytes_per_s,
         extra_mib=None if extra_bytes is None else extra_bytes / 2**20,
