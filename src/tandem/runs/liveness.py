@@ -128,10 +128,10 @@ class Watchdog:
         self._file: IO[str] | None = None
 
     def start(self) -> None:
-        self._progress.write()
         self._file = self._stacks.open("a", encoding="utf-8")
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR1, self._file, all_threads=True)
+        self._progress.write()  # not before: whoever reads it may send the signal, which would end the process
         self._thread.start()
 
     def stop(self) -> None:

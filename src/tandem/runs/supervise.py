@@ -1,0 +1,263 @@
+"""A parent that starts a run again when what ended it may pass: `tandem train SPEC --supervise`.
+
+consumes: ends of the run's process   waits for: the process, or a stall that it judges on its own clock
+produces: attempts.jsonl, a row for each end: how, which class and rule, what was done
+
+The process is on a leash (io/leash.py): it does not outlive this one. SIGTERM and Ctrl-C are passed on, and nothing is
+started again after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.io import atomic, leash
+from tandem.io.jsonl import JsonlWriter
+from tandem.io.process import is_there
+from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
+from tandem.runs.liveness import STACKS, Observer, read_sign
+from tandem.spec.load import load_spec, parse_spec, to_toml
+
+ATTEMPTS = "attempts.jsonl"
+_TAIL_LINES = 200  # of what it wrote on stderr: there native code leaves its last words
+_STACKS_S = 1.0  # for the stacks to be written after SIGUSR1
+_POLL_S = 0.2
+_LEAST_MICRO_TOKENS = 256
+_MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Restarts for a class of failures, until a step is reached that none has reached before."""
+
+    restarts: int
+    wait_s: float
+    """Before the first; doubled for each further one."""
+    longest_wait_s: float
+
+    def wait(self, restart: int) -> float:
+        return min(self.wait_s * 2.0 ** (restart - 1), self.longest_wait_s)
+
+
+BUDGETS: Mapping[FailureClass, Budget] = {
+    "infra_retriable": Budget(5, 5.0, 300.0),
+    "preempted": Budget(20, 5.0, 60.0),
+    "stalled": Budget(3, 5.0, 60.0),
+    "out_of_memory": Budget(4, 1.0, 10.0),
+    "unknown": Budget(1, 5.0, 5.0),
+}
+_RENEWED: frozenset[FailureClass] = frozenset({"infra_retriable", "preempted", "stalled"})
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    code: int
+    """Above 128: the signal that ended it, and 128."""
+    text: str
+    stalled: str = ""
+    """What was seen, if it was ended because it stood still."""
+
+
+@dataclass
+class Supervisor:
+    begin: Sequence[str]
+    """The command that starts the run."""
+    go_on: Sequence[str]
+    """The command that resumes it, once the directory is a run."""
+    directory: Path
+    smaller: Callable[[], str] = lambda: ""
+    """Halves the micro-batch and says what it did; empty if it cannot be smaller."""
+    say: Callable[[str], None] = print
+    budgets: Mapping[FailureClass, Budget] = field(default_factory=lambda: BUDGETS)
+    _asked: int = 0
+    _leash: subprocess.Popen[bytes] | None = None
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _unwritten: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def run(self) -> int:
+        """The exit code of the last attempt; of one that failed, its class's."""
+        spent: dict[FailureClass, int] = {}
+        furthest = attempt = 0
+        with self._signals():
+            while True:
+                attempt += 1
+                before = self._status()
+                kills = _oom_kills()
+                end = self._attempt(self.go_on if (self.directory / "spec.toml").exists() else self.begin)
+                if end.code == 0 or self._asked:
+                    self._note(attempt, end.code, "asked to end" if self._asked else "done")
+                    return end.code
+                failure = self._diagnose(end, before, oom=_oom_kills() > kills)
+                if (steps := self._steps()) > furthest:
+                    furthest = steps
+                    spent = {name: count for name, count in spent.items() if name not in _RENEWED}
+                then, wait_s = self._decide(failure, spent)
+                self._note(attempt, end.code, then, failure)
+                self.say(f"supervisor: attempt {attempt} ended: {failure.failure_class} ({failure.rule or 'no rule'})")
+                self.say(f"supervisor: {then or f'not again: {failure.next}'}")
+                if not then:
+                    self._conclude(failure)
+                    return failure.exit_code
+                if self._wake.wait(wait_s):
+                    return 128 + self._asked
+
+    def _decide(self, failure: Failure, spent: dict[FailureClass, int]) -> tuple[str, float]:
+        """What is done now, in words, empty for nothing; and how long to wait before."""
+        name = failure.failure_class
+        budget = self.budgets.get(name)
+        if not failure.retriable or budget is None or spent.get(name, 0) >= budget.restarts:
+            return "", 0.0
+        spent[name] = spent.get(name, 0) + 1
+        wait_s, changed = budget.wait(spent[name]), ""
+        if name == "out_of_memory":
+            if not (changed := self.smaller()):
+                return "", 0.0
+            changed += "; "
+        return f"{changed}restart {spent[name]} of {budget.restarts} for this class, in {wait_s:g} s", wait_s
+
+    # --- one attempt
+
+    def _attempt(self, command: Sequence[str]) -> _End:
+        theirs, ours = os.pipe()
+        holder = [sys.executable, "-I", leash.__file__, str(theirs), *command]
+        try:
+            self._leash = subprocess.Popen(holder, pass_fds=(theirs,), stderr=subprocess.PIPE, start_new_session=True)
+        finally:
+            os.close(theirs)
+        tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        pump = threading.Thread(target=_pump, args=(self._leash, tail), daemon=True)
+        pump.start()
+        try:
+            if self._asked:
+                self._leash.send_signal(signal.SIGTERM)
+            stalled = self._watch(self._leash)
+        finally:
+            os.close(ours)  # what still runs ends now
+            code = self._leash.wait()
+        pump.join(timeout=5)
+        return _End(code if code >= 0 else 128 - code, "".join(tail), stalled)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> str:
+        """Until it ends, or stands still; says what was seen then."""
+        observer = Observer()
+        while process.poll() is None:
+            sign = read_sign(self.directory)
+            if sign is not None and not is_there(sign.process):
+                sign = None  # an earlier attempt's
+            if not self._asked and observer.look(sign):
+                stage = sign.stage if sign is not None else "boot"
+                if sign is not None:
+                    _ask_for_stacks(sign.process)
+                return f"no progress for {observer.quiet_s:.1f} s in stage {stage}; {STACKS} has what could be written"
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+        return ""
+
+    def _diagnose(self, end: _End, before: Mapping[str, Any], *, oom: bool) -> Failure:
+        if end.stalled:
+            return classify_end(end.stalled)
+        status = self._status()
+        told = status.get("failure")
+        if status != before and isinstance(told, dict) and status.get("state") in ("failed", "cancelled"):
+            row = cast("dict[str, Any]", told)
+            name = cast("FailureClass", row["class"])
+            return Failure(name, str(row["rule"]), str(row["next"]), bool(row["retriable"]), kinds()[name].exit_code)
+        text = end.text + ("\nthe kernel's counter oom_kill rose" if oom and end.code == 128 + signal.SIGKILL else "")
+        return classify_end(text, end.code)
+
+    # --- what is left on the disk
+
+    def _status(self) -> Mapping[str, Any]:
+        try:
+            return cast("dict[str, Any]", json.loads((self.directory / "status.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return {}
+
+    def _steps(self) -> int:
+        sign = read_sign(self.directory)
+        return max(int(self._status().get("steps_done") or 0), sign.step if sign is not None else 0)
+
+    def _note(self, attempt: int, code: int, then: str, failure: Failure | None = None) -> None:
+        row: dict[str, Any] = {"attempt": attempt, "exit_code": code, "steps_done": self._steps(), "then": then}
+        if failure is not None:
+            row |= {"failure": failure.row()}
+        self._unwritten.append(row)
+        if (self.directory / "spec.toml").exists():  # before that the directory is to stay empty: the run begins it
+            with JsonlWriter(self.directory / ATTEMPTS) as writer:
+                for one in self._unwritten:
+                    writer.write(one)
+            self._unwritten.clear()
+
+    def _conclude(self, failure: Failure) -> None:
+        """A process that was killed could not say how it ended."""
+        status = self._status()
+        if status and status.get("state") in ("queued", "running"):
+            told = {"state": "failed", "error": f"{failure.failure_class}: {failure.next}", "failure": failure.row()}
+            atomic.write_json(self.directory / "status.json", {**status, **told})
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        def pass_on(number: int, _frame: Any) -> None:
+            self._asked = number
+            self._wake.set()
+            if self._leash is not None and self._leash.poll() is None:
+                self._leash.send_signal(signal.SIGTERM)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def smaller_micro_batch(directory: Path) -> str:
+    """Halves micro_tokens in the run's spec.toml; says so, or is empty if that cannot be.
+
+    Every optimizer step is of the same samples as before, in more pieces; sums of floats may differ in their last bits.
+    """
+    path = directory / "spec.toml"
+    raw = load_spec(path).model_dump(mode="json", exclude_none=True)
+    stages = [cast("dict[str, Any]", raw[name]) for name in ("warmup", "train") if name in raw]
+    if any(stage["gradient_release"] or stage["micro_tokens"] < 2 * _LEAST_MICRO_TOKENS for stage in stages):
+        return ""
+    was: int = stages[-1]["micro_tokens"]
+    for stage in stages:
+        stage["micro_tokens"] //= 2
+    atomic.write_text(path, to_toml(parse_spec(raw)))
+    return f"train.micro_tokens {was} -> {was // 2}, each step of the same samples as before"
+
+
+def _pump(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
+    assert process.stderr is not None
+    with process.stderr:
+        for line in process.stderr:
+            tail.append(line.decode("utf-8", "replace"))
+            with suppress(OSError):
+                os.write(2, line)
+
+
+def _ask_for_stacks(process: str) -> None:
+    with suppress(ValueError, ProcessLookupError, PermissionError):
+        os.kill(int(process.partition(":")[0]), signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+
+
+def _oom_kills() -> int:
+    """Of this machine's or container's memory group, as the kernel counts them; 0 where it does not."""
+    with suppress(OSError, ValueError):
+        rows = dict(line.split() for line in _MEMORY_EVENTS.read_text(encoding="ascii").splitlines())
+        return int(rows.get("oom_kill", 0))
+    return 0
