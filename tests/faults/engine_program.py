@@ -18,7 +18,7 @@ from tandem.types import Completion, Sampling, Served, Span
 
 
 class Counting:
-    receivers, stays = 1, False
+    receivers, stays, why_torn = 1, False, ""
 
     def __init__(self, version: int, torn: Path) -> None:
         self.torn = torn

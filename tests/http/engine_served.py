@@ -33,6 +33,7 @@ class FakeEngine:
     def __init__(self, version: int = 3) -> None:
         self.version, self.boot_id, self.cache_epoch = version, "boot-a", 5
         self.pause_s, self.whole, self.remembered, self.lent_bytes = 0.0, True, 0, 0
+        self.why_torn = ""
         self.fails: BaseException | None = None
         self.refuses: BaseException | None = None
         self.awake, self.arrived, self.died = asyncio.Event(), asyncio.Event(), asyncio.Event()

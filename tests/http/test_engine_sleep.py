@@ -36,6 +36,10 @@ class Vllm:
         self.mapped, self.weights, self.remembered = ENGINE, "v0", ""
         self.running, self.calls, self.refuses = True, list[str](), ""
         self.slow_s = 0.0
+        self.load_s, self.load_fails, self.untouched, self.held = 0.0, "", True, -1
+        """How long a load takes, what ends it, and what is found then."""
+        self.unseen = ""
+        """Why weights cannot be looked at."""
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         name = body["method"] if path == "/collective_rpc" else path
@@ -52,8 +56,17 @@ class Vllm:
                 self.mapped = ENGINE
             case "tandem_free_bytes":
                 return {"results": [{"free": GPU - self.taken - self.mapped}]}
-            case "/pause" | "/resume" | "tandem_status" | "/v1/load_lora_adapter":
-                return {"results": [{"untouched": True}]}
+            case "/pause" | "/resume" | "/v1/load_lora_adapter":
+                return {}
+            case "tandem_status":
+                return {"results": [{"untouched": self.untouched, "version": self.held}]}
+            case "tandem_load" if self.load_s or self.load_fails:
+                await asyncio.sleep(self.load_s)
+                if self.load_fails:
+                    return {"results": [{"error": {"code": "sync_timeout", "message": self.load_fails}}]}
+                return {"results": [self._worker(name, *body["args"])]}
+            case "tandem_intact" if self.unseen:
+                return {"results": [{"error": {"code": "sync", "message": self.unseen}}]}
             case _:
                 self._touch()
                 return {"results": [self._worker(name, *body["args"])]}
@@ -68,7 +81,7 @@ class Vllm:
             case "tandem_attach":
                 return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0"}
             case "tandem_load":
-                self.weights = f"v{args[0]}"
+                self.weights, self.held, self.untouched = f"v{args[0]}", args[0], True
                 return {"seconds": {"apply": 0.01}, "adapter": "a", **pieces}
         return pieces
 

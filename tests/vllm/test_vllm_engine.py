@@ -154,6 +154,27 @@ def test_a_version_that_is_refused_leaves_the_one_before_serving(rig: Rig):
     bridge.close()
 
 
+@pytest.mark.parametrize("carries", ["full", "adapter"])
+def test_a_load_that_was_given_up_leaves_the_one_before_serving(rig: Rig, carries: str):
+    back = rig.bridge("disk")
+    rig.publish(back, rig.module)
+    back.close()
+    made = BroadcastBridge("cpu", deadline_s=3) if carries == "full" else AdapterBroadcastBridge("cpu", deadline_s=3)
+    before = rig.engine.version
+
+    async def given_up() -> None:
+        await rig.engine.attach(made.source(rig.engine.receivers))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await rig.engine.load(before + 1)  # nobody sends
+
+    rig.run(given_up())
+    made.close()
+    assert not rig.engine.why_torn
+    assert set(rig.sample().versions) == {before}
+    assert rig.gap(rig.module, rig.sample()) < NEAR
+
+
 @pytest.mark.parametrize("mode", ["adapter", "disk"])
 def test_asleep_it_answers_nobody_until_it_wakes_or_a_version_comes(rig: Rig, mode: str):
     """There is no sleep mode on a CPU, which the trainer is told: it pauses."""

@@ -5,7 +5,8 @@ produces: completions           of one version each: requests end under the old 
 
 vLLM itself does not say on every version which weights made a token. So no request crosses an exchange: the gate shuts,
 what runs ends (`finish`) or is ended and asked again (`restart`), the workers take the version over and read back what
-they serve, caches are dropped, and the gate opens. What failed halfway stays shut: no torn weights answer.
+they serve, caches are dropped, and the gate opens. What failed halfway stays shut: no torn weights answer. Once begun,
+an exchange runs to its end, whoever gives it up: workers cannot be told to stop.
 
 Asleep, with `engine.sleep = "free"`, its weights are in the host's memory and its keys and values nowhere: nothing may
 touch the GPU before they are back, and they are not called back before there is room.
@@ -18,7 +19,7 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -26,6 +27,7 @@ import httpx
 from tandem.engine.pieces import whole
 from tandem.engine.vllm_process import VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
+from tandem.io.to_its_end import to_its_end
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
@@ -60,6 +62,8 @@ class VllmEngine:
         self._gate = asyncio.Event()
         self._gate.set()
         self._torn = ""
+        self._held = -1
+        """The full version that the workers say they hold; -1: what they started with."""
         self._adapters: list[str] = []
         self._running: Counter[str] = Counter()
         self._moving_memory = asyncio.Lock()
@@ -79,6 +83,11 @@ class VllmEngine:
     def lent_bytes(self) -> int:
         return sum(self._lent)
 
+    @property
+    def why_torn(self) -> str:
+        """Empty if its weights are a version. Else it answers nobody, until a full version is loaded."""
+        return self._torn and f"engine: it serves nothing until a version is loaded: {self._torn}"
+
     # --- sampling
 
     async def generate(
@@ -91,9 +100,10 @@ class VllmEngine:
     ) -> Completion:
         await self._tell_vocabulary()
         while True:
-            await self._gate.wait()
+            while not self._gate.is_set():  # it may have shut again since who waits was told
+                await self._gate.wait()
             if self._torn:
-                raise EngineError(f"engine: it serves nothing until a version is loaded: {self._torn}")
+                raise EngineLost(self.why_torn)
             model = self._model
             self._running[model] += 1
             try:
@@ -199,7 +209,10 @@ class VllmEngine:
             raise SyncError("engine: load() before attach(): it does not know where weights come from")
         deadline_s = float(self._source.link["deadline_s"])
         if self._source.carries == "adapter":
-            return await self._load_adapter(version, deadline_s)
+            return await to_its_end(self._load_adapter(version, deadline_s))
+        return await to_its_end(self._load_full(version, deadline_s, live=self._source.carries == "live"))
+
+    async def _load_full(self, version: int, deadline_s: float, *, live: bool) -> Served:
         phases, lent_bytes = Phases(), self.lent_bytes
         try:
             await self._take_back()
@@ -209,13 +222,13 @@ class VllmEngine:
             phases.end("pause")
             answers = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
             served = answers[0].get("fingerprints") or _whole(answers)
-        except (SyncError, EngineError) as error:
-            await self._after_failed_load(str(error))
+            phases.end("load")
+            self._torn, self._model, self._held = "", _BASE, version
+            self._serve(version)
+            await self._open()
+        except BaseException as error:
+            await self._after_failed_load(str(error) or type(error).__name__, live=live)
             raise
-        phases.end("load")
-        self._torn, self._model = "", _BASE
-        self._serve(version)
-        await self._open()
         phases.end("resume")
         return self._served(served, {**phases.seconds, **answers[0]["seconds"]}, lent_bytes)
 
@@ -225,6 +238,8 @@ class VllmEngine:
         await self._take_back()
         if lent_bytes:
             phases.end("wake")
+        if self._torn:
+            raise SyncError(f"{self.why_torn}; an adapter does not mend what it stands upon: start the engine anew")
         try:
             seconds, served = await self._flip_adapter(version, deadline_s, phases)
         finally:
@@ -247,7 +262,7 @@ class VllmEngine:
         phases.end("digest")
         if self._restarts:
             await self._shut(deadline_s)
-        self._model, self._torn = name, ""
+        self._model = name
         self._adapters.append(name)
         self._serve(version)
         return loaded[0]["seconds"], served
@@ -265,15 +280,21 @@ class VllmEngine:
     def _served(self, fingerprints: Mapping[str, str], seconds: Mapping[str, float], lent_bytes: int) -> Served:
         return Served(self.version, fingerprints, (self.boot_id,), self.cache_epoch, seconds, lent_bytes=lent_bytes)
 
-    async def _after_failed_load(self, why: str) -> None:
-        """The version before goes on serving, if no worker has written over it. Asleep, it sleeps on."""
-        if self._lent:
+    async def _after_failed_load(self, why: str, *, live: bool) -> None:
+        """The version before goes on serving, if no worker has written over it. Asleep, it sleeps on; so it does where
+        the trainer may have written (`live`), until whoever looked at that wakes it."""
+        if self._lent or live:
             return
-        if await self._untouched():
+        if not await self._untouched():
+            return self._tear(why)
+        try:
             await self._open()
-        else:
-            self._torn = why
-            self._gate.set()  # to the error, not to wait for ever
+        except EngineError as error:
+            self._tear(str(error))
+
+    def _tear(self, why: str) -> None:
+        self._torn = why
+        self._gate.set()  # to the error, not to wait for ever
 
     async def fingerprints(self) -> Fingerprints:
         """Of what is served, computed now."""
@@ -283,7 +304,7 @@ class VllmEngine:
         """What runs ends, what comes waits; and if it was started for that, its GPU's memory is free."""
         await self._shut(_CONTROL_S)
         if self._process.options.sleeps and not self._process.options.why_awake:
-            await _to_its_end(self._lend())
+            await to_its_end(self._lend())
 
     async def wake(self) -> None:
         await self._take_back()
@@ -319,7 +340,7 @@ class VllmEngine:
             _log.info("asleep: %.2f GiB of GPU memory are free for others", self.lent_bytes / 2**30)
 
     async def _take_back(self) -> None:
-        await _to_its_end(self._wake_up())
+        await to_its_end(self._wake_up())
 
     async def _wake_up(self) -> None:
         """EngineError while there is no room: it sleeps on, and may be asked again."""
@@ -339,9 +360,16 @@ class VllmEngine:
                 await self._process.end()  # half of its memory is there: no vLLM gets over that
                 raise
             self._lent = []
+            await self._look_after_sleep()
+
+    async def _look_after_sleep(self) -> None:
+        """Raises unless its weights are known to be what they were: it is awake, but nobody may answer with them."""
+        try:
             if not await self.intact():
-                self._torn = "its weights are not what they were before it slept"
-                raise EngineError(f"engine: {self._torn}; load a version")
+                raise EngineError("engine: its weights are not what they were before it slept; load a version")
+        except BaseException as error:
+            self._tear(self._torn or str(error) or type(error).__name__)
+            raise
 
     async def _free_bytes(self) -> list[int]:
         return [answer["free"] for answer in await self._workers("tandem_free_bytes", deadline_s=_CONTROL_S)]
@@ -353,9 +381,12 @@ class VllmEngine:
         self._gate.clear()
         mode = "abort" if self._restarts else "wait"
         await self._process.post("/pause", deadline_s=deadline_s, mode=mode, clear_cache="true")
-        async with asyncio.timeout(deadline_s):
-            while self._running.total():
-                await asyncio.sleep(0.001)  # what has ended is still on its way here
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._running.total():
+                    await asyncio.sleep(0.001)  # what has ended is still on its way here
+        except TimeoutError as error:
+            raise SyncTimeout(f"engine: what it was asked did not end within {deadline_s:g} s") from error
 
     async def _open(self) -> None:
         await self._process.post("/resume", deadline_s=_CONTROL_S)
@@ -367,7 +398,7 @@ class VllmEngine:
             answers = await self._workers("tandem_status", deadline_s=_CONTROL_S)
         except (SyncError, EngineError):
             return False
-        return all(answer["untouched"] for answer in answers)
+        return all(answer["untouched"] and answer["version"] == self._held for answer in answers)
 
     async def _workers(self, method: str, *args: Any, deadline_s: float) -> list[dict[str, Any]]:
         """What each worker answers; the first error that one of them tells of."""
@@ -379,11 +410,6 @@ class VllmEngine:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Also if whoever asked hangs up: vLLM does what it was told, and half-known memory is lost."""
-    await asyncio.shield(asyncio.ensure_future(work))
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:

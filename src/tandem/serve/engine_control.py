@@ -23,6 +23,7 @@ from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout, Tande
 from tandem.inside.sources import EngineEnd
 from tandem.io.engine_wire import FENCED
 from tandem.io.process import is_there
+from tandem.io.to_its_end import to_its_end
 from tandem.protocols import Engine, OnToken
 from tandem.serve.app import Refused
 from tandem.serve.engine_link import Allowed
@@ -44,6 +45,8 @@ class LocalEngine(Engine, Protocol):
     def cache_epoch(self) -> int: ...
     @property
     def lent_bytes(self) -> int: ...  # what sleep() gave back and wake() or load() takes; more than 0: asleep
+    @property
+    def why_torn(self) -> str: ...  # empty, or why it answers nobody before a full version was loaded
     @property
     def stays(self) -> bool: ...  # in its memory: whoever once mapped that, reaches what is served as long as he lives
     async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
@@ -125,8 +128,8 @@ class Control:
             return completion
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if answer.cancelled() and self._torn and not (task and task.cancelling()):
-                raise EngineLost(self._torn) from None
+            if answer.cancelled() and self.why_torn and not (task and task.cancelling()):
+                raise EngineLost(self.why_torn) from None
             raise
         finally:
             self._running.discard(answer)
@@ -135,16 +138,20 @@ class Control:
     def state(self) -> State:
         if self._dead:
             return "dead"
-        if self._torn:
+        if self.why_torn:
             return "torn"
         if self._pause is not None:
             return "paused"
         return "empty" if self.version < 0 else "serving"
 
+    @property
+    def why_torn(self) -> str:
+        return self._torn or self._engine.why_torn
+
     def why_unfit(self) -> str:
         """Empty if it answers, or will by itself."""
         self._watch_engine()
-        return self._dead or self._torn
+        return self._dead or self.why_torn
 
     def status(self) -> dict[str, Any]:
         self._watch_engine()
@@ -153,7 +160,7 @@ class Control:
             "boot_id": self._engine.boot_id,
             "version": self.version,
             "state": self.state,
-            "why": self._dead or self._torn,
+            "why": self._dead or self.why_torn,
             "lease_left_s": left_s,
             "attachment": self._attachment,
             "workers": self._engine.receivers,
@@ -170,8 +177,8 @@ class Control:
 
     def _refuse_if_unfit(self) -> None:
         self._watch_engine()
-        if self._torn:
-            raise EngineLost(self._torn)
+        if self.why_torn:
+            raise EngineLost(self.why_torn)
         if self.state == "empty":
             raise EngineError("engine: it holds no weights yet; they come with the first load of a trainer")
 
@@ -233,23 +240,37 @@ class Control:
 
     async def load(self, caller: Caller, version: int, deadline_s: float) -> Served:
         async with self._turn_of(caller):
-            self._loading = asyncio.current_task()
+            carries = "" if self._source is None else self._source.carries
+            if self.why_torn and carries == "adapter":
+                raise SyncError(f"{self.why_torn}; an adapter does not mend what it stands upon")
+            self._loading = asyncio.ensure_future(self._load(version, deadline_s))
             try:
-                async with asyncio.timeout(deadline_s):
-                    served = await self._engine.load(version)
-            except BaseException as error:
-                # Not a moment later: the engine has woken up, and may have been written into.
-                await self._after_failed_load()
-                if isinstance(error, asyncio.CancelledError) and caller.attachment != self._attachment:
+                served = await to_its_end(self._loading, given_up=self._cut_short)
+            except asyncio.CancelledError:
+                if caller.attachment != self._attachment:
                     raise _fenced() from None
-                if isinstance(error, TimeoutError) and not isinstance(error, TandemError):
-                    raise SyncTimeout(f"engine: version {version} was not loaded within {deadline_s:g} s") from None
                 raise
             finally:
                 self._loading = None
             self._drop_pause()
             self._torn = ""
             return served
+
+    async def _load(self, version: int, deadline_s: float) -> Served:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._engine.load(version)
+        except BaseException as error:
+            self._loading = None  # what comes now is not cut short by anybody
+            # Not a moment later: the engine has woken up, and may have been written into.
+            await self._after_failed_load()
+            if isinstance(error, TimeoutError) and not isinstance(error, TandemError):
+                raise SyncTimeout(f"engine: version {version} was not loaded within {deadline_s:g} s") from None
+            raise
+
+    def _cut_short(self, load: asyncio.Future[Served]) -> None:
+        if load is self._loading:
+            load.cancel()
 
     async def sleep(self, caller: Caller, *, lease_s: float, writing: bool) -> dict[str, int]:
         """Again before the lease ends: renews it."""
@@ -262,8 +283,8 @@ class Control:
             if self._pause is None:
                 return
             await self._end_pause("the trainer woke it")
-            if self._torn:
-                raise SyncError(self._torn)
+            if self.why_torn:
+                raise SyncError(self.why_torn)
 
     async def digest(self, version: int) -> Served:
         async with self._turn:
@@ -317,8 +338,7 @@ class Control:
     async def _begin_pause(self, lease_s: float, *, writing: bool) -> None:
         now = asyncio.get_running_loop().time
         if self._pause is None:
-            self._pause = _Pause(now() + lease_s, lease_s)  # first: who hangs up leaves no engine asleep for ever
-            self._pause.expiry = asyncio.create_task(self._expire(self._pause), name="lease")
+            self._pause = self._lease(_Pause(now() + lease_s, lease_s))  # first: who hangs up leaves it asleep for ever
         if not self._pause.asleep:
             await self._engine.sleep()
             self._pause.asleep = True
@@ -326,6 +346,10 @@ class Control:
             await self._engine.remember()
             self._pause.writing = True
         self._pause.lease_s, self._pause.until = lease_s, now() + lease_s
+
+    def _lease(self, pause: _Pause) -> _Pause:
+        pause.expiry = asyncio.create_task(self._expire(pause), name="lease")
+        return pause
 
     async def _expire(self, pause: _Pause) -> None:
         now = asyncio.get_running_loop().time
@@ -338,7 +362,7 @@ class Control:
                     self._abandoned = pause.writing
                     try:
                         await self._end_pause(f"nobody renewed its lease of {pause.lease_s:g} s")
-                    except EngineError as error:
+                    except TandemError as error:
                         pause.until = now() + _WAKE_AGAIN_S
                         _log.warning("the pause is over, and the engine does not wake: %s", error)
 
@@ -349,19 +373,38 @@ class Control:
             self._drop_pause()
             intact = await self._is_intact()
         if intact:
-            await self._engine.wake()  # before it is dropped: until the engine has its memory back, the pause goes on
+            await self._wake()  # before it is dropped: until the engine has its memory back, the pause goes on
             self._drop_pause()
-            _log.info("the pause is over: %s", why)
-        else:
+        if self.why_torn:
             _log.error("the pause is over (%s), and the weights are torn", why)
+        else:
+            _log.info("the pause is over: %s", why)
+
+    async def _wake(self) -> None:
+        """An engine that is awake and finds its weights torn is that from now on; nothing is left to try again."""
+        try:
+            await self._engine.wake()
+        except TandemError as error:
+            if self._engine.lent_bytes or not self._engine.why_torn:
+                raise
+            _log.error("the engine is awake: %s", error)
 
     async def _after_failed_load(self) -> None:
         if self._engine.lent_bytes:
             return  # it did not even wake: the pause goes on, and so does its lease
-        if self._drop_pause():
-            await self._engine.sleep()
-            if await self._is_intact():
-                await self._engine.wake()
+        written = self._drop_pause()
+        try:
+            if written:
+                await self._engine.sleep()
+            if not written or await self._is_intact():
+                await self._wake()
+        except TandemError as error:
+            _log.warning("a load has failed, and the engine does not wake: %s", error)
+            if not written:
+                until = asyncio.get_running_loop().time() + _WAKE_AGAIN_S
+                self._pause = self._lease(_Pause(until, _WAKE_AGAIN_S, asleep=True))
+            elif not self._torn:
+                self._torn = f"engine: what its weights are after a load that failed is not known: {error}"
 
     def _drop_pause(self) -> bool:
         """Whether somebody may have written meanwhile."""
@@ -373,6 +416,8 @@ class Control:
         return pause.writing
 
     async def _is_intact(self) -> bool:
+        if self._engine.why_torn and not self._torn:
+            self._tear()
         if self._torn:
             return False  # what was remembered since is torn too
         self._torn = "engine: its weights are being looked at, after a write into them was cut short"
@@ -388,11 +433,11 @@ class Control:
             return
         async with self._turn:
             await self._look_if_abandoned()
-        if self._torn:
-            raise EngineLost(self._torn)
+        if self.why_torn:
+            raise EngineLost(self.why_torn)
 
     async def _look_if_abandoned(self) -> None:
-        if self._abandoned and not self._torn and not await self._engine.intact():
+        if self._abandoned and not self.why_torn and not await self._engine.intact():
             self._tear()
 
     def _tear(self) -> None:
