@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 from tandem.errors import ArtifactError
 
 T = TypeVar("T")
+_COMES_RIGHT = (408, 409, 425, 429)
+"""Of the answers that blame the request: the same one may be taken later."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +59,11 @@ def tried(do: Callable[[], T], limits: Limits, deadline: float, what: str, stop:
 
 def _is_hopeless(error: Exception) -> bool:
     """Refused for what it is: the same request would be refused again."""
-    return isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | TypeError)
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _COMES_RIGHT
+    return refused or isinstance(
+        error, PermissionError | IsADirectoryError | NotADirectoryError | TypeError | ValueError
+    )
 
 
 def _wait(error: Exception, attempt: int, limits: Limits) -> float:
