@@ -32,6 +32,7 @@ PYTHON_FUNCTION = {
     "engine check": "check_engine",
     "chat": "chat_with",
     "report": "write_report",
+    "watch": "watch_run",
     "eval": "evaluate_model",
     "artifacts push": "push_artifacts",
     "artifacts list": "list_artifacts",

@@ -21,6 +21,7 @@ _API = {
     "check_engine": "tandem.recipes.engines",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
+    "watch_run": "tandem.runs.watch",
     "audit_sync": "tandem.obs.audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",

@@ -55,8 +55,10 @@ def train(
 
     checked = load_spec(spec, overrides or ())  # before anything heavy: a wrong spec is refused at once
     from tandem.recipes import run
+    from tandem.runs.failures import exits_by_class
 
-    run(checked, run_dir)
+    with exits_by_class():
+        run(checked, run_dir)
 
 
 @app.command()
@@ -217,6 +219,19 @@ def artifacts_fetch(
     from tandem.runs.artifacts import fetch_artifact
 
     typer.echo(fetch_artifact(url, name, directory, endpoint=endpoint))
+
+
+@app.command()
+def watch(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Look once, instead of following it to its end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Follow a run from another terminal: stage, step, numbers, events, whether it moves. Exit code 1: it failed."""
+    from tandem.runs.watch import watch_run
+
+    if watch_run(run_dir, once=once, as_json=as_json, tell=typer.echo) == "failed":
+        raise typer.Exit(1)
 
 
 @spec_app.command("schema")

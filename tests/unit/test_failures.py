@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -95,3 +99,30 @@ def test_real_exceptions():
         (raises(RuntimeError("nobody knows")), "unknown"),
     ):  # fmt: skip
         assert failed(work).failure_class == expected
+
+
+def test_the_page_shows_the_rules_as_they_are():
+    docs = Path(__file__).parents[2] / "docs"
+    place = importlib.util.spec_from_file_location("make_failures", docs / "make_failures.py")
+    assert place is not None
+    assert place.loader is not None
+    make_failures = importlib.util.module_from_spec(place)
+    place.loader.exec_module(make_failures)
+    assert (docs / "failures.md").read_text() == make_failures.text(), "run: python docs/make_failures.py"
+
+
+def test_a_run_that_fails_says_why_and_its_exit_code_is_its_class_s(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "no answer"}]}\n')
+    spec = tmp_path / "spec.toml"
+    spec.write_text(
+        'recipe = "sft"\n[model]\npreset = "tiny"\n[data]\nkind = "file"\npath = "rows.jsonl"\n'
+        "[train]\nsteps = 1\nlr = 1e-3\n"
+    )
+    command = [sys.executable, "-m", "tandem", "train", str(spec), "--run-dir", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tandem: data, by rule data: ")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["failure"]["class"], status["failure"]["rule"]) == ("failed", "data", "data")
+    event = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["stage"], event["class"], event["next"]) == ("error", "data", status["failure"]["next"])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import builtins
 import re
 import signal
+import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
+
+from tandem.errors import TandemError
 
 RULES = Path(__file__).with_name("failure_rules.toml")
 _LONGEST_TEXT = 65536  # of a text; the end is kept, where the cause stands
@@ -101,6 +106,22 @@ def classify_end(text: str, exit_code: int | None = None, signal_number: int = 0
     text = _WARNINGS.sub("", text[-_LONGEST_TEXT:])
     case = Case(text, _types_in(text), exit_code, _signal_name(signal_number))
     return _classify([case])
+
+
+@contextmanager
+def exits_by_class() -> Generator[None]:
+    """For a command: a run that fails in here says why and what to do next, and exits with the code of its class."""
+    try:
+        yield
+    except Exception as error:  # of whatever kind: what is not known is `unknown`
+        failure = classify_error(error)
+        if isinstance(error, TandemError):
+            print(f"tandem: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        why = f"{failure.failure_class}, by rule {failure.rule or 'none'}: {failure.next}"
+        print(f"tandem: {why}", file=sys.stderr)
+        raise SystemExit(failure.exit_code) from error
 
 
 @cache

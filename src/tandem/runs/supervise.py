@@ -25,12 +25,12 @@ from typing import Any, cast
 
 from tandem.io import atomic, leash
 from tandem.io.jsonl import JsonlWriter
-from tandem.io.process import is_there
+from tandem.io.process import identity, is_there
 from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
 from tandem.runs.liveness import STACKS, Observer, read_sign
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
-ATTEMPTS = "attempts.jsonl"
+ATTEMPTS, _SUPERVISOR = "attempts.jsonl", "supervisor.json"
 _TAIL_LINES = 200  # of what it wrote on stderr: there native code leaves its last words
 _STACKS_S = 1.0  # for the stacks to be written after SIGUSR1
 _POLL_S = 0.2
@@ -90,7 +90,7 @@ class Supervisor:
         """The exit code of the last attempt; of one that failed, its class's."""
         spent: dict[FailureClass, int] = {}
         furthest = attempt = 0
-        with self._signals():
+        with self._signals(), self._named():
             while True:
                 attempt += 1
                 before = self._status()
@@ -151,8 +151,11 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
         """Until it ends, or stands still; says what was seen then."""
-        observer = Observer()
+        observer, named = Observer(), False
         while process.poll() is None:
+            if not named and (self.directory / "spec.toml").exists():
+                atomic.write_json(self.directory / _SUPERVISOR, {"process": identity()})
+                named = True
             sign = read_sign(self.directory)
             if sign is not None and not is_there(sign.process):
                 sign = None  # an earlier attempt's
@@ -208,6 +211,14 @@ class Supervisor:
             atomic.write_json(self.directory / "status.json", {**status, **told})
 
     @contextmanager
+    def _named(self) -> Generator[None]:
+        """`tandem watch` knows by this that a run which ended may be started again."""
+        try:
+            yield
+        finally:
+            (self.directory / _SUPERVISOR).unlink(missing_ok=True)
+
+    @contextmanager
     def _signals(self) -> Generator[None]:
         def pass_on(number: int, _frame: Any) -> None:
             self._asked = number
@@ -221,6 +232,15 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def supervisor_of(directory: Path) -> str:
+    """The process (io/process.py) that starts this run again; empty if there is none."""
+    try:
+        told = cast("dict[str, Any]", json.loads((directory / _SUPERVISOR).read_text(encoding="utf-8")))
+        return str(told["process"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def smaller_micro_batch(directory: Path) -> str:
