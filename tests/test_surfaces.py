@@ -34,6 +34,7 @@ PYTHON_FUNCTION = {
     "report": "write_report",
     "watch": "watch_run",
     "eval": "evaluate_model",
+    "export": "export_run",
     "artifacts push": "push_artifacts",
     "artifacts list": "list_artifacts",
     "artifacts fetch": "fetch_artifact",

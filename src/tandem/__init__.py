@@ -26,6 +26,7 @@ _API = {
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
     "evaluate_model": "tandem.recipes.evaluation",
+    "export_run": "tandem.recipes.export",
     "push_artifacts": "tandem.runs.uploads",
     "list_artifacts": "tandem.runs.artifacts",
     "fetch_artifact": "tandem.runs.artifacts",

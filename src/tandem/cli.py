@@ -174,6 +174,20 @@ def evaluate(
     typer.echo(json.dumps(judged.row(), indent=2) if as_json else judged.text())
 
 
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory that ended well.")],
+    merge: Annotated[bool, typer.Option("--merge", help="The whole model, where adapters were trained.")] = False,
+    out: Annotated[Path | None, typer.Option(help="A directory. Default: deploy/ or deploy-merged/ of the run.")] = None,
+    push: Annotated[str, typer.Option(metavar="REPO", help="Also to the Hugging Face hub, as user/name.")] = "",
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
+) -> None:
+    """Make a deployable copy of what a run made, with a model card."""
+    from tandem.recipes.export import export_run
+
+    typer.echo(export_run(run_dir, merge=merge, directory=out, push=push, public=public))
+
+
 @artifacts_app.command("push")
 def artifacts_push(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],

@@ -1,0 +1,82 @@
+"""A deployable copy of what a run made: an adapter or a whole model, with a card that says what is known of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ArtifactError, RunError
+from tandem.io import atomic
+from tandem.runs.card import model_card
+from tandem.runs.retry import Limits, tried
+
+_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+
+
+def export_run(
+    run_dir: Path,
+    *,
+    merge: bool = False,
+    directory: Path | None = None,
+    push: str = "",
+    public: bool = False,
+    endpoint: str | None = None,
+) -> Path:
+    """What a run of [model.lora] made is its adapter, unless `merge` asks for the whole model; a new directory holds it
+    (default: RUN/deploy or RUN/deploy-merged). `push`: also a repository of the Hugging Face hub, in one commit."""
+    if push and not _REPO.fullmatch(push):
+        raise ArtifactError(f"--push {push}: write user/name, as the hub does")
+    source = run_dir / "export"
+    if not source.exists():
+        raise RunError(f"{run_dir}: has no export/, because it did not end well; see {run_dir / 'status.json'}")
+    spec: dict[str, Any] = tomllib.loads((run_dir / "spec.toml").read_text(encoding="utf-8"))
+    as_adapter = (source / "adapter").exists() and not merge
+    if as_adapter and "preset" in spec["model"]:
+        raise RunError(f"{run_dir}: the adapter's base was made from scratch and is kept nowhere else; add --merge")
+    target = directory or run_dir / ("deploy-merged" if merge else "deploy")
+    if target.exists() and any(target.iterdir()) and not _is_ours(target):
+        raise RunError(f"{target}: holds something else; name another directory with --out")
+    with atomic.directory(target) as place:
+        _copy(source, place, as_adapter=as_adapter)
+        kind = "adapter" if as_adapter else "model"
+        (place / "README.md").write_text(model_card(run_dir, kind), encoding="utf-8")
+    if push:
+        push_folder(target, push, public=public, endpoint=endpoint)
+    return target
+
+
+def push_folder(directory: Path, repo: str, *, public: bool = False, endpoint: str | None = None) -> str:
+    """One commit: on the hub all of it is there, or nothing is. Private unless `public`."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint)
+    limits = Limits(tries=6, timeout_s=3600)
+    deadline = time.monotonic() + limits.timeout_s
+
+    def create() -> str:
+        return api.create_repo(repo, private=not public, exist_ok=True).repo_id
+
+    def upload(repo_id: str) -> str:
+        return str(api.upload_folder(repo_id=repo_id, folder_path=directory, commit_message="tandem export"))
+
+    repo_id = tried(create, limits, deadline, f"{repo}: creating it")
+    return tried(lambda: upload(repo_id), limits, deadline, f"{repo}: uploading")
+
+
+def _copy(source: Path, place: Path, *, as_adapter: bool) -> None:
+    shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("adapter"))
+    if as_adapter:
+        for pattern in _WEIGHTS:
+            for file in place.glob(pattern):
+                file.unlink()
+        shutil.copytree(source / "adapter", place, dirs_exist_ok=True)
+
+
+def _is_ours(directory: Path) -> bool:
+    card = directory / "README.md"
+    return card.exists() and "tandem-rl" in card.read_text(encoding="utf-8", errors="replace")
