@@ -23,6 +23,7 @@ PYTHON_FUNCTION = {
     "train": "run",
     "sweep": "sweep",
     "plan": "plan_run",
+    "doctor": "diagnose",
     "serve": "serve_model",
     "engine serve": "serve_engine",
     "gateway serve": "serve_gateway",

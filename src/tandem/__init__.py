@@ -12,6 +12,7 @@ _API = {
     "run": "tandem.recipes",
     "sweep": "tandem.recipes.sweep",
     "plan_run": "tandem.runs.plan",
+    "diagnose": "tandem.runs.doctor",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",
     "serve_gateway": "tandem.recipes.gateway",

@@ -93,6 +93,20 @@ def plan(
 
 
 @app.command()
+def doctor(
+    directory: Annotated[Path, typer.Option("--dir", help="Where runs are to be.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Say what this machine can run, what is missing, and the next step for each lack. Exit code 1: nothing runs."""
+    from tandem.runs.doctor import diagnose, health_text
+
+    health = diagnose(directory)
+    typer.echo(json.dumps(health.as_json(), indent=2) if as_json else health_text(health))
+    if not health.able:
+        raise typer.Exit(1)
+
+
+@app.command()
 def sweep(
     spec: SpecFile,
     seeds: Annotated[str, typer.Option(metavar="N,N,...", help="The seeds, with commas: --seeds 0,1,2")],

@@ -1,0 +1,209 @@
+"""`tandem doctor`: what this machine can run, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.runs.calibration import ram_gib
+
+State = Literal["ok", "lack", "broken"]
+_VLLM = Path(".tandem/vllm/bin/python")
+_EXTRAS = {
+    "datasets": ("data", "data sets by name, and parquet files"),
+    "bitsandbytes": ("quantized", "adapters on a base of 8 or 4 bits"),
+    "math_verify": ("math", "gsm8k and math"),
+    "gymnasium": ("gymnasium", "gymnasium:ID environments"),
+}
+"""A module, the extra of the package that brings it, and what it is for."""
+_NEEDED = ("torch", "transformers", "peft", "safetensors", "tokenizers", "pydantic")
+_TORCH = "import torch; print(torch.__version__, torch.version.cuda or '-', torch.cuda.device_count())"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """ok; lack: something cannot be had, all else can; broken: runs cannot."""
+
+    name: str
+    state: State
+    found: str
+    next_step: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    findings: Sequence[Finding]
+
+    @property
+    def able(self) -> bool:
+        return all(each.state != "broken" for each in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"able": self.able, "findings": [asdict(each) for each in self.findings]}
+
+
+def diagnose(directory: Path = Path()) -> Health:
+    """`directory`: where runs are to be. Nothing is loaded into this process, and nothing is changed."""
+    looks: list[Callable[[], list[Finding]]] = [
+        _python, _packages, _torch, _gpus, lambda: _memory(*ram_gib()), lambda: _disk(directory), _shared_memory,
+        lambda: _vllm(directory), _loopback, _open_files, _clock, _extras,
+    ]  # fmt: skip
+    return Health([finding for look in looks for finding in look()])
+
+
+def health_text(health: Health) -> str:
+    marks = {"ok": "ok    ", "lack": "lack  ", "broken": "BROKEN"}
+    width = max(len(each.name) for each in health.findings)
+    lines: list[str] = []
+    for each in health.findings:
+        lines.append(f"{marks[each.state]}  {each.name:<{width}}  {each.found}")
+        if each.next_step:
+            lines.append(f"{'':8}{'':<{width}}  -> {each.next_step}")
+    lacks = sum(each.state == "lack" for each in health.findings)
+    able = "this machine can run Tandem" if health.able else "this machine cannot run Tandem as it is"
+    return "\n".join([*lines, "", f"{able}; {lacks} things are not there, which not every run needs"])
+
+
+def _python() -> list[Finding]:
+    fine = sys.version_info >= (3, 11)
+    return [_state("python", fine, platform.python_version(), "install Python 3.11 or newer", broken=True)]
+
+
+def _packages() -> list[Finding]:
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    step = "pip install tandem-rl"
+    found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(_NEEDED)} are there"
+    return [_state("packages", not missing, found, step, broken=True)]
+
+
+def _torch() -> list[Finding]:
+    """In a process of its own: a broken build may end it."""
+    done = _ask([sys.executable, "-c", _TORCH], 120)
+    if done is None or len(words := done.split()) != 3:
+        step = "reinstall torch; `python -c 'import torch'` shows what is wrong"
+        return [Finding("torch", "broken", "cannot be imported", step)]
+    build, cuda, count = words
+    if cuda == "-":
+        has_driver = shutil.which("nvidia-smi") is not None
+        step = "there is an NVIDIA driver: install a CUDA build of torch" if has_driver else ""
+        return [Finding("torch", "lack" if has_driver else "ok", f"{build}, for the CPU", step)]
+    step = "" if count != "0" else "torch sees no GPU: look at the driver with nvidia-smi, and at CUDA_VISIBLE_DEVICES"
+    return [Finding("torch", "ok" if count != "0" else "lack", f"{build}, CUDA {cuda}, {count} GPUs", step)]
+
+
+def _gpus() -> list[Finding]:
+    if shutil.which("nvidia-smi") is None:
+        return [Finding("gpus", "lack", "none", "small presets train on the CPU; for more, take a machine with a GPU")]
+    told = _ask(["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"], 30)
+    if not told:
+        return [Finding("gpus", "lack", "nvidia-smi does not answer", "look at the driver: nvidia-smi")]
+    return [_gpu(number, line) for number, line in enumerate(told.splitlines())]
+
+
+def _gpu(number: int, line: str) -> Finding:
+    name, total, free = (part.strip() for part in line.split(","))
+    taken = int(free) < 0.9 * int(total)
+    step = "another process has memory on it: nvidia-smi shows which" if taken else ""
+    found = f"{name}, {int(total) / 1024:.0f} GiB, {int(free) / 1024:.0f} free"
+    return Finding(f"gpu {number}", "lack" if taken else "ok", found, step)
+
+
+def _memory(total_gib: float, free_gib: float) -> list[Finding]:
+    found = f"{total_gib:.1f} GiB, {free_gib:.1f} free"
+    return [_state("memory", free_gib >= 2, found, "end other programs: imports and a tiny model take a GiB")]
+
+
+def _disk(directory: Path) -> list[Finding]:
+    try:
+        free_gib = shutil.disk_usage(directory).free / 2**30
+    except OSError as error:
+        return [Finding("disk", "broken", f"{directory}: {error.strerror}", "run where files can be written")]
+    if not os.access(directory, os.W_OK):
+        return [Finding("disk", "broken", f"{directory} cannot be written", "run where files can be written")]
+    step = "free some: an export of 1B parameters is 2 to 4 GiB, and every checkpoint more"
+    return [_state("disk", free_gib >= 5, f"{free_gib:.1f} GiB free", step)]
+
+
+def _shared_memory(place: Path = Path("/dev/shm")) -> list[Finding]:
+    step = "a container: start it with --shm-size 8g; `shared` on a CPU, and adapters by file, go through it"
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return [Finding("shared memory", "lack", f"no {place} to write to", step)]
+    free_gib = shutil.disk_usage(place).free / 2**30
+    return [_state("shared memory", free_gib >= 1, f"{free_gib:.1f} GiB free in {place}", step)]
+
+
+def _vllm(directory: Path) -> list[Finding]:
+    python = directory / _VLLM
+    if not python.exists():
+        step = "`tandem engine install vllm`; until then, engine.kind = 'hf' or 'server'"
+        return [Finding("vllm", "lack", "no environment of its own", step)]
+    asked = "from importlib.metadata import version; print(version('vllm'))"
+    told = _ask([str(python), "-c", asked], 60)
+    return [
+        _state(
+            "vllm", bool(told), f"vLLM {told}" if told else "its environment is broken", "`tandem engine install vllm`"
+        )
+    ]
+
+
+def _loopback() -> list[Finding]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=5):
+                return [Finding("loopback", "ok", f"a free port was had: {server.getsockname()[1]}")]
+    except OSError as error:
+        step = "engines, workers and services talk over 127.0.0.1: allow that in the container or firewall"
+        return [Finding("loopback", "broken", f"no connection to this machine itself: {error}", step)]
+
+
+def _open_files(least: int = 1024) -> list[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fine = soft == resource.RLIM_INFINITY or soft >= least
+    return [_state("open files", fine, f"{soft} at most ({hard} can be asked for)", f"ulimit -n {least}")]
+
+
+def _clock() -> list[Finding]:
+    """Nothing of a run is decided by the date, but certificates and what is written down are."""
+    year = time.gmtime().tm_year
+    return [_state("clock", 2026 <= year < 2100, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "set the date")]
+
+
+def _extras() -> list[Finding]:
+    found: list[Finding] = []
+    for module, (extra, purpose) in _EXTRAS.items():
+        step = f"for {purpose}: pip install 'tandem-rl[{extra}]'"
+        there = find_spec(module) is not None
+        found.append(_state(f"extra {extra}", there, _version(module) if there else "not installed", step))
+    return found
+
+
+def _state(name: str, fine: bool, found: str, step: str, *, broken: bool = False) -> Finding:
+    return Finding(name, "ok", found) if fine else Finding(name, "broken" if broken else "lack", found, step)
+
+
+def _version(module: str) -> str:
+    try:
+        return f"{module} {version(module.replace('_', '-'))}"
+    except PackageNotFoundError:
+        return module
+
+
+def _ask(command: list[str], timeout_s: float) -> str | None:
+    """What it prints; None if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
