@@ -36,6 +36,7 @@ PYTHON_FUNCTION = {
     "watch": "watch_run",
     "eval": "evaluate_model",
     "export": "export_run",
+    "compare": "compare_runs",
     "artifacts push": "push_artifacts",
     "artifacts list": "list_artifacts",
     "artifacts fetch": "fetch_artifact",

@@ -28,6 +28,7 @@ _API = {
     "bench_sync": "tandem.recipes.sync_bench",
     "evaluate_model": "tandem.recipes.evaluation",
     "export_run": "tandem.recipes.export",
+    "compare_runs": "tandem.runs.compare",
     "push_artifacts": "tandem.runs.uploads",
     "list_artifacts": "tandem.runs.artifacts",
     "fetch_artifact": "tandem.runs.artifacts",

@@ -192,7 +192,7 @@ def evaluate(
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory that ended well.")],
     merge: Annotated[bool, typer.Option("--merge", help="The whole model, where adapters were trained.")] = False,
-    out: Annotated[Path | None, typer.Option(help="A directory. Default: deploy/ or deploy-merged/ of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where it goes. Default: deploy/ in the run.")] = None,
     push: Annotated[str, typer.Option(metavar="REPO", help="Also to the Hugging Face hub, as user/name.")] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
 ) -> None:
@@ -200,6 +200,19 @@ def export(
     from tandem.recipes.export import export_run
 
     typer.echo(export_run(run_dir, merge=merge, directory=out, push=push, public=public))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories, two or more.")],
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of the interval.")] = 0.95,
+    as_json: AsJson = False,
+) -> None:
+    """Runs side by side: specs, evaluations in pairs, curves, time, memory; all against the first."""
+    from tandem.runs.compare import compare_json, compare_runs, compare_text
+
+    found = compare_runs(runs, confidence=confidence)
+    typer.echo(json.dumps(compare_json(found), indent=2) if as_json else compare_text(found))
 
 
 @artifacts_app.command("push")
