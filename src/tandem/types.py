@@ -18,6 +18,9 @@ Metrics: TypeAlias = dict[str, float]
 MEASURED = ("time/", "memory/")
 """What keys begin with that are measurements of a machine: the only ones that may differ between two equal runs."""
 
+MAX_METRICS = 256
+"""Of one trajectory. An environment that says more has failed there, and not where its group is sent."""
+
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompts, template glue, recorded data."""
 

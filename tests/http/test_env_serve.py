@@ -257,3 +257,46 @@ def test_a_producer_that_is_cancelled_loses_no_ticket(tmp_path: Path):
         "/v2/environments", "/v2/environments/0/disconnect", "/v2/groups?environment=0", "/v2/groups?environment=0",
         "/v2/tickets", "/v2/tickets", "/v2/tickets/1/drop",
     ]  # fmt: skip
+
+
+def traj(**more: Any) -> Trajectory:
+    return Trajectory([5, 6], [False, True], [0.0, -0.5], [-1, 0], 1.0, **more)
+
+
+@pytest.mark.parametrize(
+    "unsendable",
+    [
+        traj(metrics={str(number): 1.0 for number in range(300)}),
+        traj(messages=[{"role": "tool", "content": 10**30}]),
+        traj(messages=[{"role": "tool", "content": json.loads("[" * 20 + "]" * 20)}]),
+        traj(messages=[{"role": "tool", "content": object()}]),
+        traj(messages=[{"role": "tool", "content": "\ud800"}]),
+        Trajectory([5, 6], [False, False], [0.0, 0.0], [-1, -1], 1.0),
+    ],
+    ids=["metrics", "huge", "nested", "object", "surrogate", "nothing trained"],
+)
+def test_a_group_that_cannot_be_sent_gives_its_ticket_back(tmp_path: Path, unsendable: Trajectory):
+    async def use(client: ServiceClient) -> TicketStore:
+        store = TicketStore(client, Registration("env"), most_under_way=1)
+        await store.put(await store.admit(), [unsendable])
+        await store.put(await store.admit(), GROUP)  # there is room again
+        return store
+
+    store, asked = scripted(tmp_path, service, use)
+    assert (store.put_groups, store.dropped) == (1, {"refused": 1})
+    assert asked[2][0] == "/v2/tickets/0/drop"
+    assert json.loads(asked[2][2]) == {"environment": 0, "reason": "refused"}
+
+
+def test_the_ticket_of_a_group_that_the_service_refuses_is_given_back(tmp_path: Path):
+    def refuses(path: str, count: int) -> tuple[int, dict[str, Any]]:
+        return (422, {}) if path.startswith("/v2/groups") else service(path, count)
+
+    async def use(client: ServiceClient) -> TicketStore:
+        store = TicketStore(client, Registration("env"), most_under_way=1)
+        await store.put(await store.admit(), GROUP)
+        return store
+
+    store, asked = scripted(tmp_path, refuses, use)
+    assert (store.put_groups, store.dropped) == (0, {"refused": 1})
+    assert asked[-1][0] == "/v2/tickets/0/drop"

@@ -6,7 +6,7 @@ import math
 from typing import cast
 
 from tandem.errors import EpisodeFailed
-from tandem.types import Outcome
+from tandem.types import MAX_METRICS, Outcome
 
 
 def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
@@ -15,6 +15,8 @@ def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
         raise EpisodeFailed("no_outcome", f"task {task_id}: run() returned {type(outcome).__name__}, not an Outcome")
     try:
         metrics = {str(name): _number(value) for name, value in outcome.metrics.items()}
+        if len(metrics) > MAX_METRICS:
+            raise ValueError(f"{len(metrics)} metrics; {MAX_METRICS} is the most")
         return _number(outcome.reward), metrics
     except Exception as error:
         text = f"reward = {outcome.reward!r:.80}, metrics = {outcome.metrics!r:.200}"

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
+from tandem.types import MAX_METRICS
+
 FailureKind = Literal[
     "raised", "hung", "no_outcome", "not_a_number", "template", "context_full", "judge", "out_of_memory"
 ]
@@ -63,7 +65,7 @@ class Done(_Said):
     op: Literal["done"]
     said: list[SaidMessage]
     reward: float
-    metrics: dict[str, float] = Field(max_length=1_000)
+    metrics: dict[str, float] = Field(max_length=MAX_METRICS)
 
 
 class Failed(_Said):

@@ -21,6 +21,7 @@ from tandem.types import Group, Ticket
 _log = logging.getLogger(__name__)
 
 _POLL_S, _AGAIN_S = 20.0, 1.0
+_NOT_ENCODED = (OverflowError, RecursionError, TypeError, ValueError)  # what messages may hold that no wire carries
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,22 @@ class TicketStore:
 
     async def _put(self, ticket: Ticket, group: Group) -> None:
         seat = self._ended(ticket)
-        frame = bytes(wire.encode(group, environment=seat, ticket=ticket.order).frame)
         try:
+            frame = bytes(wire.encode(group, environment=seat, ticket=ticket.order).frame)
             await self._client.post(f"/v2/groups?environment={seat}", frame, content_type=wire.BINARY)
-        except (NotKnown, Conflict, GroupRefused) as error:
-            self.dropped["refused" if isinstance(error, GroupRefused) else "lapsed"] += 1
+        except (NotKnown, Conflict) as error:
+            self.dropped["lapsed"] += 1
             _log.warning("group %d came to nothing: %s", ticket.order, error)
-            return
-        self.put_groups += 1
+        except (GroupRefused, *_NOT_ENCODED) as error:
+            _log.warning("group %d is refused: %s: %s", ticket.order, type(error).__name__, error)
+            await self._tell_dropped(ticket, seat, "refused")
+        else:
+            self.put_groups += 1
 
     async def _drop(self, ticket: Ticket, reason: str) -> None:
-        seat = self._ended(ticket)
+        await self._tell_dropped(ticket, self._ended(ticket), reason)
+
+    async def _tell_dropped(self, ticket: Ticket, seat: int, reason: str) -> None:
         self.dropped[reason] += 1
         try:
             await self._client.post(f"/v2/tickets/{ticket.order}/drop", {"environment": seat, "reason": reason})

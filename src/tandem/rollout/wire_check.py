@@ -9,9 +9,9 @@ import numpy as np
 
 from tandem.errors import GroupRefused
 from tandem.rollout.wire_form import MAX_SIBLINGS, MAX_TOKENS, Array, GroupHead, TrajectoryHead, path_of
-from tandem.types import NO_VERSION
+from tandem.types import MAX_METRICS, NO_VERSION
 
-_MAX_VERSION, _MAX_NAME, _MAX_METRICS, _MAX_DEPTH = 2**53, 1024, 256, 16
+_MAX_VERSION, _MAX_NAME, _MAX_DEPTH = 2**53, 1024, 16
 _ABOVE_CERTAIN = 0.01  # how far rounding may lift a logprob over 0
 
 
@@ -57,8 +57,8 @@ def _check_trajectory(head: TrajectoryHead, field: str, number: int) -> None:
     if len(head.task_id) > _MAX_NAME:
         raise refuse("task_id", f"longer than {_MAX_NAME} characters")
     if head.metrics:
-        if len(head.metrics) > _MAX_METRICS or any(len(name) > _MAX_NAME for name in head.metrics):
-            raise refuse("metrics", f"more than {_MAX_METRICS}, or a name of more than {_MAX_NAME} characters")
+        if len(head.metrics) > MAX_METRICS or any(len(name) > _MAX_NAME for name in head.metrics):
+            raise refuse("metrics", f"more than {MAX_METRICS}, or a name of more than {_MAX_NAME} characters")
         if not all(map(math.isfinite, head.metrics.values())):
             raise refuse("metrics", "a value is not finite")
     if head.messages:

@@ -1,0 +1,27 @@
+"""An outcome that no group can carry is the failure of its episode, wherever the environment runs."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.env.outcome import checked
+from tandem.env.worker_wire import FROM_EPISODE
+from tandem.errors import EpisodeFailed
+from tandem.rollout import wire
+from tandem.types import MAX_METRICS, Outcome, Trajectory
+
+
+def metrics(count: int) -> dict[str, float]:
+    return {str(number): 1.0 for number in range(count)}
+
+
+def test_as_many_metrics_as_a_worker_may_say_are_sent_and_no_more():
+    most = metrics(MAX_METRICS)
+    said = FROM_EPISODE.validate_python({"op": "done", "said": [], "reward": 1.0, "metrics": most})
+    assert checked("t", Outcome(1.0, most)) == (1.0, most)
+    wire.encode([Trajectory([5, 6], [False, True], [0.0, -0.5], [-1, 0], 1.0, metrics=said.metrics)])
+    with pytest.raises(EpisodeFailed, match=f"{MAX_METRICS} is the most"):
+        checked("t", Outcome(1.0, metrics(MAX_METRICS + 1)))
+    with pytest.raises(ValidationError):
+        FROM_EPISODE.validate_python({"op": "done", "said": [], "reward": 1.0, "metrics": metrics(MAX_METRICS + 1)})
