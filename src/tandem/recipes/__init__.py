@@ -13,6 +13,7 @@ from typing import Any
 from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
+from tandem.obs.trackers.feed import Feed, openers
 from tandem.runs.run import Run
 from tandem.runs.uploads import push_artifacts
 from tandem.spec.artifacts import ArtifactsSpec
@@ -72,6 +73,9 @@ async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
     from tandem.recipes.rl import RlRun
     from tandem.recipes.sft import train_sft
 
+    if (track := spec.track) is not None:
+        names = {"directory": str(run.directory), "name": run.directory.name}
+        run.tracking = Feed(openers(track.to, **names, project=track.project, url=track.url))
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     run.event("load")
     if isinstance(spec, SftSpec):

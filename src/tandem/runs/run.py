@@ -16,6 +16,7 @@ from tandem.errors import RunError, SpecError
 from tandem.io import atomic
 from tandem.io.jsonl import JsonlWriter
 from tandem.obs.live import LiveView
+from tandem.obs.trackers.feed import Feed
 from tandem.runs.failures import classify_error
 from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
 from tandem.types import Message, Metrics, Proof
@@ -52,6 +53,7 @@ class Run:
         )
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.tracking = Feed({})
         self.progress = Progress(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
@@ -88,6 +90,7 @@ class Run:
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
+        self.tracking.close()
         for writer in (self._metrics, self._events, self._ledger, self._samples):
             writer.close()
         logging.getLogger("tandem").removeHandler(self._log)
@@ -120,6 +123,7 @@ class Run:
             return
         row = {"step": step, "stage": self._stage, **metrics}
         self._metrics.write(row)
+        self.tracking.row(row)
         self.view.step(row)
         self.status["steps_done"] = step
         if time.monotonic() - self._status_written > _STATUS_EVERY_S:

@@ -20,6 +20,7 @@ from tandem.spec.precision import Bfloat16Precision, Float32Precision, Precision
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.rollouts import LocalRollouts, RolloutsSpec, ServiceRollouts
 from tandem.spec.sync import InprocSync, SyncSpec
+from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
 
@@ -38,6 +39,8 @@ class _Run(Spec):
     """Which weights, and how many of them are trained."""
     liveness: LivenessSpec = LivenessSpec()
     """When a run that does not move counts as stalled."""
+    track: TrackSpec | None = None
+    """Trackers that are told every step's numbers. Left out: none."""
     precision: PrecisionSpec = Float32Precision()
     """How many bits the weights have, and where the rest of each is kept."""
     artifacts: ArtifactsSpec | None = None

@@ -1,0 +1,18 @@
+"""trackio: the same calls as wandb's, kept on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Trackio:
+    def __init__(self, project: str, name: str) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._run = trackio.init(project=project, name=name, resume="allow")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,21 @@
+"""Weights & Biases. A run that is resumed goes on under the same id."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Wandb:
+    def __init__(self, directory: str, project: str, name: str) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        run_id = hashlib.sha256(str(Path(directory).resolve()).encode()).hexdigest()[:16]
+        self._run = wandb.init(dir=directory, project=project, name=name, id=run_id, resume="allow")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
