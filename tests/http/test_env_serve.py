@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from engine_served import FakeEngine, engine_serving
 
-from tandem.errors import Conflict, GroupRefused, NotKnown, StoreError, StoreTimeout
+from tandem.errors import Conflict, GroupRefused, NotKnown, SpecError, StoreError, StoreTimeout
 from tandem.rollout import wire
 from tandem.rollout.service_client import ServiceClient
 from tandem.rollout.ticket_store import Registration, TicketStore
@@ -200,6 +200,47 @@ def test_what_a_service_says_no_with_is_a_named_error(tmp_path: Path, status, er
 def test_patience_ends(tmp_path: Path):
     with pytest.raises(StoreTimeout, match=r"did not answer within 0\.3 s: answered 503"):
         scripted(tmp_path, lambda _, __: (503, {}), lambda client: client.post("/v2/x", {}), patience_s=0.3)
+
+
+def test_a_token_file_that_never_was_is_an_error_that_names_it(tmp_path: Path):
+    async def scenario() -> None:
+        client = ServiceClient("http://127.0.0.1:1", tmp_path / "tokne", token_option="--rollouts-token-file")
+        async with asyncio.timeout(2):
+            await client.post("/v2/x", {})
+
+    with pytest.raises(SpecError, match=r"--rollouts-token-file = '.*/tokne': No such file"):
+        asyncio.run(scenario())
+
+
+def test_the_command_ends_where_its_token_file_is_not_there(tmp_path: Path):
+    (tmp_path / "engine-token").write_text("t")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    with engine_serving(FakeEngine(version=0), Renderer(byte_tokenizer()), tmp_path / "engine") as served:
+        (tmp_path / "engine-token").write_text(served.token)
+        asked = (
+            "--rollouts", "http://127.0.0.1:1", "--token-file", tmp_path / "tokne", "--engine", served.url,
+            "--engine-token-file", tmp_path / "engine-token", "--model", tmp_path / "model",
+        )  # fmt: skip
+        ended = subprocess.run(
+            [sys.executable, "-m", "tandem", "env", "serve", "arithmetic", *map(str, asked)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert ended.returncode == 2
+    assert "--token-file = " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_token_file_that_is_gone_for_a_moment_is_waited_for(tmp_path: Path):
+    async def use(client: ServiceClient) -> dict[str, Any]:
+        await client.post("/v2/x", {})
+        (tmp_path / "token").unlink()
+        again = asyncio.create_task(client.post("/v2/x", {}))
+        await asyncio.sleep(0.2)
+        (tmp_path / "token").write_text("new")
+        return await again
+
+    told, asked = scripted(tmp_path, lambda _, count: (200, {"count": count}), use)
+    assert (told, len(asked)) == ({"count": 1}, 2)
 
 
 GROUP = [Trajectory([5, 6], [False, True], [0.0, -0.5], [-1, 0], 1.0)]

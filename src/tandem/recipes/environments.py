@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tandem.errors import EngineError
 from tandem.recipes import build, build_engine
@@ -54,6 +54,7 @@ def serve_environment(
         name=name, params=dict(params or {}), episode_timeout_s=episode_timeout_s, max_failed_share=max_failed_share,
         workers=workers, judge=judge or NoJudge(),
     )  # fmt: skip
+    client = ServiceClient(rollouts, token_file, token_option="--token-file")
     environment = build.environment(spec)
     try:
         path, _, _ = find_model(model)
@@ -64,11 +65,7 @@ def serve_environment(
             retries=1 if workers else 0,
         )  # fmt: skip
         registration = Registration(_short(name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint)
-        asyncio.run(
-            _until_stopped(
-                setting, ServiceClient(rollouts, token_file), registration, most_groups, seed, max_failed_share
-            )
-        )
+        asyncio.run(_until_stopped(setting, client, registration, most_groups, seed, max_failed_share))
     finally:
         build.close(environment)
 
@@ -101,6 +98,11 @@ async def _until_stopped(
         await playing
     except asyncio.CancelledError:
         _log.info("stopped: %d groups posted, %d dropped", store.put_groups, store.dropped.total())
+    except ExceptionGroup as failed:
+        first: Exception = failed  # several end together; one line says why
+        while isinstance(first, ExceptionGroup):
+            first = cast("ExceptionGroup[Exception]", first).exceptions[0]
+        raise first from None
     finally:
         alive.cancel()
         with suppress(TimeoutError, Exception):  # a service that is gone lets its seats lapse by itself

@@ -96,7 +96,7 @@ def to_service(url: str, token_file: Path, *, whose: str, refused: Deliver) -> D
 
     async def deliver(group: Leaving) -> None:
         nonlocal seat, seat_key
-        client = ServiceClient(url, token_file, patience_s=_PATIENCE_S)
+        client = ServiceClient(url, token_file, patience_s=_PATIENCE_S, token_option="--rollouts-token-file")
         try:
             try:
                 await put(client, group)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, Starved, StoreError, StoreTimeout
+from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, SpecError, Starved, StoreError, StoreTimeout
 
 if TYPE_CHECKING:
     import httpx
@@ -28,11 +28,15 @@ _TELL_EVERY_S = 30.0
 
 
 class ServiceClient:
-    def __init__(self, url: str, token_file: Path, *, patience_s: float = float("inf")) -> None:
-        """`patience_s`: for a service that does not answer, or has no room; then StoreTimeout."""
+    def __init__(
+        self, url: str, token_file: Path, *, patience_s: float = float("inf"), token_option: str = "rollouts.token_file"
+    ) -> None:
+        """`patience_s`: for a service that does not answer, or has no room; then StoreTimeout. `token_option`: what an
+        error calls `token_file`."""
         import httpx
 
         self.url, self._token_file, self._patience_s = url.rstrip("/"), token_file, patience_s
+        self._token_option, self._was_let_in = token_option, False
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
@@ -77,12 +81,12 @@ class ServiceClient:
         while True:
             timeout = httpx.Timeout(_READ_S + wait_s, connect=_CONNECT_S)
             try:
-                token = self._token_file.read_text(encoding="utf-8").strip()  # a service made anew has a new one
-                allowed = {**headers, "Authorization": f"Bearer {token}"}
+                allowed = {**headers, "Authorization": f"Bearer {self._token()}"}
                 answer = await self._client.request(method, path, content=content, headers=allowed, timeout=timeout)
             except (httpx.TransportError, OSError) as error:
                 why, pause_s = f"{type(error).__name__}: {error}".rstrip(": "), 0.0
             else:
+                self._was_let_in |= answer.status_code != 401
                 if answer.status_code not in _BUSY:
                     return _checked(answer)
                 why, pause_s = f"answered {answer.status_code}: {_message(answer)}", _asked_pause_s(answer)
@@ -92,6 +96,20 @@ class ServiceClient:
             attempt += 1
             grown_s = min(0.1 * 2 ** min(attempt, 10), _MOST_WAIT_S) * random.uniform(0.5, 1.0)
             await asyncio.sleep(max(min(pause_s, _MOST_WAIT_S), grown_s))
+
+    def _token(self) -> str:
+        """Read every time: a service made anew has a new one. Its file may be gone for a moment then, but not before
+        it was ever of use: that is a typing error, which no repetition mends."""
+        try:
+            return self._token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            if self._was_let_in and isinstance(error, OSError):
+                raise
+            why = getattr(error, "strerror", None) or str(error)
+            raise SpecError(
+                f"{self._token_option} = '{self._token_file}': {why}; it must be the file that holds the token of "
+                f"{self.url} (a service writes it when it starts)"
+            ) from error
 
     def _tell(self, why: str) -> None:
         if time.monotonic() - self._told_at > _TELL_EVERY_S:
