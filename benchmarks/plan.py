@@ -24,7 +24,7 @@ CASES = [
     for preset, sequences, length in (("tiny", 16, 256), ("medium", 4, 256))
     for recipe in ("sft", "rl")
     for lora in (False, True)
-    for kept in (("keep", "recompute") if recipe == "sft" else ("keep",))
+    for kept in (("keep", "recompute") if (recipe, lora) == ("sft", False) else ("keep",))
 ]
 MIB = 2**20
 

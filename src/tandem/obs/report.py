@@ -14,6 +14,7 @@ from typing import Any
 from tandem.io.atomic import write_bytes
 from tandem.obs.curves import curves_png, draw_curves
 from tandem.obs.history import History, drops, evaluations, largest, number, read_history, timing, total
+from tandem.obs.planned import against_plan
 from tandem.obs.wording import (
     caveat,
     change,
@@ -63,6 +64,7 @@ def _content(history: History) -> dict[str, Any]:
         "interval_name": interval_name(status) if interval(status) else "",
         "curves": _curves(history),
         "timing": timing(history),
+        "planned": against_plan(history),
         "drops": drops(history),
         "sync": _sync(history),
         "samples": _samples(history.samples),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.obs.history import History, evaluations, number, read_history
+from tandem.obs.planned import against_plan
 from tandem.obs.text_charts import terminal_curve
 from tandem.obs.wording import (
     caveat,
@@ -47,7 +48,13 @@ def closing_text(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
     parts += [Text(line) for line in (evidence(status), printable(str(status.get("error") or ""))) if line]
     if said := caveat(status):
         parts.append(Text(said, style="dim"))
-    for block in (_evaluations(history, status), _curve(history), _places(run_dir), _next(run_dir, status)):
+    for block in (
+        _evaluations(history, status),
+        _curve(history),
+        _planned(history),
+        _places(run_dir),
+        _next(run_dir, status),
+    ):
         if block is not None:
             parts += [Text(""), block]
     return Group(*parts)
@@ -81,6 +88,19 @@ def _curve(history: History) -> RenderableType | None:
         key, title = ("loss/total", "training loss by step")
     values = [number(row.get(key)) for row in history.rows if key in row]
     return Text(terminal_curve(values, width=60, height=7, title=title)) if values else None
+
+
+def _planned(history: History) -> RenderableType | None:
+    found = against_plan(history)
+    if not found:
+        return None
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("plan")
+    for name in ("planned", "measured", "off by"):
+        table.add_column(name, justify="right")
+    for row in found:
+        table.add_row(row.what, row.planned, row.measured, row.off_by)
+    return table
 
 
 def _places(run_dir: Path) -> RenderableType | None:

@@ -64,5 +64,7 @@ def activation_bytes(shape: Shape, how: Pass, tokens: int) -> float:
 
 def backward_bytes(shape: Shape, how: Pass, tokens: int) -> float:
     """Of one layer on its way through backward: what is computed again, and the gradients that exist at once."""
-    again = 0.0 if how.activations == "keep" else layer_bytes(shape, how) - kept_bytes(shape, how)
+    if how.activations == "keep":  # most gradients take the place of what they were made from
+        return tokens * how.width * shape.intermediate
+    again = layer_bytes(shape, how) - kept_bytes(shape, how)
     return tokens * (again + how.width * (3 * shape.intermediate + 2 * shape.hidden))

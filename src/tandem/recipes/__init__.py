@@ -69,6 +69,7 @@ def _keep(run: Run, spec: ArtifactsSpec) -> None:
 
 async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
     from tandem.recipes import build
+    from tandem.recipes.planning import keep_plan
     from tandem.recipes.preference import train_preference
     from tandem.recipes.rl import RlRun
     from tandem.recipes.sft import train_sft
@@ -77,6 +78,7 @@ async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
         names = {"directory": str(run.directory), "name": run.directory.name}
         run.tracking = Feed(openers(track.to, **names, project=track.project, url=track.url))
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
+    keep_plan(spec, run)
     run.event("load")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run)

@@ -49,6 +49,10 @@ def machine(kind: str, memory_gib: float = 0.0) -> Machine:
     return Machine(kind=kind, **{each.name: found[each.name] for each in fields(Machine) if each.name != "kind"})
 
 
+def known() -> list[str]:
+    return sorted(_read(Path(__file__).with_name("calibration.toml")))
+
+
 def usd_per_hour(kind: str, prices: Path | None = None) -> float:
     path = prices or Path(__file__).with_name("prices.toml")
     price = _read(path).get(kind, 0.0)

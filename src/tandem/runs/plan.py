@@ -38,6 +38,10 @@ class Plan:
     """Of that, what may be used."""
     fits: bool
     peak_gib: float
+    least_gib: float
+    """What it takes whatever a step's tokens are: loading, and weights, state and gradients."""
+    trainer_gib: float
+    """What the run will report as memory/peak: of this process, and on a GPU of what it allocates."""
     parameters: Mapping[str, int]
     phases: Sequence[Phase]
     work: Work
@@ -81,6 +85,8 @@ def plan_run(
         limit_gib=target.limit_gib,
         fits=fits,
         peak_gib=peak,
+        least_gib=_least(found),
+        trainer_gib=_trainer(found, target),
         parameters=_parameters(spec, shape),
         phases=found,
         work=work,
@@ -93,6 +99,19 @@ def plan_run(
         changes=[] if fits else _changes(spec, shape, work, target),
         assumed=[*work.assumed, f"constants of '{kind}': {target.source}"],
     )
+
+
+def _least(found: Sequence[Phase]) -> float:
+    train = next(phase for phase in found if phase.name == "train")
+    sure = ("weights", "master", "optimizer", "reference", "gradients", "process")
+    return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
+
+
+def _trainer(found: Sequence[Phase], target: Machine) -> float:
+    if not target.on_gpu:
+        return max(phase.peak_gib for phase in found)
+    train = next(phase for phase in found if phase.name == "train")
+    return train.peak_gib - train.parts.get("engine", 0.0) - target.context_gib
 
 
 def _parameters(spec: RunSpec, shape: Shape) -> dict[str, int]:

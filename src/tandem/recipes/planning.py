@@ -1,0 +1,54 @@
+"""The plan of a run that is about to start: kept in it, and held against the memory that is really free."""
+
+from __future__ import annotations
+
+from tandem.errors import SpecError
+from tandem.io import atomic
+from tandem.recipes import build
+from tandem.runs.calibration import known, ram_gib
+from tandem.runs.plan import Plan, plan_run
+from tandem.runs.plan_model import NoPlan
+from tandem.runs.run import Run
+from tandem.spec.run import RunSpec
+
+_GIB = 2**30
+
+
+def keep_plan(spec: RunSpec, run: Run) -> None:
+    """Writes plan.json. Refuses what cannot fit whatever a step's tokens are; what would not fit in the worst case is
+    said, and refused under `strict`."""
+    kind, total_gib, free_gib = live_memory(spec)
+    try:
+        plan = plan_run(spec, gpu=kind, memory_gib=total_gib)
+    except NoPlan as error:
+        run.event("plan", why_not=str(error))
+        return
+    atomic.write_json(run.directory / "plan.json", {**plan.as_json(), "free_gib": free_gib})
+    run.event("plan", gpu=kind, peak_gib=plan.peak_gib, least_gib=plan.least_gib, free_gib=free_gib)
+    if plan.least_gib > free_gib:
+        raise SpecError(
+            f"the run takes at least {plan.least_gib:.2f} GiB, and {free_gib:.2f} GiB of this "
+            f"{'machine' if kind == 'cpu' else 'GPU'} are free; {_way_out(plan)}"
+        )
+    if plan.peak_gib > free_gib:
+        worst = f"with full micro-batches it takes {plan.peak_gib:.2f} GiB, and {free_gib:.2f} GiB are free"
+        run.note_option("the plan", f"{free_gib:.2f} GiB", False, f"{worst}; {_way_out(plan)}")
+
+
+def live_memory(spec: RunSpec) -> tuple[str, float, float]:
+    """Whose figures a plan goes by, GiB in all and GiB that are free; on a CPU this process' own count as free."""
+    device = build.pick_device(spec.device)
+    if device.type == "cpu":
+        return ("cpu", *ram_gib())
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device).lower()
+    return next((kind for kind in known() if kind in name), "h200"), total / _GIB, free / _GIB
+
+
+def _way_out(plan: Plan) -> str:
+    if plan.changes:
+        return "try " + "; ".join(plan.changes[-2:])
+    smaller = plan.largest_micro_tokens
+    return f"`tandem plan` says where it goes; train.micro_tokens = {smaller:,} is the most for an empty one"

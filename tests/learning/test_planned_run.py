@@ -1,0 +1,69 @@
+"""A run keeps its plan, is held against the memory that is free, and shows both sides afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.errors import SpecError
+from tandem.obs.history import read_history
+from tandem.obs.planned import against_plan
+from tandem.recipes import planning
+from tandem.spec.load import parse_spec
+from tandem.spec.run import RunSpec
+
+
+def spec(path: Path, **other: object) -> RunSpec:
+    rows = [{"prompt": f"say {word}", "completion": word} for word in ("aa", "bb", "cc", "dd")]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return parse_spec(
+        {
+            "recipe": "sft", "device": "cpu", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": str(path)},
+            "train": {"steps": 2, "lr": 1e-3, "batch_size": 2, "micro_tokens": 256}, "eval": {"examples": 2}, **other,
+        }
+    )  # fmt: skip
+
+
+def events(directory: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_keeps_its_plan_and_shows_it_beside_what_was_measured(tmp_path):
+    tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    assert plan["fits"]
+    assert plan["gpu"] == "cpu"
+    assert plan["free_gib"] > plan["peak_gib"] > plan["least_gib"]
+    rows = {row.what: row for row in against_plan(read_history(tmp_path / "run"))}
+    assert {"peak memory, GiB", "training, s a step", "a step, s"} <= rows.keys()
+    assert float(rows["peak memory, GiB"].planned) == pytest.approx(plan["trainer_gib"], rel=0.01)
+    assert "Plan against measured" in (tmp_path / "run/report.html").read_text()
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "live_memory", lambda spec: ("cpu", 16.0, 0.1))
+    with pytest.raises(SpecError, match=r"takes at least 0\.\d\d GiB, and 0\.10 GiB of this machine are free"):
+        tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
+    assert "load" not in [event["stage"] for event in events(tmp_path / "run")]
+
+
+def test_what_may_not_fit_is_said_and_under_strict_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "live_memory", lambda spec: ("cpu", 16.0, 0.48))
+    tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
+    told = [event for event in events(tmp_path / "run") if event.get("option") == "the plan"]
+    assert "full micro-batches" in str(told[0]["why_not"])
+    with pytest.raises(SpecError, match="full micro-batches"):
+        tandem.run(spec(tmp_path / "rows.jsonl", strict=True), tmp_path / "strict")
+
+
+def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(tmp_path, monkeypatch):
+    def unknown(*args: object, **kwargs: object) -> None:
+        raise planning.NoPlan("its layers are not known")
+
+    monkeypatch.setattr(planning, "plan_run", unknown)
+    tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
+    assert not (tmp_path / "run/plan.json").exists()
+    assert [event["why_not"] for event in events(tmp_path / "run") if event["stage"] == "plan"]
