@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut bench-atropos lint format types bench sync-kills rollouts-kills env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut bench-atropos lint format types bench sync-kills rollouts-kills run-kills env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -66,6 +66,10 @@ env-faults: install
 # The rollout service under a hundred kills; about three minutes. Exit code 1 if a figure is missed.
 rollouts-kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollouts_kills.py
+
+# Runs under 150 kills, each resumed to the same bytes; about half an hour. Exit code 1 if a figure is missed.
+run-kills: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_kills.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install

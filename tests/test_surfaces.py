@@ -21,6 +21,8 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 PYTHON_FUNCTION = {
     "train": "run",
+    "resume": "resume",
+    "digest": "digest_run",
     "sweep": "sweep",
     "plan": "plan_run",
     "doctor": "diagnose",

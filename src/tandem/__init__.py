@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 # The Python API: name -> where it lives. Filled in lazily so that `tandem --help` stays quick.
 _API = {
     "run": "tandem.recipes",
+    "resume": "tandem.recipes",
+    "digest_run": "tandem.runs.resume",
     "sweep": "tandem.recipes.sweep",
     "plan_run": "tandem.runs.plan",
     "diagnose": "tandem.runs.doctor",

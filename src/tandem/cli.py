@@ -105,6 +105,28 @@ def doctor(
 
 
 @app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that was killed, stopped or failed.")],
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="From a process that holds the run and cannot be ended.")
+    ] = False,
+) -> None:
+    """Go on with a run from its last checkpoint; one that succeeded is left as it is."""
+    from tandem.recipes import resume
+
+    resume(run_dir, take_over=take_over)
+
+
+@app.command()
+def digest(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that succeeded.")]) -> None:
+    """Print the hashes of a run's final weights, optimizer and loss log."""
+    from tandem.runs.resume import digest_run
+
+    for what, found in digest_run(run_dir).items():
+        typer.echo(f"{what} {found}")
+
+
+@app.command()
 def sweep(
     spec: SpecFile,
     seeds: Annotated[str, typer.Option(metavar="N,N,...", help="The seeds, with commas: --seeds 0,1,2")],

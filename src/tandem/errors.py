@@ -28,9 +28,13 @@ TandemError
 ├── NonFinite              a loss or a gradient is not a number
 ├── NothingLearned         steps were taken and the weights did not move
 ├── CheckpointError        what was saved does not belong to what it is loaded into
+│   ├── CheckpointDamaged  a file is not what was written; or no whole checkpoint is left
+│   └── CheckpointUnsaved  saving failed too often in a row (a full disk, for one)
 ├── ArtifactError          an artifact could not be stored, or is not there
 ├── TemplateError          a chat template cannot be used token by token
 └── RunError               a run directory is not what it should be
+    ├── RunOwned           another process works on it
+    └── RunFenced          another process took it over: nothing more may be written by this one
 """
 
 from __future__ import annotations
@@ -161,7 +165,11 @@ class CheckpointError(TandemError):
     pass
 
 
-class ArtifactError(TandemError):
+class CheckpointDamaged(CheckpointError):
+    pass
+
+
+class CheckpointUnsaved(CheckpointError):
     pass
 
 
@@ -171,3 +179,15 @@ class TemplateError(TandemError, ValueError):
 
 class RunError(TandemError):
     exit_code = 2
+
+
+class ArtifactError(TandemError):
+    pass
+
+
+class RunOwned(RunError):
+    pass
+
+
+class RunFenced(RunError):
+    exit_code = 1

@@ -10,13 +10,50 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from tandem.errors import ProducerDied, TandemError
-from tandem.protocols import Producer, RolloutStore, Trainer
+from tandem.protocols import Kept, Producer, RolloutStore, Trainer
 from tandem.publish import Call, Publisher
 from tandem.types import Batch, Group, Metrics
+
+
+class Keeper(Protocol):
+    """Remembers where the run is, so that another process can go on from there."""
+
+    def begin(self, trainer: Trainer, parts: Mapping[str, Kept], last_version: int) -> None:
+        """Gives the parts what they held then."""
+        ...
+
+    def stepping(self) -> None:
+        """From here on, the last mark is not what the trainer is."""
+        ...
+
+    def mark(self) -> None:
+        """A step has ended, and nothing of the next has begun."""
+        ...
+
+    async def keep(self, groups: Sequence[Group], metrics: Metrics) -> Sequence[Group]:
+        """Saves the mark where that is due; what may be forgotten elsewhere."""
+        ...
+
+
+class Forgetful:
+    def begin(self, trainer: Trainer, parts: Mapping[str, Kept], last_version: int) -> None:
+        pass
+
+    def stepping(self) -> None:
+        pass
+
+    def mark(self) -> None:
+        pass
+
+    async def keep(self, groups: Sequence[Group], metrics: Metrics) -> Sequence[Group]:
+        return groups
+
+
+_FORGETFUL = Forgetful()
 
 
 async def run_loop(
@@ -31,9 +68,14 @@ async def run_loop(
     after_step: Callable[[Metrics], Awaitable[None]],
     sync_every: int = 1,
     call: Call = asyncio.to_thread,
+    keeper: Keeper = _FORGETFUL,
 ) -> None:
     """Train until the trainer's version is `last_version`; the engine holds the last one when this returns."""
-    await publisher.publish(trainer)
+    made_by = {f"producer-{number}": each for number, each in enumerate(producers)}
+    keeper.begin(trainer, {"store": store, "publisher": publisher, **made_by}, last_version)
+    await publisher.hold(trainer)
+    if trainer.version >= last_version:
+        return  # it went on from a checkpoint of its last step
     working = [_supervised(producer.run(), type(producer).__name__, store) for producer in producers]
     working.append(_supervised(publisher.keep(trainer), "publisher", store))
     held = 0
@@ -44,6 +86,7 @@ async def run_loop(
             held += len(groups)
             taken = time.perf_counter()
             publisher.check(groups)
+            keeper.stepping()
             async with publisher.resting(trainer):
                 metrics = await call(trainer.step, make_batch(groups, trainer.version))
             trained = time.perf_counter()
@@ -55,6 +98,7 @@ async def run_loop(
                 await publisher.go_on()
             for producer in producers:
                 metrics |= producer.drain_metrics()
+            keeper.mark()
             now = time.perf_counter()
             metrics |= {
                 "time/generate_s": taken - started,
@@ -63,7 +107,8 @@ async def run_loop(
                 "time/step_s": now - started,
             }
             await after_step(metrics)
-            await store.ack(groups)
+            if contained := await keeper.keep(groups, metrics):
+                await store.ack(contained)
     finally:
         for task in working:
             task.cancel()

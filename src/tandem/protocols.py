@@ -107,7 +107,14 @@ class WeightBridge(Protocol):
     def close(self) -> None: ...
 
 
-class RolloutStore(Protocol):
+class Kept(Protocol):
+    """What has something to remember when a run goes on in another process."""
+
+    def state(self) -> dict[str, Any]: ...                # JSON, and groups; as of now, whatever happens afterwards
+    def restore(self, state: Mapping[str, Any]) -> None: ...   # before anything else is asked
+
+
+class RolloutStore(Kept, Protocol):
     """Groups waiting to be trained on. A slot is held from `admit` to `release` or `drop`: that bounds staleness."""
 
     async def admit(self) -> Ticket: ...                  # waits for a slot: a rollout may start
@@ -119,7 +126,7 @@ class RolloutStore(Protocol):
     def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
 
 
-class Producer(Protocol):                                 # fills the store
+class Producer(Kept, Protocol):                               # fills the store
     async def run(self) -> None: ...                      # ends only by an error or by being cancelled
     def drain_metrics(self) -> Metrics: ...               # of what finished since the last call
 
@@ -158,6 +165,7 @@ class Trainer(Protocol):
     def base(self) -> Iterator[tuple[str, Tensor]]: ...   # what adapters stand upon, and is never sent
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...         # of the policy
     def save(self, path: Path) -> None: ...
+    def snapshot(self) -> Callable[[Path], None]: ...     # a copy, to be written to a directory later, on any thread
     def load(self, path: Path) -> None: ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, cast
 
 from tandem.errors import RunError
+from tandem.io import atomic
 
 Row: TypeAlias = dict[str, Any]
 
@@ -66,6 +68,14 @@ class JsonlWriter:
         self._file.write(to_line(row))
         self._file.flush()
 
+    @property
+    def size_bytes(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def settle(self) -> None:
+        """What was written is on the disk when this returns. On any thread."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -76,6 +86,15 @@ class JsonlWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def cut_back(path: Path, size_bytes: int | None = None) -> bool:
+    """To its first `size_bytes`, or to its last whole row. In a new file, so that whoever still has the old one open
+    writes to nobody. False if it was shorter already."""
+    content = path.read_bytes() if path.exists() else b""
+    kept = content[:size_bytes]
+    atomic.write_bytes(path, kept[: kept.rfind(b"\n") + 1])
+    return size_bytes is None or len(kept) == size_bytes
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
 from tandem.obs.trackers.feed import Feed, openers
+from tandem.runs.checkpoints import Checkpoints
+from tandem.runs.keeper import Keeper
+from tandem.runs.lease import Lease, begin
+from tandem.runs.resume import finished, spec_of
 from tandem.runs.run import Run
 from tandem.runs.uploads import push_artifacts
 from tandem.spec.artifacts import ArtifactsSpec
@@ -29,18 +34,59 @@ def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs")
 
     # Before torch: wrong parameters of an environment are refused at once.
     environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
-    view = view or LiveView(spec.name)
     directory = run_dir or Run.new_directory(root, spec.name)
-    made = Run(directory, name=spec.name, recipe=spec.recipe, spec_toml=to_toml(spec), view=view, strict=spec.strict)
+    begin(directory, to_toml(spec))
+    return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name))
+
+
+def resume(directory: Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
+    """Goes on with a run that was killed, stopped or failed, from its last whole checkpoint; returns its status. One
+    that succeeded is left as it is. `take_over`: from a process that holds the run and cannot be ended."""
+    from tandem.recipes import build
+
+    spec, view = spec_of(directory), view or LiveView(directory.name)
+    if (status := finished(directory)) is None:
+        lease = Lease(directory, take_over=take_over)
+        if (status := finished(directory)) is None:  # or whoever held it came to its end meanwhile
+            environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
+            return _go(spec, lease, directory, environment, view).status
+        lease.close()
+    view.console.print(closing_text(directory, status), soft_wrap=True)
+    return status
+
+
+def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: LiveView) -> Run:
+    from tandem.recipes import build
+
     try:
-        with _sigterm_ends(), view, made:
-            view.say(f"run {directory}")
-            asyncio.run(_train(spec, made, environment))
+        shelf = Checkpoints(directory, permit=lease.check)
+        shelf.sweep()
+        found = shelf.newest()
+        made = Run(
+            directory, name=spec.name, recipe=spec.recipe, view=view, lease=lease, strict=spec.strict,
+            earlier=found.state["run"] if found else None,
+        )  # fmt: skip
+        keeper = Keeper(spec.checkpoint, shelf, made, found)
+        try:
+            with _sigterm_ends(keeper), view, made:
+                view.say(f"run {directory}")
+                for text in shelf.set_aside:
+                    made.event("checkpoint_damaged", message=text)
+                    view.say(f"   {text}")
+                if found is not None:
+                    made.event("resume", step=found.version, epoch=lease.epoch)
+                    view.say(f"   goes on from the checkpoint of step {found.version}")
+                try:
+                    asyncio.run(_train(spec, made, environment, keeper))
+                finally:
+                    keeper.close()
+        finally:
+            _conclude(made)
+            if spec.artifacts is not None:
+                _keep(made, spec.artifacts)
     finally:
         build.close(environment)
-        _conclude(made)
-        if spec.artifacts is not None:
-            _keep(made, spec.artifacts)
+        lease.close()
     return made
 
 
@@ -67,7 +113,7 @@ def _keep(run: Run, spec: ArtifactsSpec) -> None:
         run.view.say(f"   `tandem artifacts push {run.directory}` tries again; the run itself is not affected")
 
 
-async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
+async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper) -> None:
     from tandem.recipes import build
     from tandem.recipes.planning import keep_plan
     from tandem.recipes.preference import train_preference
@@ -81,12 +127,12 @@ async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
     keep_plan(spec, run)
     run.event("load")
     if isinstance(spec, SftSpec):
-        await train_sft(spec, run)
+        await train_sft(spec, run, keeper)
         return
     if isinstance(spec, PreferenceSpec):
-        await train_preference(spec, run)
+        await train_preference(spec, run, keeper)
         return
-    rl = RlRun(spec, run, environment)
+    rl = RlRun(spec, run, environment, keeper)
     try:
         await rl.train()
         build.export(rl.model, run.directory / "export")
@@ -95,11 +141,23 @@ async def _train(spec: RunSpec, run: Run, environment: Any) -> None:
 
 
 @contextmanager
-def _sigterm_ends() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the status says `cancelled` and the report is written."""
+def _sigterm_ends(keeper: Keeper) -> Iterator[None]:
+    """SIGTERM saves and ends with 0: at once, or when the step that is under way has ended; after checkpoint.grace_s,
+    or when it comes again, with what was saved before. A run that saves nothing is cancelled, as by Ctrl-C."""
+    last: list[threading.Timer] = []
 
     def stop(_signal: int, _frame: Any) -> None:
-        raise SystemExit(143)
+        if not keeper.spec.every:
+            raise SystemExit(143)
+        if keeper.idle:
+            keeper.save_now()
+        elif not keeper.stop_asked:
+            keeper.stop_asked = True
+            last.append(threading.Timer(keeper.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
+            last[0].daemon = True
+            last[0].start()
+            return
+        raise SystemExit(0)
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
@@ -109,4 +167,6 @@ def _sigterm_ends() -> Iterator[None]:
     try:
         yield
     finally:
+        for timer in last:
+            timer.cancel()
         signal.signal(signal.SIGTERM, before)

@@ -523,3 +523,29 @@ def export(model: Model, path: Path) -> None:
 
     with atomic.directory(path) as directory:
         model.policy.export(directory)
+
+
+def weights_writer(model: Model) -> Callable[[Path], None]:
+    """Writes what is trained, as it is when it is called."""
+
+    def write(directory: Path) -> None:
+        from safetensors.torch import save_file
+
+        trained = {name: tensor.detach().cpu().contiguous() for name, tensor in model.policy.trainable()}
+        save_file(trained, directory / "weights.safetensors")
+
+    return write
+
+
+def load_weights(model: Model, directory: Path) -> None:
+    """What `weights_writer` wrote of the same model."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tandem.ops.tensors import check_alike
+
+    saved = load_file(directory / "weights.safetensors")
+    check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")
+    with torch.no_grad():
+        for name, tensor in model.policy.trainable():
+            tensor.copy_(saved[name])

@@ -10,12 +10,13 @@ from tandem.recipes import build
 from tandem.recipes.supervised import conclude_by_loss, due, longest_of, marked, recorded_stage, reported
 from tandem.rollout.recorded import record_pair
 from tandem.runs.evals import StoredEval, store_eval
+from tandem.runs.keeper import Keeper
 from tandem.runs.run import Run
 from tandem.spec.run import PreferenceSpec
 from tandem.types import Group, Metrics
 
 
-async def train_preference(spec: PreferenceSpec, run: Run) -> None:
+async def train_preference(spec: PreferenceSpec, run: Run, keeper: Keeper) -> None:
     stage = spec.train
     model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
     for note in build.options(spec, model):
@@ -25,6 +26,7 @@ async def train_preference(spec: PreferenceSpec, run: Run) -> None:
     algorithm = build.preference_algorithm(spec.algorithm)
     model.policy.keep_reference()
     trainer = build.trainer(stage, model, algorithm, 0, spec.seed)
+    keeper.load(trainer, "preference")
     examine = build.examiner(model, algorithm, stage.micro_tokens)
     run.status["steps_total"] = stage.steps
 
@@ -32,9 +34,12 @@ async def train_preference(spec: PreferenceSpec, run: Run) -> None:
         """The loss of each pair, and the means of loss and accuracy."""
         if not held_out:
             return [], {}
+        if (known := keeper.remembered(name)) is not None:
+            return known, {}
         found = [examine(pair) for pair in held_out]
         losses = [each["loss/total"] for each in found]
         loss, accuracy = statistics.fmean(losses), statistics.fmean(each["reward/accuracy"] for each in found)
+        keeper.remember(name, losses)
         run.evaluated(name, label, loss, metric="loss")
         tasks = [pair[0].task_id for pair in held_out]
         store_eval(run.directory, StoredEval(trainer.version, name, "loss", spec.data.model_dump(), tasks, losses))
@@ -57,6 +62,7 @@ async def train_preference(spec: PreferenceSpec, run: Run) -> None:
         algorithm,
         seed=spec.seed,
         deterministic=spec.deterministic,
+        keeper=keeper,
         before_record=evaluate_when_due,
     )
     after, _ = evaluate("after", "after training")

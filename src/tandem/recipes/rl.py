@@ -13,8 +13,10 @@ from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.rollout.guard import why_not
 from tandem.runs.evals import StoredEval, played_as, store_eval
+from tandem.runs.keeper import Keeper
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
+from tandem.spec.algorithm import DistillSpec
 from tandem.spec.data import Demonstrations
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.run import RlSpec
@@ -27,8 +29,8 @@ _SAMPLES_KEPT = 8
 class RlRun:
     """What the stages of one RL run share."""
 
-    def __init__(self, spec: RlSpec, run: Run, environment: Environment) -> None:
-        self.spec, self.run, self.environment = spec, run, environment
+    def __init__(self, spec: RlSpec, run: Run, environment: Environment, keeper: Keeper) -> None:
+        self.spec, self.run, self.environment, self.keeper = spec, run, environment, keeper
         self.model = build.model(
             spec.model, spec.precision, spec.seed, build.settle_torch(spec), getattr(spec.engine, "max_context", 0)
         )
@@ -61,11 +63,12 @@ class RlRun:
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         version = 0
         if warmup is not None:
-            version = await self._warm_up(warmup)
+            version = warmup.steps if self.keeper.goes_on_in("rl") else await self._warm_up(warmup)
         algorithm = build.algorithm(self.spec.algorithm, self.spec.train.max_tokens)
         if algorithm.needs_reference:
-            build.reference(self.spec.algorithm, self.model, self.spec.precision)
+            self._reference(version)
         trainer = build.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
+        self.keeper.load(trainer, "rl")
         before = await self._evaluate(trainer, "before_rl", "before RL")
         await self._rl_stage(trainer, algorithm)
         after = await self._evaluate(trainer, "after", "after RL")
@@ -83,6 +86,15 @@ class RlRun:
             },
         )
 
+    def _reference(self, version: int) -> None:
+        """Where RL began, also if another process was there then."""
+        kept = self.keeper.reference()
+        if kept is not None and self.keeper.goes_on_in("rl"):
+            build.load_weights(self.model, kept)
+        elif version and not isinstance(self.spec.algorithm, DistillSpec):  # or else the spec says it
+            self.keeper.keep_reference(version, build.weights_writer(self.model))
+        build.reference(self.spec.algorithm, self.model, self.spec.precision)
+
     def _met(self, meeting: Mapping[str, Any]) -> None:
         self.run.met(meeting)
         told = next((engine["sleep"] for engine in meeting["engines"] if engine.get("sleep")), None)
@@ -97,13 +109,15 @@ class RlRun:
 
     async def _warm_up(self, stage: WarmupStage) -> int:
         trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0, self.spec.seed)
+        self.keeper.load(trainer, "warmup")
         await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
         await self.publisher.rest(trainer)  # till the next version is published: nobody samples
         await supervised_stage(
-            self.run, self.model, trainer, stage, recordings, seed=self.spec.seed, deterministic=self.spec.deterministic
-        )
+            self.run, self.model, trainer, stage, recordings, seed=self.spec.seed,
+            deterministic=self.spec.deterministic, keeper=self.keeper,
+        )  # fmt: skip
         return trainer.version
 
     def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
@@ -127,7 +141,8 @@ class RlRun:
                 self.run.evaluated(name, name, metrics["eval/accuracy"])
             self.run.record(trainer.version, metrics)
 
-        first, last = trainer.version, trainer.version + stage.steps
+        first = self.spec.warmup.steps if self.spec.warmup else 0
+        last = first + stage.steps
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
         )
@@ -142,13 +157,17 @@ class RlRun:
             after_step=after_step,
             sync_every=spec.sync.every,
             call=self.call,
+            keeper=self.keeper,
         )
         trainer.finish()
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
-        """Publishes first: what is judged is what the engine serves."""
-        await self.publisher.publish(trainer)
+        """What is judged is what the engine serves."""
+        await self.publisher.hold(trainer)
+        if (known := self.keeper.remembered(name)) is not None:
+            return Evaluation(known["scores"], [], known["failed"])
         result = await self._play_held_out(trainer.version, name)
+        self.keeper.remember(name, {"scores": result.scores, "failed": result.failed})
         self.run.evaluated(name, label, result.accuracy)
         for trajectory in result.played[:_SAMPLES_KEPT]:
             self.run.sample(name, trajectory.task_id, trajectory.messages, trajectory.reward)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from tandem.recipes import build
 from tandem.recipes.supervised import checked_rows, conclude_by_loss, due, supervised_stage
 from tandem.runs.evals import StoredEval, store_eval
+from tandem.runs.keeper import Keeper
 from tandem.runs.run import Run
 from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
 
 
-async def train_sft(spec: SftSpec, run: Run) -> None:
+async def train_sft(spec: SftSpec, run: Run, keeper: Keeper) -> None:
     stage = spec.train
     model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
     for note in build.options(spec, model):
@@ -20,10 +21,14 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
     recordings, held_out = checked_rows(model, spec.data, run, "data")
     held_out = held_out[: spec.eval.examples]
     trainer = build.trainer(stage, model, build.sft_algorithm(), 0, spec.seed)
+    keeper.load(trainer, "sft")
     run.status["steps_total"] = stage.steps
 
     def evaluate(name: str, label: str) -> list[float]:
+        if (known := keeper.remembered(name)) is not None:
+            return known
         losses = held_out_losses(model, held_out, stage.micro_tokens)
+        keeper.remember(name, losses)
         if losses:
             run.evaluated(name, label, sum(losses) / len(losses), metric="loss")
             tasks = [recording.task_id for recording in held_out]
@@ -46,6 +51,7 @@ async def train_sft(spec: SftSpec, run: Run) -> None:
         recordings,
         seed=spec.seed,
         deterministic=spec.deterministic,
+        keeper=keeper,
         before_record=evaluate_when_due,
     )
     after = evaluate("after", "after training")

@@ -13,6 +13,7 @@ from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Trainer
 from tandem.recipes import build, build_engine
 from tandem.rollout.recorded import record
+from tandem.runs.keeper import Keeper
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
 from tandem.spec.evaluation import LossEvalSpec
@@ -36,6 +37,7 @@ async def supervised_stage(
     *,
     seed: int,
     deterministic: bool,
+    keeper: Keeper,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """Every conversation by itself."""
@@ -48,6 +50,7 @@ async def supervised_stage(
         build.sft_algorithm(),
         seed=seed,
         deterministic=deterministic,
+        keeper=keeper,
         before_record=before_record,
     )
 
@@ -62,9 +65,10 @@ async def recorded_stage(
     *,
     seed: int,
     deterministic: bool,
+    keeper: Keeper,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
-    """The loop with an engine and a bridge that do nothing."""
+    """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
     build.show_life(trainer, run.progress.tick)
     call = build.caller(deterministic)
     store = build.store(stage)
@@ -81,9 +85,10 @@ async def recorded_stage(
         producers=[build.recordings(groups, store, seed)],
         make_batch=build.batches(stage, model, algorithm),
         groups_per_step=stage.batch_size,
-        last_version=trainer.version + stage.steps,
+        last_version=stage.steps,
         after_step=record_step,
         call=call,
+        keeper=keeper,
     )
     trainer.finish()
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.rollout.episode import Setting, play
@@ -77,6 +77,13 @@ class EnvironmentProducer:
         self._setting.retried.clear()
         metrics["groups/dropped"] = float(sum(dropped.values()))
         return metrics | of_groups(groups)
+
+    def state(self) -> dict[str, Any]:
+        return {"recent_failures": list(self._recent_failures), "replaced_in_a_row": self._replaced_in_a_row}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._recent_failures.extend(state["recent_failures"])
+        self._replaced_in_a_row = state["replaced_in_a_row"]
 
     async def _play_group(self, ticket: Ticket) -> None:
         task = self._tasks[self._which(ticket.order)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tandem.protocols import RolloutStore
 from tandem.rollout.producer import task_order
@@ -47,3 +48,10 @@ class RecordedProducer:
 
     def drain_metrics(self) -> Metrics:
         return {}
+
+    def state(self) -> dict[str, Any]:
+        """Which comes next is the store's to know."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass

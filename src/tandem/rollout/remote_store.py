@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tandem.errors import NotKnown, StoreError, StoreTimeout
@@ -49,6 +49,8 @@ class RemoteStore:
         """By lease: its groups that are not acknowledged."""
         self._ids: dict[int, tuple[int, int]] = {}
         """By the identity of a group that was taken: its lease and its number."""
+        self._contained: list[int] = []
+        """Numbers of groups that are in the checkpoint this run goes on from: never to be trained on again."""
         self._taken: list[Group] = []
         self._lags: list[int] = []
         self._registering = asyncio.Lock()
@@ -99,6 +101,13 @@ class RemoteStore:
         for asking in self._asking:
             asking.cancel()
 
+    def state(self) -> dict[str, Any]:
+        """Whatever was taken and not acknowledged has been trained on by now."""
+        return {"contained": [*self._contained, *(number for _, number in self._ids.values())]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._contained = list(state["contained"])
+
     # --- of a Producer
 
     async def run(self) -> None:
@@ -131,7 +140,11 @@ class RemoteStore:
                     "fresh": self._fresh,
                 }  # fmt: skip
                 told = await self._client.post("/v2/trainer", body)
-                self._epoch = int(told["epoch"])
+                epoch = int(told["epoch"])
+                if self._contained:  # before anything is leased: whoever was killed held them, and they returned
+                    await self._client.post("/v2/ack", {"epoch": epoch, "groups": self._contained})
+                    self._contained = []
+                self._epoch = epoch
                 _log.info("registered at %s as run '%s', epoch %d", self._client.url, spec.run_id, self._epoch)
             return self._epoch
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tandem.errors import Starved, StoreError, StoreTimeout
-from tandem.types import Group, Ticket
+from tandem.types import Group, Ticket, Trajectory
 
 
 class MemoryStore:
@@ -26,6 +27,8 @@ class MemoryStore:
         self._started = self._held = self._dropped_in_a_row = 0
         self._in_flight: dict[int, Group | None] = {}
         """By order of start; None until it is put. What is taken leaves, but holds its slot until released."""
+        self._again: deque[int] = deque()
+        """Under way when another process was killed: they hold their slots, and are played anew."""
         self._asking: deque[asyncio.Future[Ticket]] = deque()
         self._news = asyncio.Event()
         self._error: BaseException | None = None
@@ -97,6 +100,24 @@ class MemoryStore:
     async def ack(self, groups: Sequence[Group]) -> None:
         """Nothing here outlives the process, so there is nothing to forget."""
 
+    def state(self) -> dict[str, Any]:
+        """What is taken is trained on by now, and its slots are free in whoever goes on: it begins with a publish."""
+        return {
+            "started": self._started,
+            "in_flight": list(self._in_flight.items()),
+            "dropped": dict(self.dropped),
+            "dropped_in_a_row": self._dropped_in_a_row,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._started, self._dropped_in_a_row = state["started"], state["dropped_in_a_row"]
+        self.dropped.update(state["dropped"])
+        for order, group in state["in_flight"]:
+            self._in_flight[order] = [Trajectory(**each) for each in group] if group else None
+            if not group:
+                self._again.append(order)
+        self._held = len(self._in_flight)
+
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._news.set()
@@ -116,9 +137,12 @@ class MemoryStore:
 
     def _let_in(self) -> None:
         """Hands slots over in the order in which they were asked for: nobody overtakes who is about to wake up."""
-        while self._asking and self._held < self.slots:
+        while self._asking and (self._again or self._held < self.slots):
             turn = self._asking.popleft()
             if turn.done():  # cancelled while it waited
+                continue
+            if self._again:
+                turn.set_result(Ticket(self._again.popleft()))
                 continue
             ticket = Ticket(self._started)
             self._started += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -12,30 +13,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from tandem.errors import RunError, SpecError
+from tandem.errors import RunFenced, SpecError
 from tandem.io import atomic
-from tandem.io.jsonl import JsonlWriter
+from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.obs.live import LiveView
 from tandem.obs.trackers.feed import Feed
 from tandem.runs.failures import classify_error
 from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
+from tandem.runs.lease import Lease
 from tandem.types import Message, Metrics, Proof
+
+_log = logging.getLogger(__name__)
 
 _STATUS_EVERY_S = 2.0  # steps_done for whoever looks from outside
 
-State = Literal["running", "succeeded", "failed", "cancelled"]
+_FILES = ("metrics", "sync", "samples", "events")
+
+State = Literal["running", "succeeded", "failed", "cancelled", "stopped"]
+"""stopped: by SIGTERM, and saved; `tandem resume` goes on."""
 
 
 class Run:
-    """Open it with `with`: the status is `running` inside, and afterwards says how it ended."""
+    """Open it with `with`: the status is `running` inside, and afterwards says how it ended.
+
+    The directory was begun (runs/lease.py), and this process holds its lease.
+    """
 
     def __init__(
-        self, directory: Path, *, name: str, recipe: str, spec_toml: str, view: LiveView, strict: bool = False
-    ) -> None:
-        if directory.exists() and any(directory.iterdir()):
-            raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir)")
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.view, self._strict = directory, view, strict
+        self, directory: Path, *, name: str, recipe: str, view: LiveView, lease: Lease, strict: bool = False,
+        earlier: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """`earlier`: what `state` said where the run is to go on; what was written after that is cut off."""
+        self.directory, self.view, self._strict, self._lease = directory, view, strict, lease
         self.status: dict[str, Any] = {
             "state": "queued",
             "name": name,
@@ -44,12 +53,14 @@ class Run:
             "steps_total": 0,
             "eval": {},
         }
-        self._stage = ""
-        self._event_number = 0
+        self.current_stage = ""
         self._started = self._status_written = time.monotonic()
-        atomic.write_text(directory / "spec.toml", spec_toml)
-        self._metrics, self._events, self._ledger, self._samples = (
-            JsonlWriter(directory / f"{name}.jsonl") for name in ("metrics", "events", "sync", "samples")
+        if earlier is not None:
+            self.status |= earlier["status"]
+            self._started -= earlier["seconds"]
+        self._event_number = self._cut_back(earlier["files"] if earlier is not None else {})
+        self._metrics, self._ledger, self._samples, self._events = (
+            JsonlWriter(directory / f"{name}.jsonl") for name in _FILES
         )
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -82,6 +93,11 @@ class Run:
         if error is None:
             self.event("done")
             self._set_state("succeeded")
+        elif isinstance(error, SystemExit) and error.code == 0:
+            self.event("stopped")
+            self._set_state("stopped")
+        elif isinstance(error, RunFenced):
+            logging.getLogger(__name__).error("%s", error)  # and nothing else: the run is somebody else's
         else:
             cancelled = isinstance(error, KeyboardInterrupt | SystemExit)
             self.status["error"] = f"{type(error).__name__}: {error}"
@@ -111,7 +127,7 @@ class Run:
         )
 
     def stage(self, name: str, steps: int, note: str = "") -> None:
-        self._stage = name
+        self.current_stage = name
         self.event(name, steps=steps)
         self.progress.stage(name)
         self.view.stage(name, steps, note)
@@ -121,13 +137,27 @@ class Run:
         if metrics.get("train/set_aside"):
             self.event("set_aside", step=step)  # no step was taken; log.txt has the tasks
             return
-        row = {"step": step, "stage": self._stage, **metrics}
+        row = {"step": step, "stage": self.current_stage, **metrics}
         self._metrics.write(row)
         self.tracking.row(row)
         self.view.step(row)
         self.status["steps_done"] = step
         if time.monotonic() - self._status_written > _STATUS_EVERY_S:
             self._write_status()
+
+    def state(self) -> dict[str, Any]:
+        """Where the next row of each file will stand, and what status.json must know again."""
+        writers = (self._metrics, self._ledger, self._samples)
+        return {
+            "files": {name: writer.size_bytes for name, writer in zip(_FILES, writers, strict=False)},
+            "status": {key: copy.deepcopy(self.status[key]) for key in ("steps_done", "steps_total", "eval")},
+            "seconds": time.monotonic() - self._started,
+        }
+
+    def settle(self) -> None:
+        """All rows so far are on the disk when this returns. On any thread."""
+        for writer in (self._metrics, self._ledger, self._samples):
+            writer.settle()
 
     def evaluated(
         self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy"
@@ -177,6 +207,16 @@ class Run:
         self.event("stalled", **seen, stacks=STACKS)
         logging.getLogger(__name__).warning("no progress for %.0f s in stage %s: %s", quiet_s, sign.stage, STACKS)
 
+    def _cut_back(self, sizes: Mapping[str, int]) -> int:
+        """Rows of steps that will be made again go; events stay, all of them. Returns the last event's number."""
+        for name in _FILES[:3]:
+            path = self.directory / f"{name}.jsonl"
+            if not cut_back(path, sizes.get(name, 0)):
+                _log.warning("%s: is shorter than the checkpoint says; it goes on with a gap", path)
+        events = self.directory / "events.jsonl"
+        cut_back(events)
+        return max((int(row.get("number", 0)) for row in salvage_jsonl(events).rows.values()), default=0)
+
     def _set_state(self, state: State) -> None:
         self.status["state"] = state
         self.status["seconds"] = round(time.monotonic() - self._started, 3)
@@ -184,4 +224,5 @@ class Run:
 
     def _write_status(self) -> None:
         self._status_written = time.monotonic()
+        self._lease.check()
         atomic.write_json(self.directory / "status.json", self.status)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.base import Spec
+from tandem.spec.checkpoint import CheckpointSpec
 from tandem.spec.data import RecordedData
 from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
@@ -43,6 +44,10 @@ class _Run(Spec):
     """Trackers that are told every step's numbers. Left out: none."""
     precision: PrecisionSpec = Float32Precision()
     """How many bits the weights have, and where the rest of each is kept."""
+    artifacts: ArtifactsSpec | None = None
+    """Where copies go that outlive this machine. Left out: nowhere."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """What is kept, so that the run can be taken up again."""
     artifacts: ArtifactsSpec | None = None
     """Where copies go that outlive this machine. Left out: nowhere."""
 

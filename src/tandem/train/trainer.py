@@ -93,18 +93,28 @@ class PolicyTrainer:
     def save(self, path: Path) -> None:
         """Weights, optimizer, missing bits and clock, all by parameter name."""
         with atomic.directory(path) as directory:
-            for file, tensors in (("weights", dict(self._parameters)), ("optimizer", self._optimizer.state())):
-                save_file(
-                    {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-                    directory / f"{file}.safetensors",
-                )
-            clock = {
-                "version": self.version,
-                "first_version": self._first_version,
-                "running_norm": self._released.running_norm if self._released else 0.0,
-                "guard": self._guard.state(),
-            }
+            self.snapshot()(directory)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """What `save` writes, copied now."""
+        kinds = {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
+        copies = {
+            file: {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+            for file, tensors in kinds.items()
+        }
+        clock = {
+            "version": self.version,
+            "first_version": self._first_version,
+            "running_norm": self._released.running_norm if self._released else 0.0,
+            "guard": self._guard.state(),
+        }
+
+        def write(directory: Path) -> None:
+            for file, tensors in copies.items():
+                save_file(tensors, directory / f"{file}.safetensors")
             (directory / "trainer.json").write_text(json.dumps(clock))
+
+        return write
 
     def load(self, path: Path) -> None:
         """All of it or nothing."""

@@ -1,0 +1,105 @@
+"""A run's checkpoints: `checkpoints/step-N`, each sealed. Damaged ones are set aside by name, never deleted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import CheckpointDamaged
+from tandem.io import manifest
+from tandem.io.jsonl import salvage_jsonl
+
+_STATE = "state.json"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that was verified."""
+
+    path: Path
+    version: int
+    state: Mapping[str, Any]
+
+    @property
+    def stage(self) -> str:
+        return self.state["stage"]
+
+
+class Checkpoints:
+    def __init__(self, run_dir: Path, *, permit: Callable[[], None] = lambda: None) -> None:
+        """`permit` raises where nothing may be written any more."""
+        self.directory, self._permit = run_dir / "checkpoints", permit
+        self.set_aside: list[str] = []
+        """Of damaged ones: which, why, and what they are called now."""
+
+    def path(self, version: int) -> Path:
+        return self.directory / f"step-{version}"
+
+    def versions(self) -> list[int]:
+        """Oldest first."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _STEP.fullmatch(path.name)))
+
+    def newest(self) -> Found | None:
+        """The newest whole one; those after it are set aside. None if nothing was ever saved. CheckpointDamaged if
+        something was, and none of it is whole: a run is not begun anew over what may be repaired."""
+        for version in reversed(self.versions()):
+            try:
+                return self.read(version)
+            except CheckpointDamaged as error:
+                aside = manifest.quarantine(self.path(version))
+                self.set_aside.append(f"checkpoint of step {version} is damaged, now called {aside.name}: {error}")
+        damaged = self.set_aside or sorted(path.name for path in self.directory.glob("damaged-step-*"))
+        told = salvage_jsonl(self.directory.parent / "events.jsonl").rows.values()
+        if damaged or any(row.get("stage") == "checkpoint" for row in told):
+            raise CheckpointDamaged(
+                f"{self.directory}: no whole checkpoint is left of some ({'; '.join(damaged) or 'removed'}); "
+                "repair one and take `damaged-` off its name, or train anew in another directory"
+            )
+        return None
+
+    def read(self, version: int) -> Found:
+        """CheckpointDamaged names the file."""
+        path = self.path(version)
+        manifest.verify(path)
+        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if kept := state.get("reference"):
+            manifest.verify(self.directory / kept)  # what it cannot go on without
+        return Found(path, version, state)
+
+    def write(self, version: int, fill: Callable[[Path], None], state: Mapping[str, Any]) -> None:
+        """Blocks until it is on the disk."""
+        with manifest.sealed(self.path(version), permit=self._permit) as directory:
+            fill(directory)
+            text = json.dumps(state, default=_plain)
+            (directory / _STATE).write_text(text, encoding="utf-8")
+
+    def keep_aside(self, name: str, fill: Callable[[Path], None]) -> str:
+        """What checkpoints refer to and do not each contain; its name."""
+        if (self.directory / name).exists():  # of a process that never came to a checkpoint with it
+            manifest.remove(self.directory / name)
+        with manifest.sealed(self.directory / name, permit=self._permit) as directory:
+            fill(directory)
+        return name
+
+    def prune(self, keep: Collection[int]) -> None:
+        for version in self.versions():
+            if version not in keep:
+                self._permit()
+                manifest.remove(self.path(version))
+
+    def sweep(self) -> None:
+        manifest.sweep(self.directory)
+
+
+def _plain(value: Any) -> Any:
+    """Trajectories, and whatever else is a dataclass of plain things."""
+    from dataclasses import asdict
+
+    return asdict(value)

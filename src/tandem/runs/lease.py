@@ -1,0 +1,100 @@
+"""Who may write in a run's directory: one process at a time.
+
+The lease is a lock that the kernel drops with the process, so whoever resumes a killed run never waits. Each holder
+has an epoch, one more than the holder before. A holder that lost its place all the same (it was stopped, and somebody
+took over) finds a later epoch there and writes no more; what it has open was replaced, and leads nowhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.errors import RunError, RunFenced, RunOwned
+from tandem.io import atomic
+from tandem.io.process import identity
+
+_LOCK, _EPOCH = "lease", "epoch.json"
+_DYING_S = 1.0  # a process that was killed a moment ago may still be about to let go
+
+
+class Lease:
+    def __init__(self, directory: Path, *, take_over: bool = False) -> None:
+        """`take_over`: from a holder that is there and cannot be ended. RunOwned if somebody holds it."""
+        self._directory = directory
+        if take_over:
+            (directory / _LOCK).unlink(missing_ok=True)
+        self._lock = _locked(directory)
+        self.epoch = int(_told(directory).get("epoch", 0)) + 1
+        atomic.write_json(directory / _EPOCH, {"epoch": self.epoch, "process": identity()})
+
+    def check(self) -> None:
+        """Before every write that somebody else may read. RunFenced: another one holds the run now."""
+        told = _told(self._directory)
+        if self._lock < 0 or told.get("epoch") != self.epoch:
+            raise RunFenced(
+                f"{self._directory}: was taken over (epoch {told.get('epoch')}, this process has {self.epoch}); "
+                "nothing more is written here"
+            )
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def begin(directory: Path, spec_toml: str) -> None:
+    """A run's directory appears with its spec in it: from its first instant it can be resumed."""
+    if directory.exists() and any(directory.iterdir()):
+        resume = f"; `tandem resume {directory}` goes on with the run in it" * (directory / "spec.toml").exists()
+        raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir){resume}")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    fresh.mkdir()
+    try:
+        atomic.write_text(fresh / "spec.toml", spec_toml)
+        os.rename(fresh, directory)
+    except OSError as error:
+        (fresh / "spec.toml").unlink(missing_ok=True)
+        fresh.rmdir()
+        raise RunError(f"{directory}: cannot be begun ({error.strerror}); another process was there first") from error
+
+
+def _locked(directory: Path) -> int:
+    until = time.monotonic() + _DYING_S
+    while True:
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            if time.monotonic() > until:
+                holder = str(_told(directory).get("process", "")).partition(":")[0]
+                raise RunOwned(
+                    f"{directory}: process {holder or 'unknown'} works on this run; wait for it, end it, or, if it "
+                    "cannot be ended, take the run over (--take-over)"
+                ) from None
+            time.sleep(0.05)
+            continue
+        if _is_there(lock, directory / _LOCK):
+            return lock
+        os.close(lock)  # somebody took over between the two calls
+
+
+def _is_there(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _told(directory: Path) -> dict[str, Any]:
+    try:
+        told = json.loads((directory / _EPOCH).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", told) if isinstance(told, dict) else {}

@@ -1,0 +1,96 @@
+"""A run has one process at a time, and one that lost it writes no more."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import RunError, RunFenced, RunOwned
+from tandem.io.jsonl import JsonlWriter, cut_back, read_jsonl
+from tandem.runs.lease import Lease, begin
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from tandem.errors import RunOwned
+from tandem.runs.lease import Lease
+try:
+    lease = Lease(Path(sys.argv[1]))
+except RunOwned:
+    print("refused", flush=True)
+else:
+    print("holds", lease.epoch, flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextmanager
+def holders(directory: Path, count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    command = [sys.executable, "-c", HOLDS, str(directory), "60"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for each in processes:
+            each.kill()
+            each.communicate()
+
+
+def first_word(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().split()[0]
+
+
+def test_of_processes_that_want_a_run_at_once_one_has_it(tmp_path: Path) -> None:
+    with holders(tmp_path, 4) as asking:
+        assert sorted(first_word(each) for each in asking) == ["holds", "refused", "refused", "refused"]
+
+
+def test_nobody_waits_for_a_process_that_was_killed_and_one_that_is_stopped_holds_on(tmp_path: Path) -> None:
+    with holders(tmp_path, 1) as (process,):
+        assert first_word(process) == "holds"
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(RunOwned, match=f"process {process.pid} works on this run"):
+            Lease(tmp_path)
+        process.kill()
+        began = time.monotonic()
+        lease = Lease(tmp_path)
+        assert time.monotonic() - began < 1
+        assert lease.epoch == 2
+        lease.close()
+
+
+def test_whoever_was_taken_over_is_refused_and_what_it_has_open_leads_nowhere(tmp_path: Path) -> None:
+    old, rows = Lease(tmp_path), JsonlWriter(tmp_path / "metrics.jsonl")
+    rows.write({"step": 1})
+    old.check()
+    new = Lease(tmp_path, take_over=True)
+    cut_back(tmp_path / "metrics.jsonl")
+    rows.write({"step": 2})
+    with pytest.raises(RunFenced, match="taken over"):
+        old.check()
+    new.check()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert json.loads((tmp_path / "epoch.json").read_text())["epoch"] == 2
+    old.close()  # gives up nothing that is not its own
+    with pytest.raises(RunOwned):
+        Lease(tmp_path)
+    new.close()
+    rows.close()
+
+
+def test_a_directory_is_begun_once_with_its_spec_in_it(tmp_path: Path) -> None:
+    begin(tmp_path / "run", "recipe = 1\n")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["spec.toml"]
+    with pytest.raises(RunError, match=r"is not empty.*tandem resume"):
+        begin(tmp_path / "run", "recipe = 2\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (tmp_path / "run" / "spec.toml").read_text() == "recipe = 1\n"
