@@ -19,8 +19,8 @@ from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.obs.live import LiveView
 from tandem.obs.trackers.feed import Feed
 from tandem.runs.failures import classify_error
-from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
 from tandem.runs.lease import Lease
+from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
 from tandem.types import Message, Metrics, Proof
 
 _log = logging.getLogger(__name__)
