@@ -15,13 +15,13 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import run_kills
 home = Path(sys.argv[2])
-told = run_kills.trial(home, run_kills.cases(home, steps=4)[sys.argv[3]], kills=int(sys.argv[4]), seed=3)
+told = run_kills.trial(home, run_kills.cases(home, steps=2)[sys.argv[3]], kills=int(sys.argv[4]), seed=3)
 print(told)
 sys.exit(bool(told.problems) or told.kills < int(sys.argv[4]))
 """
 
 
-@pytest.mark.parametrize(("case", "kills"), [("SFT", 3), ("LoRA", 4)])
+@pytest.mark.parametrize(("case", "kills"), [("SFT", 2), ("LoRA", 2)])
 def test_a_run_that_was_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, case: str, kills: int) -> None:
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     command = [sys.executable, "-c", TRIAL, str(benchmarks), str(tmp_path), case, str(kills)]
