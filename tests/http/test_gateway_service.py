@@ -20,9 +20,9 @@ from gateway_served import Gateway, Logged, Says, gateway_serving
 from served import wait_until
 
 from tandem.engine.follower import Follower
-from tandem.errors import EngineLost
+from tandem.errors import EngineLost, SpecError
 from tandem.recipes.build_engine import followed
-from tandem.recipes.gateway import to_files, to_service
+from tandem.recipes.gateway import serve_gateway, to_files, to_service
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
 from tandem.serve.rollouts import rollouts_service
@@ -125,6 +125,49 @@ def test_a_group_that_the_service_refuses_for_good_lies_in_a_file(renderer: Rend
             gateway.chat(HI, session)
             gateway.reward(session)
             assert [row["reward"] for row in gateway.delivered(session)] == [1.0]
+            wait_until(lambda: gateway.client.get("/refused").json()["count"] == 1)
+            (refused,) = gateway.client.get("/refused").json()["groups"]
+            assert refused["name"] == session
+            assert "the model has 2" in refused["reason"]
+            metrics = gateway.client.get("/metrics").text
+            assert "tandem_groups_refused 1.0" in metrics
+            assert "tandem_delivery_failures_total 0.0" in metrics
+            assert "tandem_sessions_undelivered 0.0" in metrics
+
+
+def test_a_group_that_nobody_takes_holds_up_no_other(renderer: Renderer, tmp_path: Path) -> None:
+    """One hangs, one fails and one cannot be written down; the next is delivered all the same."""
+    trials: list[str] = []
+
+    async def deliver(group: Any) -> None:
+        kind = group.rows[0]["task_id"]
+        trials.append(kind)
+        if kind == "hangs":
+            await asyncio.sleep(600)
+        if kind == "fails":
+            raise OSError("no")
+        if kind == "huge":
+            raise OverflowError("integer out of range")
+        await to_files(tmp_path / "trajectories")(group)
+
+    with gateway_serving(Says(renderer, "x"), renderer, tmp_path, deliver=deliver) as gateway:
+        for kind in ("hangs", "fails", "huge", "good"):
+            session = gateway.open(task_id=kind)
+            gateway.chat(HI, session)
+            gateway.reward(session)
+        assert [row["task_id"] for row in gateway.delivered(session)] == ["good"]
+        wait_until(lambda: trials.count("fails") == 2)  # again, after a pause
+        (aside,) = gateway.client.get("/refused").json()["groups"]
+        assert aside["reason"] == "OverflowError: integer out of range"
+        assert {kind: trials.count(kind) for kind in ("hangs", "huge", "good")} == {"hangs": 1, "huge": 1, "good": 1}
+    with gateway_serving(Says(renderer, "x"), renderer, tmp_path) as gateway:  # what was set aside stays there
+        assert gateway.client.get("/refused").json()["count"] == 1
+        wait_until(lambda: b"tandem_sessions_undelivered 0.0" in gateway.client.get("/metrics").content)
+
+
+def test_a_model_directory_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"--model = '.*/nope': there is no such directory"):
+        serve_gateway(str(tmp_path / "nope"), Listen(tmp_path / "gateway"))
 
 
 # --- over an engine that somebody else serves

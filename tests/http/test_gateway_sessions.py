@@ -177,6 +177,16 @@ def test_a_key_gives_one_session_and_one_reward(gateway: Gateway) -> None:
     assert error(post("/sessions", {}, "k" * 300)) == (422, "invalid")
 
 
+def test_a_deletion_under_a_key_is_answered_alike_when_it_is_sent_again(gateway: Gateway) -> None:
+    session = gateway.open()
+    answers = [gateway.client.delete(f"/sessions/{session}", headers={"Idempotency-Key": "gone"}) for _ in range(2)]
+    assert [(each.status_code, each.json()) for each in answers] == [(200, {"id": session, "dropped": True})] * 2
+    assert error(gateway.client.delete(f"/sessions/{session}")) == (404, "not_found")
+    other = gateway.open()
+    again = gateway.client.delete(f"/sessions/{other}", headers={"Idempotency-Key": "gone"})
+    assert error(again) == (409, "key_reused")
+
+
 # --- bounds
 
 

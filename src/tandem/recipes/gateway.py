@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import uuid
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from tandem.rollout.session_store import Deliver, Leaving, SessionStore
 from tandem.rollout.sessions import Bounds
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.engine import HfEngineSpec
-
-_log = logging.getLogger(__name__)
 
 _PATIENCE_S = 20.0  # for one attempt; attempts have no end
 
@@ -41,6 +38,7 @@ def serve_gateway(
     from tandem.serve.app import create_app
     from tandem.serve.gateway import gateway_service
 
+    check_model(model)
     path, name, version = find_model(model)
     if engine_url:
         if engine_token_file is None:
@@ -71,6 +69,12 @@ def serve_gateway(
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
 
 
+def check_model(model: str) -> None:
+    """A hub id has one slash and does not begin with it; anything else is meant for a directory."""
+    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        raise SpecError(f"--model = '{model}': there is no such directory; name a model or run directory, or a hub id")
+
+
 def to_files(directory: Path) -> Deliver:
     """A group a file, a trajectory a line."""
 
@@ -83,29 +87,35 @@ def to_files(directory: Path) -> Deliver:
 
 def to_service(url: str, token_file: Path, *, whose: str, refused: Deliver) -> Deliver:
     """To a rollout service, under keys that a later process of the same gateway uses, too: `whose` names it. What the
-    service refuses for good goes to `refused`, so that it can be looked at."""
+    service refuses for good goes to `refused`, so that it can be looked at, and is raised."""
     seat: int | None = None
     seat_key = f"gateway-{hashlib.sha256(whose.encode()).hexdigest()[:32]}"
+    sitting_down = asyncio.Lock()
 
     async def put(client: ServiceClient, group: Leaving) -> None:
-        nonlocal seat
-        if seat is None:
-            seat = int((await client.post("/v2/environments", {"name": "gateway"}, key=seat_key))["id"])
+        nonlocal seat, seat_key
+        async with sitting_down:
+            if seat is None:
+                seat = int((await client.post("/v2/environments", {"name": "gateway"}, key=seat_key))["id"])
+            taken = seat
         body = {"groups": [{"trajectories": group.rows, "extra": {"group": group.group}}]}
-        await client.post(f"/v2/groups?environment={seat}", body, key=f"gateway-{group.name}")
+        try:
+            await client.post(f"/v2/groups?environment={taken}", body, key=f"gateway-{group.name}")
+        except NotKnown:  # the service began anew
+            if seat == taken:
+                seat, seat_key = None, f"gateway-{uuid.uuid4().hex}"
+            raise
 
     async def deliver(group: Leaving) -> None:
-        nonlocal seat, seat_key
         client = ServiceClient(url, token_file, patience_s=_PATIENCE_S, token_option="--rollouts-token-file")
         try:
             try:
                 await put(client, group)
-            except NotKnown:  # the service began anew
-                seat, seat_key = None, f"gateway-{uuid.uuid4().hex}"
+            except NotKnown:
                 await put(client, group)
-        except GroupRefused as error:
-            _log.error("group %s is refused for good: %s", group.name, error)
+        except GroupRefused:
             await refused(group)
+            raise
         finally:
             await client.close()
 

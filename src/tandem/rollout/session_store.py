@@ -8,17 +8,21 @@ produces: groups of trajectories           a group leaves once its sessions have
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tandem.errors import KeyReused
-from tandem.io.durable import Durable
+from tandem.io.durable import Change, Durable
 from tandem.rollout.session_tree import Session, Turn, trajectory_row, turn_of, turn_row
 from tandem.types import Trajectory
+
+_log = logging.getLogger(__name__)
 
 _KEPT_S = 7 * 86400.0  # how long an idempotency key is remembered
 
@@ -32,6 +36,9 @@ _SCHEMA = (
     CREATE INDEX finished_in ON finished (group_id);
     CREATE TABLE answers (key TEXT PRIMARY KEY, digest BLOB, reply TEXT, until REAL);
     CREATE INDEX answers_until ON answers (until);
+    """,
+    """
+    CREATE TABLE refused (name TEXT PRIMARY KEY, group_id TEXT, reason TEXT, rows TEXT, at REAL);
     """,
 )
 
@@ -55,7 +62,7 @@ class Leaving:
 
 
 Deliver: TypeAlias = Callable[[Leaving], Awaitable[None]]
-"""Returns once a group is where it belongs. The same name twice is one group."""
+"""Returns once a group is where it belongs; GroupRefused: nobody ever takes it. The same name twice is one group."""
 
 
 class SessionStore:
@@ -75,17 +82,27 @@ class SessionStore:
     # --- open sessions
 
     def opened(self, session: Session) -> None:
-        self._db.submit(lambda db: _open(db, session))
+        self._submit(f"session {session.id}", lambda db: _open(db, session))
 
     def turn(self, session: Session, turn: Turn) -> None:
         row = json.dumps(turn_row(turn))
-        self._db.submit(lambda db: db.execute("INSERT INTO turns (session, row) VALUES (?,?)", (session.id, row)))
+        insert = "INSERT INTO turns (session, row) VALUES (?,?)"
+        self._submit(f"turn {turn.id} of session {session.id}", lambda db: db.execute(insert, (session.id, row)))
 
     def dropped(self, session: Session) -> None:
-        self._db.submit(lambda db: _drop(db, session))
+        self._submit(f"the end of session {session.id}", lambda db: _drop(db, session))
+
+    def _submit(self, what: str, change: Change[Any]) -> None:
+        """Nobody waits for it; a failure is told of in the log."""
+
+        def tell(written: Future[Any]) -> None:
+            if not written.cancelled() and (error := written.exception()) is not None:
+                _log.error("%s is not on the disk: %s: %s", what, type(error).__name__, error)
+
+        self._db.submit(change).add_done_callback(tell)
 
     def open_sessions(self, now: float) -> list[Session]:
-        """As they were left."""
+        """As they were left, but for turns that a full disk kept away, and what went on from those."""
         sessions: dict[str, Session] = {}
         for row in self._db.read("SELECT * FROM sessions ORDER BY created"):
             id, automatic, group, group_size, task_id, created, rewards = row
@@ -94,8 +111,11 @@ class SessionStore:
                 branch: (reward, metrics) for branch, (reward, metrics) in json.loads(rewards).items()
             }
         for id, row in self._db.read("SELECT session, row FROM turns ORDER BY number"):
-            if id in sessions:
-                sessions[id].add(turn_of(json.loads(row), sessions[id]))
+            turn = json.loads(row)
+            if id not in sessions or (turn["parent"] and turn["parent"] not in sessions[id].turns):
+                _log.warning("turn %s of session %s is left out: what it goes on from is not there", turn["id"], id)
+                continue
+            sessions[id].add(turn_of(turn, sessions[id]))
         return list(sessions.values())
 
     # --- writes that somebody waits for
@@ -110,6 +130,15 @@ class SessionStore:
         if rows[0][0] != once.digest:
             raise KeyReused(f"the idempotency key '{once.key:.80}' was used for another request; take a new key")
         return json.loads(rows[0][1])
+
+    async def answered_open(self, session: Session, once: Once | None, reply: Mapping[str, Any]) -> None:
+        """The session and the reply are on the disk, both or none."""
+
+        def change(db: sqlite3.Connection) -> None:
+            _open(db, session)
+            _remember(db, once, reply)
+
+        await self._db.write(change)
 
     async def answer(self, once: Once | None, reply: Mapping[str, Any]) -> None:
         """All that was written before is on the disk, and so is the reply."""
@@ -147,6 +176,25 @@ class SessionStore:
 
     async def gone(self, group: Leaving) -> None:
         await self._db.write(lambda db: db.execute("DELETE FROM finished WHERE leaves_as=?", (group.name,)))
+
+    async def set_aside(self, group: Leaving, reason: str) -> None:
+        """Nobody takes it as it is: it is kept with the reason, and is not delivered any more."""
+
+        def change(db: sqlite3.Connection) -> None:
+            values = (group.name, group.group, reason, json.dumps(group.rows), time.time())
+            db.execute("INSERT OR REPLACE INTO refused VALUES (?,?,?,?,?)", values)
+            db.execute("DELETE FROM finished WHERE leaves_as=?", (group.name,))
+
+        await self._db.write(change)
+
+    def refused(self, last: int) -> list[dict[str, Any]]:
+        """Groups that were set aside, newest first."""
+        asked = "SELECT name, group_id, reason, at FROM refused ORDER BY at DESC LIMIT ?"
+        return [dict(zip(("name", "group", "reason", "at"), row, strict=True)) for row in self._db.read(asked, (last,))]
+
+    @property
+    def num_refused(self) -> int:
+        return self._db.read("SELECT count(*) FROM refused")[0][0]
 
     async def tidy(self) -> None:
         await self._db.write(lambda db: db.execute("DELETE FROM answers WHERE until < ?", (time.time(),)))

@@ -2,6 +2,7 @@
 
 POST   /sessions               opens one; its base_url is all that a client has to change
 GET    /sessions               those that are open
+GET    /refused                groups that nobody takes, with the reasons
 GET    /sessions/{id}          its turns: ids, logprobs, versions, text
 POST   /sessions/{id}/reward   what it was worth; its branches become trajectories of one group
 DELETE /sessions/{id}          forgets it
@@ -11,7 +12,9 @@ DELETE /sessions/{id}          forgets it
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
@@ -23,8 +26,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field
 
-from tandem.errors import TandemError
-from tandem.rollout.session_store import Deliver, Once, SessionStore
+from tandem.errors import GroupRefused, TandemError
+from tandem.rollout.session_store import Deliver, Leaving, Once, SessionStore
 from tandem.rollout.session_tree import Session, turn_row
 from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
 from tandem.serve.app import Refused, Service
@@ -36,8 +39,9 @@ from tandem.types import Message
 
 _log = logging.getLogger(__name__)
 
-_TRY_AGAIN_S, _TIDY_S = 2.0, 30.0
-_MAX_KEY = 255
+_TRY_AGAIN_S, _MOST_PAUSE_S, _TIDY_S = 2.0, 300.0, 30.0
+_AT_A_TIME = 8  # deliveries
+_MAX_KEY, _MAX_REASON, _MAX_SHOWN = 255, 2000, 100
 
 
 class Recording(Renderer, Renders, Protocol):
@@ -67,6 +71,7 @@ def gateway_service(
         router.include_router(Generate(openai).router(prefix))
     router.add_api_route("/sessions", api.open, methods=["POST"])
     router.add_api_route("/sessions", api.list, methods=["GET"])
+    router.add_api_route("/refused", api.refused, methods=["GET"])
     router.add_api_route("/sessions/{session}", api.show, methods=["GET"])
     router.add_api_route("/sessions/{session}", api.drop, methods=["DELETE"])
     router.add_api_route("/sessions/{session}/reward", api.reward, methods=["POST"])
@@ -90,6 +95,7 @@ def _count(sessions: Sessions, store: SessionStore, registry: CollectorRegistry)
         "tandem_sessions_expired": ("Sessions forgotten without a reward.", lambda: sessions.expired),
         "tandem_session_branches_made": ("Turns that branched off an earlier one.", lambda: sessions.branched),
         "tandem_sessions_undelivered": ("Finished sessions that are not delivered.", lambda: store.waiting),
+        "tandem_groups_refused": ("Groups that nobody takes, set aside.", lambda: store.num_refused),
     }
     for name, (text, number) in numbers.items():
         Gauge(name, text, registry=registry).set_function(number)
@@ -165,7 +171,7 @@ class _Api:
                 self.sessions.open(session)
                 reply = {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
                 try:
-                    await self.store.answer(once, reply)
+                    await self.store.answered_open(session, once, reply)
                 except TandemError:
                     self.sessions.drop(session)
                     raise
@@ -181,14 +187,20 @@ class _Api:
         turns = [_shown(turn_row(turn)) for turn in found.turns.values()]
         return JSONResponse(summary(found) | {"rewards": rewards, "turns": turns})
 
-    async def drop(self, session: str) -> JSONResponse:
-        found = self.sessions.find(session)
-        if found.running or found.finishing:
-            raise Refused(409, f"session '{session}' has requests under way; wait for them")
-        self.sessions.drop(found)
-        await self.store.answer(None, {})
-        self.delivery.wake()
-        return JSONResponse({"id": session, "dropped": True})
+    async def drop(self, session: str, request: Request) -> JSONResponse:
+        async with self._once(request) as once:
+            if (reply := self.store.answered(once)) is None:
+                found = self.sessions.find(session)
+                if found.running or found.finishing:
+                    raise Refused(409, f"session '{session}' has requests under way; wait for them")
+                reply = {"id": session, "dropped": True}
+                self.sessions.drop(found)
+                await self.store.answer(once, reply)
+                self.delivery.wake()
+            return JSONResponse(reply)
+
+    async def refused(self) -> JSONResponse:
+        return JSONResponse({"count": self.store.num_refused, "groups": self.store.refused(_MAX_SHOWN)})
 
     async def reward(self, session: str, request: Request) -> JSONResponse:
         body = checked(RewardBody, await body_of(request))
@@ -245,47 +257,99 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Delivery:
-    """Takes groups that are complete to where they belong, again and again until they are there."""
+    """Takes groups that are complete to where they belong, several at a time, again and again until they are there.
+
+    One that failed stands behind those that did not, and after a pause that grows; one that nobody ever takes is set
+    aside.
+    """
 
     def __init__(self, sessions: Sessions, store: SessionStore, deliver: Deliver, registry: CollectorRegistry) -> None:
         self._sessions, self._store, self._deliver = sessions, store, deliver
         self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._queue: asyncio.PriorityQueue[tuple[int, int, Leaving]] = asyncio.PriorityQueue()
+        self._order = itertools.count()
+        self._queued = set[str]()
+        self._ended = set[str]()
+        """Since the last look around began: what it saw may be gone already."""
+        self._failed: dict[str, tuple[int, float]] = {}
+        """How often, and when it is tried again."""
+        self._tasks: list[asyncio.Task[None]] = []
         self.groups = Counter("tandem_groups_delivered", "Groups delivered.", registry=registry)
         self.failures = Counter("tandem_delivery_failures", "Deliveries that are tried again.", registry=registry)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(work()) for work in (self._run, *[self._work] * _AT_A_TIME)]
 
     def wake(self) -> None:
         self._news.set()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self) -> None:
         while True:
             self._news.clear()
-            self._sessions.expire()
-            await self._store.tidy()
-            wait_s = _TIDY_S if await self._all() else _TRY_AGAIN_S
+            try:
+                self._sessions.expire()
+                await self._store.tidy()
+                self._ended.clear()
+                wait_s = self._enqueue(await self._store.leaving())
+            except TandemError as error:  # a full disk, for one: what was acknowledged is there still
+                _log.warning("deliveries: %s", error)
+                wait_s = _TRY_AGAIN_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), wait_s)
 
-    async def _all(self) -> bool:
-        """False: some are to be tried again."""
-        done = True
-        for group in await self._store.leaving():
+    def _enqueue(self, leaving: Sequence[Leaving]) -> float:
+        """Those that are due. In how many seconds there may be more."""
+        now = time.monotonic()
+        wait_s = _TIDY_S
+        for group in leaving:
+            failures, due = self._failed.get(group.name, (0, now))
+            if group.name in self._queued or group.name in self._ended:
+                continue
+            if due > now:
+                wait_s = min(wait_s, due - now)
+                continue
+            self._queued.add(group.name)
+            self._queue.put_nowait((failures, next(self._order), group))
+        return wait_s
+
+    async def _work(self) -> None:
+        while True:
+            failures, _, group = await self._queue.get()
             try:
-                if group.rows:
-                    await self._deliver(group)
-                await self._store.gone(group)
-                self.groups.inc()
+                await self._one(group)
+                self._failed.pop(group.name, None)
             except (TandemError, OSError) as error:
-                done = False
+                pause_s = min(_TRY_AGAIN_S * 2 ** min(failures, 16), _MOST_PAUSE_S)
+                self._failed[group.name] = (failures + 1, time.monotonic() + pause_s)
                 self.failures.inc()
-                _log.warning("group %s is not delivered yet: %s: %s", group.name, type(error).__name__, error)
-        return done
+                _log.warning(
+                    "group %s is not delivered yet, and is tried again in %g s: %s: %s",
+                    group.name, pause_s, type(error).__name__, error,
+                )  # fmt: skip
+                self._news.set()  # its pause may end before the next look around
+            finally:
+                self._queued.discard(group.name)
+
+    async def _one(self, group: Leaving) -> None:
+        try:
+            if group.rows:
+                await self._deliver(group)
+        except GroupRefused as error:
+            refused: Exception = error
+        except (TandemError, OSError):
+            raise
+        except (OverflowError, RecursionError, TypeError, ValueError) as error:  # it cannot even be written down
+            refused = error
+        else:
+            await self._store.gone(group)
+            self._ended.add(group.name)
+            self.groups.inc()
+            return
+        _log.error("group %s is set aside: %s: %s", group.name, type(refused).__name__, refused)
+        await self._store.set_aside(group, f"{type(refused).__name__}: {refused}"[:_MAX_REASON])
+        self._ended.add(group.name)
