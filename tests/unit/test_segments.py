@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sqlite3
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +102,59 @@ def test_what_was_cut_back_never_was(tmp_path: Path, roll: int):
     segments.append(b"z")
     segments.sweep()
     assert "00000001.seg" not in files(segments)  # nothing was counted that never was
+    segments.close()
+
+
+def test_a_commit_that_fails_after_a_new_file_began_leaves_nothing_in_the_next_one_s_way(tmp_path: Path):
+    segments = Segments(tmp_path / "segments", roll_bytes=1000, reserve_bytes=0)
+    store = Durable(tmp_path, ("CREATE TABLE rows (id INTEGER PRIMARY KEY)",), files=segments)
+    kept = store.submit(lambda _: segments.append(b"a" * 600)).result()
+    whole = segments.sync
+
+    def full() -> None:
+        segments.sync = whole
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    segments.sync = full
+    two = lambda _: [segments.append(b"b" * 600), segments.append(b"c" * 600)]  # noqa: E731
+    with pytest.raises(StoreFull):
+        store.submit(two).result()
+    assert files(segments) == ["00000001.seg"]
+    places = store.submit(two).result()
+    assert [segments.read(place)[:1] for place in (kept, *places)] == [b"a", b"b", b"c"]
+    assert store.broken == ""
+    store.close()
+    segments.close()
+
+
+def test_of_two_changes_at_once_one_that_raised_after_a_new_file_began_harms_the_other_in_nothing(tmp_path: Path):
+    segments = Segments(tmp_path / "segments", roll_bytes=1000, reserve_bytes=0)
+    store = Durable(tmp_path, ("CREATE TABLE rows (id INTEGER PRIMARY KEY)",), files=segments)
+    kept = store.submit(lambda _: segments.append(b"a" * 600)).result()
+    began, go = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        began.set()
+        assert go.wait(10)
+
+    def raises(_: object) -> None:
+        segments.append(b"b" * 600)
+        segments.append(b"c" * 600)
+        raise StoreFull("no room for the third")
+
+    holding = store.submit(hold)  # so that the two behind it share a transaction
+    assert began.wait(10)
+    first = store.submit(raises)
+    second = store.submit(lambda _: [segments.append(b"d" * 600), segments.append(b"e" * 600)])
+    go.set()
+    holding.result()
+    with pytest.raises(StoreFull, match="third"):
+        first.result()
+    assert [segments.read(place)[:1] for place in (kept, *second.result())] == [b"a", b"d", b"e"]
+    assert store.broken == ""
+    store.close()
     segments.close()
 
 

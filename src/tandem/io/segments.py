@@ -111,15 +111,19 @@ class Segments:
 
     def cut_back(self, mark: Mark) -> None:
         """What was appended since the mark never was."""
+        since = range(mark.segment + 1, self._current + 1)
         with self._lock:
-            for segment in [number for number in self._wanted if number > mark.segment]:
-                self._written -= self._wanted.pop(segment)
-                self._dead.add(segment)
+            for segment in since:
+                self._written -= self._wanted.pop(segment, 0)
+                self._dead.discard(segment)
+                self._open.pop(segment, None)
             self._wanted[mark.segment] -= self._written - mark.written
-        self._written = mark.written
+        self._written, self._current = mark.written, mark.segment
+        for segment in since:  # its number is the next one's again, and a file of that name would be in its way
+            self._path(segment).unlink(missing_ok=True)
         if mark.segment in self._open:
             os.ftruncate(self._open[mark.segment].descriptor, mark.size)
-            self._current, self._size = mark.segment, mark.size
+            self._size = mark.size
         else:
             self._size = self._roll_bytes
         self._dirty = {number for number in self._dirty if number <= mark.segment}
