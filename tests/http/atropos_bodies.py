@@ -131,6 +131,11 @@ MALFORMED: list[tuple[str, str, bytes]] = [
     ("message is text", "messages", _with("messages", [["hello"], []])),
     # the rest
     ("unknown environment", "env_id", encoded(env_id=4711)),
+    ("70 bits in a message", "messages", encoded(messages=[[{"role": "user", "content": [2**70]}], []])),
+    ("70 bits in overrides", "overrides", encoded(overrides=[{"temperature": 2**70}, {}])),
+    ("70 bits in group_overrides", "group_overrides", encoded(group_overrides={"a": {"b": -(2**70)}})),
+    ("70 bits in generation_params", "generation_params", encoded(generation_params={"seed": 2**64})),
+    ("70 bits in images", "images", encoded(images=[[2**70], None])),
     ("negative environment", "env_id", encoded(env_id=-1)),
     ("environment as text", "env_id", encoded(env_id="0")),
     ("environment as float", "env_id", encoded(env_id=0.5)),

@@ -93,6 +93,12 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("a task id without end", "task_id", "x" * 2000, "task_id"),
     ("more thinking than tokens", "thinking_tokens", 5, "thinking_tokens"),
     ("thinking below none", "thinking_tokens", -1, "thinking_tokens"),
+    ("a whole number of 70 bits in what is its own", "extra", {"a": [{"b": 2**70}]}, "extra"),
+    ("a whole number below 64 bits in what is its own", "extra", {"a": -(2**63) - 1}, "extra"),
+    ("a whole number of 70 bits in a message", "messages", [{"role": "user", "content": 2**64}], "messages"),
+    ("a version of 70 bits", "spans", [[-1, 1], [2**70, 3]], "spans"),
+    ("a span of 2^70 tokens", "spans", [[-1, 1], [0, 2**70]], "spans"),
+    ("thinking without end", "thinking_tokens", 2**70, "thinking_tokens"),
     ("an unknown field", "surprise", 1, "surprise"),
 ]
 
@@ -123,6 +129,9 @@ def json_bad() -> Iterator[Bad]:
     yield Bad("no trajectories", posted(good() | {"trajectories": []}), "groups.0.trajectories")
     yield Bad("an environment nobody knows", posted(good(99)), "", statuses=(404,))
     yield Bad("an environment below none", posted(good(-1)), "groups.0.environment")
+    yield Bad("an environment of 70 bits", posted(good(2**70)), "groups.0.environment")
+    yield Bad("a ticket of 70 bits", posted(good() | {"ticket": 2**70}), "groups.0.ticket")
+    yield Bad("a whole number of 70 bits beside it", posted(good() | {"extra": {"a": 2**70}}), "groups.0.extra")
     yield Bad("a ticket nobody has", posted(good() | {"ticket": 12345}), "", statuses=(409,))
     yield Bad("nothing is trained", posted(_untrained()), "groups.0.trajectories.0.trained")
     yield Bad("siblings of another number", posted({**good(), "trajectories": good()["trajectories"] * 2}), "groups.0")
@@ -204,6 +213,10 @@ def binary_bad() -> Iterator[Bad]:
     yield bad("bytes in what is its own", frame(head(extra={"a": b"x"}), buffers()), f"{first}.extra")
     yield bad(
         "text that is not UTF-8", frame(head(task_id="ABCD"), buffers()).replace(b"ABCD", b"\xff\xfeCD"), "groups.0"
+    )
+    yield bad("a version of 64 bits", frame(head(spans=[[2**64 - 1, 2]]), buffers()), f"{first}.spans")
+    yield bad(
+        "an environment of 64 bits", frame(head() | {"environment": 2**64 - 1}, buffers()), "groups.0.environment"
     )
     yield bad("a negative id", frame(head(), buffers(ids=(1, 2, 3, -4))), f"{second}.ids")
     yield bad("an id beyond the vocabulary", frame(head(), buffers(ids=(1, 2, 3, 1000))), f"{second}.ids")

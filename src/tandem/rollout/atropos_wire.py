@@ -14,13 +14,14 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from tandem.errors import GroupRefused
 from tandem.rollout.wire import GroupHead, TrajectoryHead, WireGroup, decode, encode
+from tandem.rollout.wire_check import check_whole
 from tandem.types import NO_VERSION, Group, Trajectory
 
 MAGIC = b"TAT1"
@@ -205,6 +206,8 @@ def _check(data: ScoredData, place: str) -> list[int]:
     _check_messages(data, place)
     _check_overrides(data, place)
     _check_distilled(data, place)
+    if data.images is not UNSET:
+        _check_numbers(data.images, f"{place}images")
     return [len(ids) - count for ids, count in zip(data.tokens, masked, strict=True)]
 
 
@@ -243,6 +246,7 @@ def _check_messages(data: ScoredData, place: str) -> None:
         for turn, message in enumerate(conversation):
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise GroupRefused(f"{place}messages.{index}.{turn}", "must have a role (text) and a content")
+            _check_numbers(message, f"{place}messages.{index}.{turn}")
 
 
 def _check_overrides(data: ScoredData, place: str) -> None:
@@ -251,10 +255,21 @@ def _check_overrides(data: ScoredData, place: str) -> None:
         ("group_overrides", data.group_overrides or {}),
         ("generation_params", data.generation_params or {}),
     ):
+        _check_numbers(values, f"{place}{field}")
         for name, kinds in (("temperature", (int, float)), ("group_size", (int,)), ("set_advantage_to_zero", (bool,))):
             value = values.get(name)
             if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
                 raise GroupRefused(f"{place}{field}.{name}", f"is {str(value)[:40]!r}; it must be {_named(kinds)}")
+
+
+def _check_numbers(value: Any, field: str) -> None:
+    """None of more than 64 bits, which nobody who reads it later has to take."""
+    if isinstance(value, int):
+        check_whole(value, field)
+    elif isinstance(value, dict | list):
+        inside = cast("dict[str, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        for each in inside:
+            _check_numbers(each, field)
 
 
 def _named(kinds: tuple[type, ...]) -> str:

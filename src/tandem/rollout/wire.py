@@ -182,7 +182,11 @@ def assemble(
     for number, each in enumerate(split(head, trained_N)):
         if each.size and not 0 <= int(each.min()) <= int(each.max()) <= 1:
             raise GroupRefused(path_of(field, f"trajectories.{number}.trained"), "only 0 and 1 (or false and true)")
-    encoded = msgspec.msgpack.encode(head)
+    try:
+        encoded = msgspec.msgpack.encode(head)
+    except OverflowError as error:
+        check_head(head, field)  # names it
+        raise GroupRefused(field or "groups", str(error)) from None
     buffers = ids_N.astype("<i4").tobytes() + logprobs_N.tobytes() + trained_N.astype(np.uint8).tobytes()
     frame = b"".join((PREFIX.pack(MAGIC, len(encoded), len(buffers)), encoded, buffers))
     return _read_frame(memoryview(frame), field)

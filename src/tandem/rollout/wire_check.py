@@ -23,7 +23,7 @@ def check_head(head: GroupHead, field: str) -> tuple[int, int, int, int]:
         if number is not None and not 0 <= number < _MAX_VERSION:
             raise GroupRefused(path_of(field, name), f"{number} is none")
     if head.extra:
-        _check_plain(head.extra, path_of(field, "extra"))
+        check_plain(head.extra, path_of(field, "extra"))
     tokens = longest = 0
     oldest, newest = _MAX_VERSION, NO_VERSION
     for number, each in enumerate(head.trajectories):
@@ -62,28 +62,36 @@ def _check_trajectory(head: TrajectoryHead, field: str, number: int) -> None:
         if not all(map(math.isfinite, head.metrics.values())):
             raise refuse("metrics", "a value is not finite")
     if head.messages:
-        _check_plain(head.messages, path_of(field, f"trajectories.{number}.messages"))
+        check_plain(head.messages, path_of(field, f"trajectories.{number}.messages"))
     if head.extra:
-        _check_plain(head.extra, path_of(field, f"trajectories.{number}.extra"))
+        check_plain(head.extra, path_of(field, f"trajectories.{number}.extra"))
 
 
-def _check_plain(value: Any, field: str, depth: int = 0) -> None:
-    """JSON can say it: no NaN, no bytes, no dates, and not deeper than a person would nest it."""
+def check_plain(value: Any, field: str, depth: int = 0) -> None:
+    """JSON and msgpack can say it: no NaN, no bytes, no dates, no number of more than 64 bits, and not deeper than a
+    person would nest it."""
     if depth > _MAX_DEPTH:
         raise GroupRefused(field, f"nested more than {_MAX_DEPTH} deep")
     if isinstance(value, dict):
         for key, each in cast("dict[Any, Any]", value).items():
             if not isinstance(key, str):
                 raise GroupRefused(field, f"the key {key!r} is no text")
-            _check_plain(each, field, depth + 1)
+            check_plain(each, field, depth + 1)
     elif isinstance(value, list):
         for each in cast("list[Any]", value):
-            _check_plain(each, field, depth + 1)
+            check_plain(each, field, depth + 1)
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise GroupRefused(field, f"{value} is no number")
-    elif value is not None and not isinstance(value, str | int):
+    elif isinstance(value, int):
+        check_whole(value, field)
+    elif value is not None and not isinstance(value, str):
         raise GroupRefused(field, f"{type(value).__name__} has no JSON")
+
+
+def check_whole(value: int, field: str) -> None:
+    if not -(2**63) <= value < 2**64:
+        raise GroupRefused(field, "a whole number of more than 64 bits: -2^63 to 2^64 - 1 are taken")
 
 
 def check_buffers(head: GroupHead, ids: Array, logprobs: Array, trained: Array, field: str) -> int:
