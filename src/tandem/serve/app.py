@@ -57,6 +57,8 @@ _STORE_CODES: dict[type[TandemError], str] = {Fenced: "fenced", KeyReused: "key_
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
+_LET_GO = "tandem.let_go"
+
 T = TypeVar("T")
 
 
@@ -201,16 +203,25 @@ class Gate:
         await self.app(scope, receive, send)
 
     async def _with_body(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        """Held in memory from its first byte to the answer's last, and counted for that time."""
-        declared = min(int(headers.get("content-length", self.body_bytes)), self.body_bytes)
-        if self.held and self.held + declared > _BODIES_AT_A_TIME * self.body_bytes:
+        """Held in memory from its first byte until it was parsed, or answered: what it takes is counted for that time.
+        Of a body whose size nobody knows yet, packed or in chunks, that is the cap."""
+        room = self.body_bytes if _is_packed(headers) else int(headers.get("content-length", self.body_bytes))
+        room = min(room, self.body_bytes)
+        if self.held and self.held + room > _BODIES_AT_A_TIME * self.body_bytes:
             raise Refused(429, f"bodies of {self.held} bytes are under way; send it again")
-        self.held += declared
+        self.held += room
+
+        def now_takes(size: int) -> None:
+            nonlocal room
+            self.held += size - room
+            room = size
+
         try:
-            body = await self._whole_body(headers, receive)
-            await self.app(scope, _played_back(body, receive), send)
+            replay = _played_back(await self._whole_body(headers, receive), receive, now_takes)
+            scope[_LET_GO] = lambda: now_takes(0)
+            await self.app(scope, replay, send)
         finally:
-            self.held -= declared
+            now_takes(0)
 
     def _check_host(self, headers: Headers) -> None:
         """A name that is not ours comes from a browser whose DNS was rebound to this address."""
@@ -259,7 +270,7 @@ class Gate:
             if size > self.body_bytes:
                 raise too_large
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        if headers.get("content-encoding", "identity").lower() != "gzip":
+        if not _is_packed(headers):
             return body
         if size > _AT_ONCE:
             return await asyncio.to_thread(gunzip, body, self.body_bytes)
@@ -285,7 +296,12 @@ def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
-def _played_back(body: bytes, receive: Receive) -> Receive:
+def _is_packed(headers: Headers) -> bool:
+    return headers.get("content-encoding", "identity").lower() == "gzip"
+
+
+def _played_back(body: bytes, receive: Receive, now_takes: Callable[[int], None]) -> Receive:
+    now_takes(len(body))
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -331,6 +347,12 @@ class Meter:
 
 
 # --- for routes
+
+
+def let_go(request: Request) -> None:
+    """The body was parsed, and nobody reads it again: its room is for others while this request waits."""
+    request._body = b""  # pyright: ignore[reportPrivateUsage] - where Starlette keeps it for a second reader
+    request.scope.get(_LET_GO, lambda: None)()
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from tandem.serve.app import Refused
+from tandem.serve.app import Refused, let_go
 from tandem.types import Sampling
 
 MAX_N = 64
@@ -229,7 +229,9 @@ R = TypeVar("R", bound=BaseModel)
 
 
 async def parse(kind: type[R], request: Request) -> R:
-    return checked(kind, await body_of(request))
+    data = await body_of(request)
+    let_go(request)
+    return checked(kind, data)
 
 
 async def body_of(request: Request) -> Any:
