@@ -121,6 +121,7 @@ def test_what_is_older_than_the_bound_is_never_handed_out_and_is_counted(tmp_pat
         await rig.begin()
         for version in (0, 1, 2, 3, 0):
             await rig.put(str(version), version)
+            await rig.queue.announce_version(rig.epoch, min(version, 1) or rig.queue.version)
         await rig.queue.announce_version(rig.epoch, 3)
         lease = await rig.take(2)
         assert lease is not None

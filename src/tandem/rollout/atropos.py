@@ -7,7 +7,7 @@ Its clients say nothing of leases, versions or keys; these are derived. A batch 
 acknowledges, if the one before was handed over to its last byte: otherwise it is the same batch again. The version is
 the number of batches acknowledged. A post is stamped with the version that its environment was last told, and equal
 bytes within two minutes are one post: its clients send again what was not answered in time. Its environments count
-from 0, the queue's from 1.
+from 0 after every reset, the queue's go on over all runs.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class Atropos:
             extra={"group_size": group_size, "max_token_length": max_token_length},
         )
         seat = await self.queue.register_environment(spec)
-        self._told[seat.id - 1] = self.step
+        self._told[seat.id - self.queue.first_environment] = self.step
         self.forget_counts()
-        return seat.id - 1, name + seat.name.removeprefix(plain)
+        return seat.id - self.queue.first_environment, name + seat.name.removeprefix(plain)
 
     async def reset(self) -> None:
         """Wipes everything, as far as anybody who speaks this protocol can see."""
@@ -178,16 +178,20 @@ class Atropos:
             self._latest = None
             await self._save()
 
+    def id_of(self, env_id: int) -> int:
+        """The queue's number of one of theirs."""
+        return env_id + self.queue.first_environment
+
     def _environment(self, env_id: int, field: str = "env_id") -> EnvironmentSpec:
         try:
-            return self.queue.environment(env_id + 1)
+            return self.queue.environment(self.id_of(env_id))
         except NotKnown:
             raise GroupRefused(field, f"{env_id} is no environment that registered here") from None
 
     async def _nameless(self) -> int:
         if self.notes.nameless < 0:
             seat = await self.queue.register_environment(EnvironmentSpec(_NAMELESS, lapse_s=LAPSE_S))
-            self.notes.nameless = seat.id - 1
+            self.notes.nameless = seat.id - self.queue.first_environment
             await self._save()
         return self.notes.nameless
 
@@ -220,7 +224,7 @@ class Atropos:
             self._check_fits(each, place)
             if each.size != spec.extra.get("group_size", each.size):
                 odd.append((env_id, each.size))
-            groups.append(each.stamped(self._told.get(env_id, self.step), env_id + 1, num_ids=num_ids))
+            groups.append(each.stamped(self._told.get(env_id, self.step), self.id_of(env_id), num_ids=num_ids))
         if groups:
             await self.queue.put(groups, once=once)
             self._latest = wire.as_posted(groups[-1].frame)
@@ -288,7 +292,8 @@ class Atropos:
         return self._as_batch(self.notes.lease, [await self.queue.group(each) for each in self.notes.groups])
 
     def _as_batch(self, lease: int, groups: Sequence[Any]) -> Batch:
-        posted = tuple(wire.posted(each.frame, each.environment - 1) for each in groups)
+        first = self.queue.first_environment
+        posted = tuple(wire.posted(each.frame, each.environment - first) for each in groups)
         return Batch(lease, posted, sum(each.size for each in groups))
 
     async def _acknowledge(self) -> None:
@@ -332,10 +337,10 @@ class Atropos:
     def environment_status(self, env_id: int) -> dict[str, Any]:
         """It goes by the step in this reply from now on: what it plays is stamped with it."""
         spec = self._environment(env_id)
-        self.queue.seen(env_id + 1)
+        self.queue.seen(self.id_of(env_id))
         self._told[env_id] = self.step
         rows = self._rows()
-        mine = next(row for row in rows if row["id"] == env_id + 1)
+        mine = next(row for row in rows if row["id"] == self.id_of(env_id))
         live = [row for row in rows if row["connected"] and not row["silent"]]
         batch_size = self.trainer.batch_size if self.trainer else 0
         largest = max([1, *(row["largest"] for row in rows)])
@@ -359,7 +364,7 @@ class Atropos:
         mass = {
             row["id"]: row["weight"] * max(int(self._spec(row).extra.get("max_token_length", 1)), 1) for row in live
         }
-        return mass.get(env_id + 1, 0.0) / sum(mass.values()) if mass else 0.0
+        return mass.get(self.id_of(env_id), 0.0) / sum(mass.values()) if mass else 0.0
 
     def _spec(self, row: dict[str, Any]) -> EnvironmentSpec:
         return self.queue.environment(row["id"]) if row["connected"] else EnvironmentSpec("")

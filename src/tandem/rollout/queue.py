@@ -14,6 +14,7 @@ memory and at once; then it is written; only then do others see what it made.
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import Any
 
 from tandem.errors import NotKnown
@@ -40,6 +41,11 @@ class RolloutQueue(Intake, HandOut):
         return self._state.version
 
     @property
+    def first_environment(self) -> int:
+        """The lowest number of this run's; those of the runs before are below it."""
+        return self._state.first_environment
+
+    @property
     def queued(self) -> int:
         """Groups that wait to be taken."""
         return self._state.queued
@@ -49,7 +55,7 @@ class RolloutQueue(Intake, HandOut):
 
     def environment_status(self, environment: int) -> dict[str, Any]:
         """`queued`, `playing`, `counts`, `weight`, `share` that is due to it, `admitted`, `silent_s`."""
-        return self.watch.environment(self._environment(environment), self._state)
+        return self.watch.environments([self._environment(environment)], self._state)[0]
 
     def status(self) -> dict[str, Any]:
         """Everything that `tandem rollouts top` shows."""
@@ -61,7 +67,8 @@ class RolloutQueue(Intake, HandOut):
 
     def groups(self, most: int = 20) -> list[int]:
         """Ids of what came last and is not forgotten yet."""
-        return [entry.id for entry in list(self._state.entries.values())[-most:] if entry.place is not None]
+        there = (entry.id for entry in reversed(self._state.entries.values()) if entry.place is not None)
+        return list(islice(there, most))[::-1]
 
     async def group(self, group: int) -> Taken:
         """One that is queued or under lease, to look at."""

@@ -18,7 +18,8 @@ _REASON = re.compile(r"[a-z0-9][a-z0-9_./-]{0,63}")
 
 def check_name(field: str, name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise GroupRefused(field, "1 to 128 of letters, digits, '.', '_' and '-', a letter or a digit first")
+        may_be = "1 to 128 of letters, digits, '.', '_' and '-', a letter or a digit first"
+        raise GroupRefused(field, f"{name[:128]!r} is none: {may_be}")
 
 
 def check_reason(reason: str) -> str:
@@ -37,6 +38,10 @@ def check_trainer(spec: TrainerSpec) -> None:
             raise GroupRefused(field, f"{getattr(spec, field)} is below 0")
     if spec.max_lag < -1:
         raise GroupRefused("max_lag", f"{spec.max_lag}; 0 and above bound it, -1 does not")
+    if spec.groups_per_step and spec.max_lag < 0:
+        raise GroupRefused(
+            "max_lag", "-1 with groups_per_step: slots are (max_lag + 1) * groups_per_step; set 0 or above"
+        )
     if spec.slots < 0 or spec.slots > 1_000_000:
         raise GroupRefused(
             "max_lag", f"(max_lag + 1) * groups_per_step = {spec.slots} slots; 1 to 1000000 are possible"
@@ -72,13 +77,13 @@ def check_environment(
 
 def check_take(trainer: TrainerSpec, count: int, sequences: int) -> None:
     if (count > 0) == (sequences > 0):
-        raise GroupRefused("count", "say how many groups, or how many sequences: one of the two, above 0")
+        raise GroupRefused("groups", "say how many groups, or how many sequences: one of the two, above 0")
     if trainer.slots and sequences:
         raise GroupRefused("sequences", "this trainer registered groups_per_step: its batches are counted in groups")
     if trainer.slots and count > trainer.slots:
-        raise GroupRefused("count", f"take({count}) can never be served by {trainer.slots} slots")
+        raise GroupRefused("groups", f"take({count}) can never be served by {trainer.slots} slots")
     if max(count, sequences) > 2**16:
-        raise GroupRefused("count" if count else "sequences", f"{2**16} is the most at a time")
+        raise GroupRefused("groups" if count else "sequences", f"{2**16} is the most at a time")
 
 
 def check_ticket(state: QueueState, environment: int, ticket: int) -> Entry:

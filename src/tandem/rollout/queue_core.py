@@ -76,7 +76,18 @@ class Core:
             self._go_on()
         if now - self._swept > 5:
             self._swept = now
+            self._forget_environments()
             self._calls.later(rows.forget_answers)
+
+    def _forget_environments(self) -> None:
+        """Those that left, and of whom nothing is left: a worker that is started again is another one each time."""
+        state = self._state
+        left = {each.id for each in state.environments.values() if not (each.connected or each.writing or each.asking)}
+        if left and (left := left - {entry.environment for entry in state.entries.values()}):
+            for id in left:
+                del state.environments[id]
+                del self.watch.taken_by[id]
+            self._calls.later(lambda db: rows.forget_environments(db, left))
 
     def _wake(self) -> None:
         """The first call finds an event loop to tick on."""
@@ -167,7 +178,10 @@ class Core:
         for held in (state.entries, state.flight, state.playing, state.leases, state.environments):
             held.clear()
         state.in_lines, state.holding = 0, deque()
-        await self._calls.write(rows.wipe)  # after what was submitted before, and nothing new comes in between
+        state.first_environment = first = state.next_environment
+        self.watch.taken_by.clear()
+        # After what was submitted before, and nothing new comes in between.
+        await self._calls.write(lambda db: rows.wipe(db, first))
         self._segments.forget(places)
 
     def _environment(self, environment: int) -> EnvironmentState:

@@ -41,7 +41,7 @@ class HandOut(Seats):
             while True:
                 self._check_epoch(epoch)
                 checks.check_starved(self._trainer(), self._state)
-                if entries := self._ready(count, sequences):
+                if entries := self._ready(count, sequences, announced=version is not None):
                     lease = self._state.lend(entries, self._clock() + self._trainer().lease_s)
                     if (handed := await self._calls.whole(self._hand_out(lease, once), once=once)) is not None:
                         return handed
@@ -50,11 +50,16 @@ class HandOut(Seats):
                 if not await self._wait_for_news(deadline):
                     return None
 
-    def _ready(self, count: int, sequences: int) -> list[Entry]:
+    def _ready(self, count: int, sequences: int, *, announced: bool) -> list[Entry]:
+        """`announced`: the trainer said its version with this take, so what is newer was played by one that it lost."""
         state = self._state
-        entries, stale = state.ready_sequences(sequences) if sequences else state.ready(count)
-        self._leave_out(stale, "stale")
-        return entries
+        while True:
+            entries, stale = state.ready_sequences(sequences) if sequences else state.ready(count)
+            self._leave_out(stale, "stale")
+            undone = [entry for entry in entries if announced and entry.newest > state.version]
+            if not undone:
+                return entries
+            self._leave_out(undone, "undone")
 
     async def _wait_for_news(self, deadline: float) -> bool:
         left = deadline - self._clock()

@@ -68,6 +68,9 @@ class Intake(Core):
             raise
         for entry in granted:
             entry.busy = False
+        if asking.backs != self._state.backs:
+            self._leave_out(granted, "undone")
+            return []
         if not self._environment_lives(granted[0].environment):
             self._leave_out(granted, "disconnected")
             return []
@@ -92,9 +95,19 @@ class Intake(Core):
                     self.seen(named)  # whatever becomes of what it sends
             makers = checks.check_groups(groups, environment, trainer, state)
             free = sum(group.head.ticket is None for group in groups)
-            if free and state.queued + free > self.limits.max_queued:
-                raise QueueFull(f"{state.queued} groups wait, and {self.limits.max_queued} is the most; send it later")
-            return await self._store(groups, makers, once)
+            waiting = state.queued + state.coming
+            if free and waiting + free > self.limits.max_queued:
+                raise QueueFull(f"{waiting} groups wait, and {self.limits.max_queued} is the most; send it later")
+            state.coming += free
+            for maker in makers:
+                state.environments[maker].writing += 1
+            known = [state.environments[maker] for maker in makers]
+            try:
+                return await self._store(groups, makers, once)
+            finally:
+                state.coming -= free
+                for each in known:
+                    each.writing -= 1
 
     async def _store(self, groups: Sequence[WireGroup], makers: Sequence[int], once: Once | None) -> list[Stored]:
         state, now = self._state, self._clock()
@@ -103,7 +116,7 @@ class Intake(Core):
         counted: Counter[tuple[int, str]] = Counter()
         for group, maker in zip(groups, makers, strict=True):
             ticket = group.head.ticket
-            stale = ticket is None and state.is_stale(group.oldest)
+            outcome = self._outcome(group)
             if ticket is None:
                 entry = Entry(state.next_id, maker, since=now)
                 state.next_id += 1
@@ -111,10 +124,10 @@ class Intake(Core):
                 entry = state.playing[ticket]
                 entry.busy = True
             entries.append(entry)
-            stored.append(Stored(entry.id, "stale" if stale else "queued"))
-            counted[maker, "stale" if stale else "put"] += 1
+            stored.append(Stored(entry.id, outcome))
+            counted[maker, "put" if outcome == "queued" else outcome] += 1
         kept = [k for k, each in enumerate(stored) if each.outcome == "queued"]
-        run = self._run
+        run, backs = self._run, state.backs
         try:
             places = await self._calls.write(
                 lambda db: self._write_groups(db, [groups[k] for k in kept], [entries[k] for k in kept], counted),
@@ -131,8 +144,20 @@ class Intake(Core):
             self.watch.count("put" if what == "put" else "dropped", number, reason=what)
         for k, place in zip(kept, places, strict=True):
             self._queue(entries[k], groups[k], place)
+        if backs != state.backs:  # a trainer went back meanwhile, and what it never made was not here to be found
+            late = {entries[k].id for k in kept if entries[k].newest > state.version}
+            state.leave_lines(lambda entry: entry.id in late)
+            self._leave_out([entries[k] for k in kept if entries[k].id in late], "undone")
         self._go_on()
         return stored
+
+    def _outcome(self, group: WireGroup) -> str:
+        """Of one with a ticket it is seen when its turn comes: until then it holds a slot anyway."""
+        if group.head.ticket is not None:
+            return "queued"
+        if self._state.is_stale(group.oldest):
+            return "stale"
+        return "undone" if self._state.is_ahead(group.newest) else "queued"
 
     def _write_groups(
         self, db: sqlite3.Connection, groups: list[WireGroup], entries: list[Entry], counted: Counter[tuple[int, str]]

@@ -114,6 +114,15 @@ def add_environment(db: Db, state: EnvironmentState) -> None:
     db.execute("INSERT OR REPLACE INTO environments VALUES (?,?,?,?)", values)
 
 
+def forget_environments(db: Db, ids: Iterable[int]) -> None:
+    """Those of which nothing is left."""
+    for id in ids:
+        left = db.execute("SELECT EXISTS (SELECT 1 FROM groups WHERE environment=?)", (id,)).fetchone()[0]
+        if not left:
+            db.execute("DELETE FROM environments WHERE id=?", (id,))
+            db.execute("DELETE FROM counts WHERE environment=?", (id,))
+
+
 def remember(db: Db, once: Once, reply: Any, keep_s: float) -> None:
     until = time.time() + (once.keep_s or keep_s)
     db.execute("INSERT OR REPLACE INTO answers VALUES (?,?,?,?)", (once.key, once.digest, _packed(reply), until))
@@ -125,9 +134,11 @@ def add_quarantine(db: Db, environment: int | None, field: str, reason: str, bod
     db.execute("DELETE FROM quarantine WHERE id <= (SELECT max(id) FROM quarantine) - ?", (most,))
 
 
-def wipe(db: Db) -> None:
-    for table in ("groups", "leases", "environments"):
+def wipe(db: Db, next_environment: int) -> None:
+    """But for answers: those to environments' registrations name numbers below the first of what begins now."""
+    for table in ("groups", "leases", "environments", "counts"):
         db.execute(f"DELETE FROM {table}")
+    say(db, first_environment=next_environment, next_environment=next_environment)
 
 
 def forget_answers(db: Db) -> None:
@@ -168,6 +179,9 @@ def read_state(store: Durable, now: float) -> QueueState:
     for id, name, spec, connected in store.read("SELECT * FROM environments ORDER BY id"):
         state.environments[id] = EnvironmentState(id, name, EnvironmentSpec(**json.loads(spec)), now, bool(connected))
         state.environments[id].counts = counts.get(id, Counter())
+    state.first_environment = facts.get("first_environment", 1)
+    used = max([0, *state.environments, *counts])
+    state.next_environment = max(facts.get("next_environment", 1), used + 1)
     ids = dict(store.read("SELECT name, seq FROM sqlite_sequence"))
     state.next_id, state.next_lease = ids.get("groups", 0) + 1, ids.get("leases", 0) + 1
     lease_s = state.trainer.lease_s if state.trainer else 0.0

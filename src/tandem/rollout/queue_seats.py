@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+from itertools import count
 
 from tandem.errors import Conflict
 from tandem.rollout import queue_checks as checks
@@ -40,22 +41,45 @@ class Seats(Core):
                 await self._begin_again()
             state.epoch += 1  # at once: whoever held the seat takes nothing any more
             leases = list(state.leases)
+            undone = state.undone(spec.version) if spec.version < state.version else []
             seat = TrainerSeat(spec.run_id, state.epoch, spec.version, spec.slots)
 
             def change(db: sqlite3.Connection) -> None:
                 rows.take_back(db, leases)
+                self._dropping(undone, "undone")(db)
                 rows.say(
                     db, trainer=dataclasses.asdict(spec), epoch=seat.epoch, version=seat.version, holding_acked=0,
                 )  # fmt: skip
 
-            await self._calls.write(change, once, dataclasses.astuple(seat))
+            for entry in undone:
+                entry.busy = True  # whoever plays it puts nothing meanwhile
+            try:
+                await self._calls.write(change, once, dataclasses.astuple(seat))
+            finally:
+                for entry in undone:
+                    entry.busy = False
             self._return(leases)
             state.holding.clear()
-            if spec.version < state.version:
-                self._leave_out(state.undone(spec.version), "undone")
+            self._never_made(spec.version, undone)
             state.trainer, state.version, state.dropped_in_a_row = spec, seat.version, 0
             self._go_on()
             return seat
+
+    def _never_made(self, version: int, written: list[Entry]) -> None:
+        """The trainer went back to `version`. `written`: what the disk has forgotten with that; the rest came while it
+        was written."""
+        state = self._state
+        if version >= state.version:
+            return
+        state.backs += 1
+        gone = {entry.id for entry in written if entry.id in state.entries}
+        state.leave_lines(lambda entry: entry.id in gone)
+        found = [entry for entry in written if entry.id in gone]
+        self._dropped(found, "undone")
+        self._forget(found)
+        late = state.undone(version)
+        state.leave_lines(lambda entry: entry.newest > version)
+        self._leave_out(late, "undone")
 
     async def announce_version(self, epoch: int, version: int, *, once: Once | None = None) -> None:
         """The trainer holds `version` now; what became too old with it is dropped when its turn comes."""
@@ -83,19 +107,29 @@ class Seats(Core):
 
     async def _register_environment(self, spec: EnvironmentSpec, once: Once | None) -> EnvironmentSeat:
         async with self._calls.turn(once) as earlier:
-            if earlier is not None:
+            if earlier is not None and earlier[0] >= self._state.first_environment:
                 return EnvironmentSeat(*earlier)
             known = self._state.environments
             checks.check_environment(spec, self._state.trainer, known.values(), self.limits)
-            id = max(known, default=0) + 1
-            same = sum(each.spec.name == spec.name for each in known.values())
-            made = EnvironmentState(id, f"{spec.name}_{same}", spec, self._clock())
+            id = self._state.next_environment
+            names = {each.name for each in known.values()}
+            name = next(name for k in count() if (name := f"{spec.name}_{k}") not in names)
+            made = EnvironmentState(id, name, spec, self._clock())
             known[id] = made  # before it is written: the next one has another id
+            self._state.next_environment = id + 1
+
+            def change(db: sqlite3.Connection) -> None:
+                rows.add_environment(db, made)
+                rows.say(db, next_environment=id + 1)
+
+            run = self._run
             try:
-                await self._calls.write(lambda db: rows.add_environment(db, made), once, [id, made.name])
+                await self._calls.write(change, once, [id, made.name])
             except BaseException:
-                del known[id]
+                known.pop(id, None)
                 raise
+            if run != self._run:
+                raise Conflict("another run began while the environment was registered; register it again")
             self._state.share_out()
             return EnvironmentSeat(id, made.name)
 

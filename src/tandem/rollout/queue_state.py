@@ -46,6 +46,8 @@ class Asking:
 
     count: int
     answer: asyncio.Future[None]
+    backs: int = 0
+    """Of the state, when tickets were granted."""
     granted: list[Entry] = field(default_factory=list[Entry])
 
 
@@ -61,6 +63,8 @@ class EnvironmentState:
     behind: float = 0.0
     """Virtual time: goes up by 1 / share with each group let in; the lowest comes next."""
     admitted: int = 0
+    writing: int = 0
+    """Calls that write groups of it."""
     line: deque[Entry] = field(default_factory=deque[Entry])
     asking: deque[Asking] = field(default_factory=deque[Asking])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -92,6 +96,12 @@ class QueueState:
         self.epoch = self.version = 0
         self.next_id = self.next_order = self.next_lease = 1
         self.environments: dict[int, EnvironmentState] = {}
+        self.first_environment = self.next_environment = 1
+        """Of this run; numbers of runs before are never given again, so that whoever is left of one is not known."""
+        self.backs = 0
+        """How often a trainer went back to an earlier version."""
+        self.coming = 0
+        """Groups without a ticket that are on their way to the disk."""
         self.entries: dict[int, Entry] = {}
         """By id: everything that is not forgotten yet."""
         self.flight: dict[int, Entry] = {}
@@ -126,11 +136,18 @@ class QueueState:
         limit = self.trainer.max_lag if self.trainer else -1
         return limit >= 0 and oldest != NO_VERSION and self.version - oldest > limit
 
+    def is_ahead(self, newest: int) -> bool:
+        """Of all that an honest engine can hold. A trainer holds max_lag + 1 batches at most before it calls again,
+        and says its version then; what each of them makes may be published before."""
+        limit = self.trainer.max_lag if self.trainer else -1
+        return limit >= 0 and newest > self.version + max(limit, 1) + 1
+
     def undone(self, version: int) -> list[Entry]:
-        """What nobody holds, and was played by versions that a trainer who goes back to `version` never made; of what
-        is being played nobody knows yet."""
+        """What was played by versions that a trainer who goes back to `version` never made, leases included; of what
+        is being played nobody knows yet. What is on its way to the disk is asked when it arrives."""
+        leased = [e for lease in self.leases.values() for e in lease.entries if e.newest > version]
         waiting = [e for e in self.flight.values() if not e.busy and (e.place is None or e.newest > version)]
-        return waiting + self.leave_lines(lambda entry: entry.newest > version)
+        return leased + waiting + [e for each in self.environments.values() for e in each.line if e.newest > version]
 
     def leave_lines(self, goes: Callable[[Entry], bool]) -> list[Entry]:
         gone: list[Entry] = []
@@ -214,6 +231,7 @@ class QueueState:
         self._start(entry)
         self.playing[entry.order] = entry
         asking.granted.append(entry)
+        asking.backs = self.backs
         if len(asking.granted) >= asking.count:
             chosen.asking.popleft()
             asking.answer.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tandem.rollout.queue_state import EnvironmentState, QueueState
@@ -51,8 +51,16 @@ class Watch:
             total.update(counts)
         return {f"{what}_per_s": round(total[what] / seconds, 3) for what in ("put", "taken", "dropped", "tokens")}
 
-    def environment(self, each: EnvironmentState, state: QueueState) -> dict[str, Any]:
-        ready = [e.size for e in state.flight.values() if e.environment == each.id and e.place is not None]
+    def environments(self, which: Iterable[EnvironmentState], state: QueueState) -> list[dict[str, Any]]:
+        """Everything that is queued is looked at once, however many are asked about."""
+        playing: Counter[int] = Counter(entry.environment for entry in state.playing.values())
+        ready: dict[int, list[int]] = {}
+        for entry in state.flight.values():
+            if entry.place is not None:
+                ready.setdefault(entry.environment, []).append(entry.size)
+        return [self._environment(each, ready.get(each.id, []), playing[each.id]) for each in which]
+
+    def _environment(self, each: EnvironmentState, ready: list[int], playing: int) -> dict[str, Any]:
         sizes = [*(e.size for e in each.line), *ready]
         return {
             "id": each.id,
@@ -66,7 +74,7 @@ class Watch:
             "queued": len(sizes),
             "sequences": sum(sizes),
             "largest": max(sizes, default=0),
-            "playing": sum(entry.environment == each.id for entry in state.playing.values()),
+            "playing": playing,
             "admitted": each.admitted,
             "taken": self.taken_by[each.id],
             "counts": dict(each.counts),
@@ -93,7 +101,7 @@ class Watch:
             "totals": dict(self.totals),
             "rates": self.rates(),
             "dropped": dict(self.dropped),
-            "environments": [self.environment(each, state) for each in state.environments.values()],
+            "environments": self.environments(state.environments.values(), state),
             "stored": dict(stored),
             "uptime_s": round(time.time() - self.started, 1),
         }

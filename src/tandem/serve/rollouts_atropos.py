@@ -122,7 +122,7 @@ class _Api:
     async def disconnect_env(self, request: Request) -> dict[str, str]:
         body = _parsed(await request.body(), EnvironmentId)
         try:
-            await self.atropos.queue.disconnect(body.env_id + 1)
+            await self.atropos.queue.disconnect(self.atropos.id_of(body.env_id))
         except StoreError as error:
             return {"status": "failure", "error": str(error)}
         return {"status": "success"}
