@@ -188,6 +188,7 @@ def test_it_goes_on_over_a_service_that_is_killed_and_started_again_elsewhere(tm
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=_hears_sigint,
         )
         assert top.stdout is not None
         reader = threading.Thread(target=lambda out: [said.put(line) for line in out], args=(top.stdout,))
@@ -229,6 +230,7 @@ def test_in_a_terminal_the_panel_is_drawn_anew_and_says_that_the_service_went(tm
             stdout=theirs,
             stderr=theirs,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "50"},
+            preexec_fn=_hears_sigint,
         )
         os.close(theirs)
         screen = _Screen(ours)
@@ -250,6 +252,11 @@ def test_in_a_terminal_the_panel_is_drawn_anew_and_says_that_the_service_went(tm
         top.kill()
         top.wait()
         os.close(ours)
+
+
+def _hears_sigint() -> None:
+    """What a shell starts in the background ignores it, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class _Screen:
