@@ -39,6 +39,10 @@ Overrides = Annotated[
 ]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A run directory, a model directory, or a hub id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else on stdout.")]
+Host = Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")]
+ReadyFile = Annotated[Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")]
+Insecure = Annotated[bool, typer.Option(help="Allow a public address without TLS.")]
 Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on.")]
 
 
@@ -149,15 +153,13 @@ def sweep(
 @app.command()
 def serve(
     source: Source,
-    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     data_dir: Annotated[
         Path | None, typer.Option(help="Keeps the token. Default: serve/ in a run, else .tandem/serve.")
     ] = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
     thinking: Thinking = False,
 ) -> None:
     """Answer OpenAI requests: /v1/models, /v1/chat/completions, /v1/completions."""
@@ -393,15 +395,13 @@ def engine_serve(
     version: Annotated[
         int | None, typer.Option(min=0, help="Of the weights on the disk. Default: a run's steps, else 0.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 0,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
     data_dir: Annotated[
         Path | None, typer.Option(help="Keeps the token. Default: serve/ in a run, else .tandem/serve.")
     ] = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
     option: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's [engine]: --set max_running=64"),
@@ -452,15 +452,13 @@ def gateway_serve(
     ],
     engine_url: Annotated[str, typer.Option(help="An engine that is served already. Default: one in here.")] = "",
     engine_token_file: Annotated[Path | None, typer.Option(help="The file that holds that engine's token.")] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8100,
+    host: Host = "127.0.0.1",
+    port: Port = 8100,
     data_dir: Annotated[
         Path | None, typer.Option(help="Keeps the token and the sessions. Default: .tandem/gateway.")
     ] = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
     thinking: Thinking = False,
     trajectories: Annotated[
         Path | None, typer.Option(help="Where rewarded groups go as JSON Lines. Default: trajectories/ in --data-dir.")
@@ -492,12 +490,10 @@ def rollouts_serve(
     data_dir: Annotated[
         Path, typer.Option(help="Keeps the queue, what was promised, and the token. One server owns it.")
     ] = Path(".tandem") / "rollouts",
-    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8200,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8200,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
     atropos: Annotated[bool, typer.Option("--atropos", help="Also the endpoints of Atropos, for its clients.")] = False,
     insecure_no_auth: Annotated[
         bool, typer.Option("--insecure-no-auth", help="Atropos' endpoints ask for no token; on loopback only.")

@@ -95,7 +95,7 @@ class Scored:
         """As the queue takes it: every trained token was made by `version`, as far as anybody knows. `num_ids`: the
         trainer's; its largest id is looked for only if there is one."""
         heads = [
-            TrajectoryHead(length, score, [(version, length)])
+            TrajectoryHead(length, reward=score, spans=[(version, length)])
             for length, score in zip(self.lengths, self.scores, strict=True)
         ]
         max_id = max(map(max, self.tokens)) if num_ids else 0

@@ -34,6 +34,8 @@ from tandem.rollout.wire_form import (
     GroupHead,
     GroupJson,
     Rules,
+    Said,
+    SaidOfAll,
     TrajectoryHead,
     TrajectoryJson,
     WireGroup,
@@ -156,12 +158,11 @@ def to_json(frame: Bytes) -> GroupJson:
             ids=ids.tolist(),
             logprobs=logprobs.tolist(),
             trained=trained.tolist(),
-            **{name: getattr(head, name) for name in _SAID},
+            **_said(head, Said),
         )
         for head, ids, logprobs, trained in zip(group.head.trajectories, *parts, strict=True)
     ]
-    head = group.head
-    return GroupJson(trajectories, head.environment, head.ticket, head.inferred, head.extra)
+    return GroupJson(trajectories, **_said(group.head, SaidOfAll))
 
 
 def assemble(
@@ -229,7 +230,11 @@ _POST = msgspec.json.Decoder(_Post)
 _SMALL_POST = msgspec.json.Decoder(_SmallPost)
 _GROUP_JSON = msgspec.json.Decoder(GroupJson)
 _GROUP_HEAD = msgspec.msgpack.Decoder(GroupHead)
-_SAID = [name for name in TrajectoryHead.__struct_fields__ if name != "length"]
+
+
+def _said(of: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """What both forms say in the same words."""
+    return {name: getattr(of, name) for name in kind.__struct_fields__}
 
 
 def _read_frame(view: memoryview, field: str) -> WireGroup:
@@ -283,12 +288,9 @@ def _from_json(group: GroupJson, field: str) -> WireGroup:
                     path_of(field, f"trajectories.{number}.{name}"),
                     f"{len(getattr(each, name))} values for {len(each.ids)} ids",
                 )
-    heads = [
-        TrajectoryHead(length=len(each.ids), **{name: getattr(each, name) for name in _SAID})
-        for each in group.trajectories
-    ]
+    heads = [TrajectoryHead(length=len(each.ids), **_said(each, Said)) for each in group.trajectories]
     return assemble(
-        GroupHead(heads, group.environment, group.ticket, group.inferred, group.extra),
+        GroupHead(heads, **_said(group, SaidOfAll)),
         [each.ids for each in group.trajectories],
         [each.logprobs for each in group.trajectories],
         [each.trained for each in group.trajectories],

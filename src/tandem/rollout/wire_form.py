@@ -24,10 +24,9 @@ Bytes: TypeAlias = bytes | memoryview
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
-class TrajectoryHead(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A trajectory but for its tokens. The fields are those of `tandem.types.Trajectory`."""
+class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Of a trajectory, but for its tokens. The fields are those of `tandem.types.Trajectory`."""
 
-    length: int
     reward: float
     spans: list[tuple[int, int]]
     status: TrajectoryStatus = "finished"
@@ -41,8 +40,7 @@ class TrajectoryHead(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     """The producer's own; kept, and given back."""
 
 
-class GroupHead(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    trajectories: list[TrajectoryHead]
+class SaidOfAll(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     environment: int | None = None
     """The id that registration gave."""
     ticket: int | None = None
@@ -52,28 +50,22 @@ class GroupHead(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     extra: dict[str, Any] = {}
 
 
-class TrajectoryJson(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class TrajectoryHead(Said):
+    length: int
+
+
+class GroupHead(SaidOfAll):
+    trajectories: list[TrajectoryHead]
+
+
+class TrajectoryJson(Said):
     ids: list[int]
     logprobs: list[float]
     trained: list[int | bool]
-    spans: list[tuple[int, int]]
-    reward: float
-    status: TrajectoryStatus = "finished"
-    metrics: dict[str, float] = {}
-    shaping: float = 0.0
-    thinking_tokens: int = 0
-    unclosed: bool = False
-    task_id: str = ""
-    messages: list[dict[str, Any]] = []
-    extra: dict[str, Any] = {}
 
 
-class GroupJson(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class GroupJson(SaidOfAll):
     trajectories: list[TrajectoryJson]
-    environment: int | None = None
-    ticket: int | None = None
-    inferred: bool = False
-    extra: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
