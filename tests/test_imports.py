@@ -30,12 +30,12 @@ LAYERS = (
     ("loop", "runs"),
     ("serve",),
     ("recipes",),
-    ("cli", "cli_sync", "__init__", "__main__"),
+    ("cli", "cli_artifacts", "cli_sync", "__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 # Within a layer nobody knows another, but for these.
-SIDEWAYS = {("obs", "io"), ("ops", "protocols"), ("__main__", "cli"), ("cli", "cli_sync")}
+SIDEWAYS = {("obs", "io"), ("ops", "protocols"), ("__main__", "cli"), ("cli", "cli_sync"), ("cli", "cli_artifacts")}
 
 # Concrete classes: behind protocols.py, and named by recipes/build*.py alone; in an engine's process, by inside/.
 CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
@@ -47,6 +47,7 @@ LIGHT = (
     "runs/",
     "serve/runs.py",
     "cli.py",
+    "cli_artifacts.py",
     "cli_sync.py",
     "__init__.py",
     "__main__.py",

@@ -53,6 +53,9 @@ PYTHON_FUNCTION = {
 }
 """Every command, and the function that does its work."""
 
+BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
+"""Functions that commands call when they are asked to: --supervise."""
+
 PYTHON_ONLY = {"load_environment"}
 """Functions that a command line has no use for."""
 
@@ -77,7 +80,11 @@ def test_every_command_has_a_python_function():
 
 
 def test_every_python_function_has_a_command_or_is_meant_for_python_alone():
-    assert FUNCTIONS - set(PYTHON_FUNCTION.values()) == PYTHON_ONLY
+    assert FUNCTIONS - set(PYTHON_FUNCTION.values()) == PYTHON_ONLY | set(BEHIND_AN_OPTION)
+    for function, names in BEHIND_AN_OPTION.items():
+        for name in names:
+            body = inspect.getsource(inspect.unwrap(COMMANDS[name].callback))
+            assert f"from {tandem._API[function]} import {function}" in body
 
 
 @pytest.mark.parametrize(("command", "function"), PYTHON_FUNCTION.items())

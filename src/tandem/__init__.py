@@ -12,6 +12,7 @@ _API = {
     "run": "tandem.recipes",
     "resume": "tandem.recipes",
     "digest_run": "tandem.runs.resume",
+    "supervise_run": "tandem.runs.supervise",
     "sweep": "tandem.recipes.sweep",
     "plan_run": "tandem.runs.plan",
     "diagnose": "tandem.runs.doctor",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cli_artifacts import artifacts_app
 from tandem.cli_sync import sync_app
 from tandem.errors import TandemError
 
@@ -30,12 +31,15 @@ rollouts_app = typer.Typer(help="Groups from many environments to one trainer, o
 app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Any agent's conversations, recorded token by token.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
-artifacts_app = typer.Typer(help="Copies of runs that outlive their machine.", no_args_is_help=True)
 app.add_typer(artifacts_app, name="artifacts")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")
+]
+Supervise = Annotated[
+    bool,
+    typer.Option("--supervise", help="In a process of its own, that is started again when what ended it may pass."),
 ]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A run directory, a model directory, or a hub id.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else on stdout.")]
@@ -50,12 +54,19 @@ Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render
 def train(
     spec: SpecFile,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives; default runs/<name>-<time>.")] = None,
+    supervise: Supervise = False,
     overrides: Overrides = None,
 ) -> None:
     """Train a model as SPEC says; watch it live; get a verdict."""
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())  # before anything heavy: a wrong spec is refused at once
+    if supervise:
+        from tandem.runs.run import Run
+        from tandem.runs.supervise import supervise_run
+
+        directory = run_dir or Run.new_directory(Path("runs"), checked.name)
+        raise typer.Exit(supervise_run(directory, spec, overrides or ()))
     from tandem.recipes import run
     from tandem.runs.failures import exits_by_class
 
@@ -72,6 +83,9 @@ def plan(
     row_tokens: Annotated[
         int, typer.Option(min=0, help="Of every recorded example; 0 assumes data.max_tokens, or 2,048.")
     ] = 0,
+    answer_tokens: Annotated[
+        float, typer.Option(min=0, help="Of an answer, on average; 0 assumes 70 % of train.max_tokens.")
+    ] = 0.0,
     prices: Annotated[Path | None, typer.Option(help="Dollars an hour, a TOML file: h200 = 3.5")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -88,6 +102,7 @@ def plan(
         memory_gib=memory_gib,
         prompt_tokens=prompt_tokens,
         row_tokens=row_tokens,
+        answer_tokens=answer_tokens,
     )
     typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else plan_text(planned))
     if not planned.fits:
@@ -114,11 +129,20 @@ def resume(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="From a process that holds the run and cannot be ended.")
     ] = False,
+    supervise: Supervise = False,
 ) -> None:
     """Go on with a run from its last checkpoint; one that succeeded is left as it is."""
-    from tandem.recipes import resume
+    if supervise:
+        from tandem.runs.supervise import supervise_run
 
-    resume(run_dir, take_over=take_over)
+        if take_over:
+            raise typer.BadParameter("--take-over is for once, --supervise for every time: take it over first")
+        raise typer.Exit(supervise_run(run_dir))
+    from tandem.recipes import resume
+    from tandem.runs.failures import exits_by_class
+
+    with exits_by_class():
+        resume(run_dir, take_over=take_over)
 
 
 @app.command()
@@ -235,53 +259,6 @@ def compare(
 
     found = compare_runs(runs, confidence=confidence)
     typer.echo(json.dumps(compare_json(found), indent=2) if as_json else compare_text(found))
-
-
-@artifacts_app.command("push")
-def artifacts_push(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    url: Annotated[str, typer.Option(help="Where to: a directory, s3://bucket/prefix. Default: the spec's.")] = "",
-) -> None:
-    """Upload what [artifacts] of a run names and is not there yet; exit code 1 if something is missing after it."""
-    from tandem.runs.uploads import push_artifacts
-
-    done = push_artifacts(run_dir, url=url)
-    for upload in done:
-        typer.echo(f"{upload.state}  {upload.name}  {upload.size_bytes:,} bytes  {upload.error}".rstrip())
-    if any(upload.state == "failed" for upload in done):
-        raise typer.Exit(1)
-
-
-@artifacts_app.command("list")
-def artifacts_list(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
-    endpoint: Annotated[str, typer.Option(help="Of an S3-compatible server.")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Name the artifacts of a store that are whole."""
-    from dataclasses import asdict
-
-    from tandem.runs.artifacts import list_artifacts
-
-    found = list_artifacts(url, endpoint=endpoint)
-    if as_json:
-        typer.echo(json.dumps([asdict(artifact) for artifact in found], indent=2))
-        return
-    for artifact in found:
-        typer.echo(f"{artifact.name}  {artifact.size_bytes:,} bytes in {len(artifact.entries)} files")
-
-
-@artifacts_app.command("fetch")
-def artifacts_fetch(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
-    name: Annotated[str, typer.Argument(help="As `tandem artifacts list` tells it.")],
-    directory: Annotated[Path, typer.Argument(help="Where it goes; must not be there yet.")],
-    endpoint: Annotated[str, typer.Option(help="Of an S3-compatible server.")] = "",
-) -> None:
-    """Download an artifact and verify it."""
-    from tandem.runs.artifacts import fetch_artifact
-
-    typer.echo(fetch_artifact(url, name, directory, endpoint=endpoint))
 
 
 @app.command()

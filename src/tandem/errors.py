@@ -28,8 +28,8 @@ TandemError
 ├── NonFinite              a loss or a gradient is not a number
 ├── NothingLearned         steps were taken and the weights did not move
 ├── CheckpointError        what was saved does not belong to what it is loaded into
-│   ├── CheckpointDamaged  a file is not what was written; or no whole checkpoint is left
-│   └── CheckpointUnsaved  saving failed too often in a row (a full disk, for one)
+│   └── CheckpointDamaged  a file is not what was written; or no whole checkpoint is left
+├── CheckpointUnsaved      saving failed too often in a row (a full disk, for one)
 ├── ArtifactError          an artifact could not be stored, or is not there
 ├── TemplateError          a chat template cannot be used token by token
 └── RunError               a run directory is not what it should be
@@ -169,7 +169,7 @@ class CheckpointDamaged(CheckpointError):
     pass
 
 
-class CheckpointUnsaved(CheckpointError):
+class CheckpointUnsaved(TandemError):
     pass
 
 

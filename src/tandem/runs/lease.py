@@ -49,9 +49,7 @@ class Lease:
 
 def begin(directory: Path, spec_toml: str) -> None:
     """A run's directory appears with its spec in it: from its first instant it can be resumed."""
-    if directory.exists() and any(directory.iterdir()):
-        resume = f"; `tandem resume {directory}` goes on with the run in it" * (directory / "spec.toml").exists()
-        raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir){resume}")
+    refuse_used(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     fresh.mkdir()
@@ -62,6 +60,13 @@ def begin(directory: Path, spec_toml: str) -> None:
         (fresh / "spec.toml").unlink(missing_ok=True)
         fresh.rmdir()
         raise RunError(f"{directory}: cannot be begun ({error.strerror}); another process was there first") from error
+
+
+def refuse_used(directory: Path) -> None:
+    """RunError if something is there that a new run would mix with."""
+    if directory.exists() and any(directory.iterdir()):
+        resume = f"; `tandem resume {directory}` goes on with the run in it" * (directory / "spec.toml").exists()
+        raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir){resume}")
 
 
 def _locked(directory: Path) -> int:

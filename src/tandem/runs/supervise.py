@@ -27,6 +27,7 @@ from tandem.io import atomic, leash
 from tandem.io.jsonl import JsonlWriter
 from tandem.io.process import identity, is_there
 from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
+from tandem.runs.lease import refuse_used
 from tandem.runs.liveness import STACKS, Observer, read_sign
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
@@ -183,10 +184,7 @@ class Supervisor:
     # --- what is left on the disk
 
     def _status(self) -> Mapping[str, Any]:
-        try:
-            return cast("dict[str, Any]", json.loads((self.directory / "status.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            return {}
+        return _read_json(self.directory / "status.json")
 
     def _steps(self) -> int:
         sign = read_sign(self.directory)
@@ -236,15 +234,28 @@ class Supervisor:
 
 def supervisor_of(directory: Path) -> str:
     """The process (io/process.py) that starts this run again; empty if there is none."""
-    try:
-        told = cast("dict[str, Any]", json.loads((directory / _SUPERVISOR).read_text(encoding="utf-8")))
-        return str(told["process"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(_read_json(directory / _SUPERVISOR).get("process", ""))
+
+
+def supervise_run(directory: Path, spec: Path | None = None, overrides: Sequence[str] = ()) -> int:
+    """Begins the run of a spec's file in `directory`, or goes on with the one that is there, in a process of its own
+    that is started again when what ended it may pass. Returns the exit code."""
+    from_here = {"", os.getcwd()} & set(sys.path)  # modules of this directory, for whoever said `python -m tandem`
+    tandem = [sys.executable, *([] if from_here else ["-P"]), "-m", "tandem"]
+    if spec is None:
+        load_spec(directory / "spec.toml")  # refused here and now, and not by a child
+        begin: Sequence[str] = ()
+    else:
+        refuse_used(directory)
+        settings = [part for override in overrides for part in ("--set", override)]
+        begin = [*tandem, "train", str(spec), "--run-dir", str(directory), *settings]
+    go_on = [*tandem, "resume", str(directory)]
+    return Supervisor(begin, go_on, directory, smaller=lambda: smaller_micro_batch(directory), say=_to_stderr).run()
 
 
 def smaller_micro_batch(directory: Path) -> str:
-    """Halves micro_tokens in the run's spec.toml; says so, or is empty if that cannot be.
+    """Halves micro_tokens in the run's spec.toml, or takes what its plan says fits if that is less; says so, or is
+    empty if that cannot be.
 
     Every optimizer step is of the same samples as before, in more pieces; sums of floats may differ in their last bits.
     """
@@ -254,10 +265,25 @@ def smaller_micro_batch(directory: Path) -> str:
     if any(stage["gradient_release"] or stage["micro_tokens"] < 2 * _LEAST_MICRO_TOKENS for stage in stages):
         return ""
     was: int = stages[-1]["micro_tokens"]
+    planned = _read_json(directory / "plan.json").get("largest_micro_tokens", 0)
     for stage in stages:
-        stage["micro_tokens"] //= 2
+        half = stage["micro_tokens"] // 2
+        stage["micro_tokens"] = planned if _LEAST_MICRO_TOKENS <= planned < half else half
     atomic.write_text(path, to_toml(parse_spec(raw)))
-    return f"train.micro_tokens {was} -> {was // 2}, each step of the same samples as before"
+    return f"train.micro_tokens {was} -> {stages[-1]['micro_tokens']}, each step of the same samples as before"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Empty if it is not there, or no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _pump(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
