@@ -67,13 +67,17 @@ def plan_run(
     memory_gib: float = 0.0,
     prompt_tokens: int = 0,
     row_tokens: int = 0,
+    answer_tokens: float = 0.0,
 ) -> Plan:
     """`gpu`: h200, h100 or cpu; left out, what `device` of the spec says, and a h200 where it leaves the choice. NoPlan
     for a model whose layers are not known here."""
     kind = gpu or ("cpu" if spec.device == "cpu" else "h200")
     target = machine(kind, memory_gib)
     shape = read_shape(spec.model)
-    work = work_of(spec, shape, target.answer_share, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
+    work = work_of(
+        spec, shape, target.answer_share,
+        prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens,
+    )  # fmt: skip
     found = phases(spec, shape, work, target)
     peak = max(phase.peak_gib for phase in found)
     took = times(spec, shape, work, target)

@@ -32,9 +32,18 @@ class Work:
     assumed: tuple[str, ...]
 
 
-def work_of(spec: RunSpec, shape: Shape, answer_share: float, *, prompt_tokens: int = 0, row_tokens: int = 0) -> Work:
+def work_of(
+    spec: RunSpec,
+    shape: Shape,
+    answer_share: float,
+    *,
+    prompt_tokens: int = 0,
+    row_tokens: int = 0,
+    answer_tokens: float = 0.0,
+) -> Work:
+    """`answer_tokens`: of an answer, on average; left out, `answer_share` of the most that one may have."""
     if isinstance(spec, RlSpec):
-        return _rl(spec, spec.train, shape, answer_share, prompt_tokens)
+        return _rl(spec, spec.train, shape, answer_share, prompt_tokens, answer_tokens)
     stage = spec.train
     said = spec.data.max_tokens
     longest = row_tokens or min(said or LONGEST_RECORDED, shape.context or LONGEST_RECORDED)
@@ -49,7 +58,9 @@ def work_of(spec: RunSpec, shape: Shape, answer_share: float, *, prompt_tokens: 
     return Work(sequences, longest, 0, most * share, micro, number, 0, not row_tokens, assumed)
 
 
-def _rl(spec: RlSpec, stage: RlStage, shape: Shape, answer_share: float, prompt_tokens: int) -> Work:
+def _rl(
+    spec: RlSpec, stage: RlStage, shape: Shape, answer_share: float, prompt_tokens: int, answer_tokens: float
+) -> Work:
     assumed: tuple[str, ...] = ()
     if not prompt_tokens:
         prompt_tokens = PROMPT_TOKENS
@@ -57,8 +68,10 @@ def _rl(spec: RlSpec, stage: RlStage, shape: Shape, answer_share: float, prompt_
     longest = min(prompt_tokens + stage.max_tokens, shape.context or 2**31)
     sequences = stage.groups_per_step * stage.group_size
     most = sequences * longest
-    expected = sequences * (prompt_tokens + answer_share * stage.max_tokens)
-    assumed = (*assumed, f"an answer has {answer_share:.0%} of train.max_tokens on average")
+    if not answer_tokens:
+        answer_tokens = answer_share * stage.max_tokens
+        assumed = (*assumed, f"an answer has {answer_share:.0%} of train.max_tokens on average (--answer-tokens)")
+    expected = sequences * (prompt_tokens + answer_tokens)
     micro, number = _micro(stage, most, longest)
     under_way = sequences * (stage.max_lag + 1)
     rows = min(getattr(spec.engine, "max_running", 256), max(under_way, spec.eval.tasks))
