@@ -89,6 +89,20 @@ $(ADAPTERS)/%/.installed: $(STAMP)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt '$*'
 	touch $@
 
+# The service against atroposlib's own environments and trainer; atroposlib has an environment that sees nothing of ours.
+test-atropos: $(ATROPOS)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/atropos
+
+# Both servers side by side, with the same bytes; about three minutes on a quiet machine.
+bench-atropos: $(ATROPOS)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rollouts_atropos.py --atropos-python $(ATROPOS)/bin/python
+
+$(ATROPOS)/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt atroposlib==0.4.0
+	touch $@
+
 # On a machine with an NVIDIA GPU and a CUDA build of torch.
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu tests/learning/test_numerics.py
@@ -98,4 +112,4 @@ bench-gpu: install
 	$(BIN)/python benchmarks/gpu/numerics.py
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ADAPTERS) $(ATROPOS) .tandem/s3 .pytest_cache .ruff_cache

@@ -171,9 +171,9 @@ def test_commands_are_found_in_the_docs():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_in_the_docs_exists(page: Path):
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = re.findall(r"^make ((?:\w+ ?)+?)(?:\s*#.*)?$", "\n".join(fenced(page, "sh", "bash")), re.MULTILINE)
-    named += re.findall(r"`make ([\w ]+)`", page.read_text())
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^make ((?:[\w-]+ ?)+?)(?:\s*#.*)?$", "\n".join(fenced(page, "sh", "bash")), re.MULTILINE)
+    named += re.findall(r"`make ([\w -]+)`", page.read_text())
     assert {target for line in named for target in line.split()} <= targets
 
 
