@@ -16,7 +16,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,10 @@ Piece = tuple[str, Tensor, int, int]
 
 _log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
-_CHUNK = {"cpu": 2**18}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
+_CHUNK = {"cpu": 2**17}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
 _TOGETHER = {"cuda": 2**29}  # bytes of tensors that may have been made for their digest alone
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WITHOUT_SIGN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 class Matrix(NamedTuple):
@@ -42,6 +43,19 @@ class Matrix(NamedTuple):
     col_seed: int
     row_start: int
     col_start: int
+
+
+class Change(NamedTuple):
+    """Elements of a tensor with other bits than before. The integers are the elements' bits; 8-byte elements count as
+    two of 4 bytes."""
+
+    name: str
+    num_cols: int
+    """Of the whole tensor: integers a row."""
+    index_N: Tensor
+    """Of each integer, counted through the tensor row by row."""
+    old_N: Tensor
+    new_N: Tensor
 
 
 @torch.no_grad()
@@ -72,6 +86,24 @@ def combine(pieces: Iterable[tuple[str, int]]) -> dict[str, int]:
     for name, digest in pieces:
         whole[name] = (whole.get(name, 0) + digest) & _MASK
     return whole
+
+
+@torch.no_grad()
+def changes(parts: Sequence[Change]) -> list[int]:
+    """What is to be added to the digests of whole tensors when some of their elements change: in O(those elements).
+    All parts lie on one device."""
+    if not parts:
+        return []
+    device = parts[0].index_N.device
+    seeds = torch.tensor([_seed_of(part.name) for part in parts], device=device)
+    cols = torch.tensor([max(1, part.num_cols) for part in parts], device=device)
+    counts = torch.tensor([len(part.index_N) for part in parts], device=device)
+    part_N = torch.repeat_interleave(counts)
+    index_N, seed_N, cols_N = torch.cat([part.index_N for part in parts]), seeds[part_N], cols[part_N]
+    weight_N = _mixed(index_N % cols_N, seed_N) * _mixed(index_N // cols_N, ~seed_N)
+    moved_N = torch.cat([_unsigned(part.new_N) - _unsigned(part.old_N) for part in parts])
+    sums = torch.zeros(len(parts), dtype=torch.int64, device=device).index_add_(0, part_N, moved_N * weight_N)
+    return [number & _MASK for number in sums.tolist()]
 
 
 def text(number: int) -> str:
@@ -144,29 +176,43 @@ def _matrix(part: Piece) -> Matrix:
         # As two columns each: multiplied by an odd weight, the top one of 64 bits stays where it is, and two flipped
         # signs would cancel.
         values_RC, col_start = values_RC.contiguous().view(torch.int32), 2 * col_start
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True)
+    seed = _seed_of(name)
     return Matrix(values_RC.view(_AS_INTEGER[values_RC.element_size()]), ~seed, seed, row_start, col_start)
+
+
+def _seed_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True)
+
+
+def _unsigned(integers: Tensor) -> Tensor:
+    """Wide: -1 and 1 must not be each other's negation."""
+    return integers.view(_WITHOUT_SIGN[integers.element_size()]).to(torch.int64)
 
 
 def _sum(matrix: Matrix) -> int:
     """In plain torch: on a CPU, and what the kernel is compared with."""
     integers_RC = matrix.integers_RC
     num_rows, num_cols = integers_RC.shape
-    device, bits = integers_RC.device, 8 * integers_RC.element_size()
+    device = integers_RC.device
     cols_C = _weights(matrix.col_seed, matrix.col_start, num_cols, device)
     rows_R = _weights(matrix.row_seed, matrix.row_start, num_rows, device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     step = max(1, _CHUNK.get(device.type, 2**26) // num_cols)
     for start in range(0, num_rows, step):
-        wide_RC = integers_RC[start : start + step].to(torch.int64)
-        wide_RC &= (1 << bits) - 1  # without a sign: -1 and 1 must not be each other's negation
-        total += (wide_RC.mul_(cols_C).sum(1) * rows_R[start : start + step]).sum()
+        wide_RC = _unsigned(integers_RC[start : start + step])
+        # The product of integers is several times as fast, and there is none on a GPU.
+        sums_R = wide_RC @ cols_C if device.type == "cpu" else wide_RC.mul_(cols_C).sum(1)
+        total += (sums_R * rows_R[start : start + step]).sum()
     return int(total.item()) & _MASK
 
 
+@lru_cache(4096)  # a few numbers of each tensor; making them took longer than the sums of a small model
 def _weights(seed: int, start: int, count: int, device: torch.device) -> Tensor:
     """Odd 64-bit numbers: splitmix64 of the position, begun at the seed."""
-    at = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    return _mixed(torch.arange(start, start + count, dtype=torch.int64, device=device), seed)
+
+
+def _mixed(at: Tensor, seed: int | Tensor) -> Tensor:
     z = at * _GOLDEN + seed
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _MIX_1
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _MIX_2
