@@ -1,0 +1,138 @@
+"""What a job's weights must pass before anybody is served by them. Numbers in, a verdict out; no verdict holds a NaN.
+
+A number that is missing or not finite does not pass: a gate that cannot see is closed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    gate: str
+    passed: bool
+    value: float | None
+    """None: it is no number."""
+    limit: float | None
+    text: str
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Changed(Protocol):
+    """How far weights went (online/updates.py)."""
+
+    @property
+    def norm(self) -> float: ...
+    @property
+    def relative(self) -> float: ...
+    @property
+    def changed(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+    @property
+    def not_finite(self) -> Sequence[str]: ...
+
+
+def finite(change: Changed, losses: Sequence[float]) -> Verdict:
+    """Of the weights, and of the loss of every step."""
+    odd = sum(not math.isfinite(loss) for loss in losses)
+    weights = len(change.not_finite)
+    told = f" (as '{change.not_finite[0]}')" if weights else ""
+    text = f"{odd} of {len(losses)} losses and {weights} tensors{told} hold something that is not a number"
+    if not odd + weights:
+        text = f"all {len(losses)} losses and all weights are numbers"
+    return Verdict("finite", not odd + weights, float(odd + weights), 0.0, text)
+
+
+def update_norm(change: Changed, *, max_relative: float) -> Verdict:
+    text = f"{change.changed} of {change.total} weights changed, by {change.relative:.2e} of their norm"
+    numbers = {"norm": change.norm, "changed": float(change.changed), "total": float(change.total)}
+    return _at_most("update_norm", change.relative, max_relative, text, numbers)
+
+
+def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float) -> Verdict:
+    """Losses of the same conversations, in the same order."""
+    if not before and not after:
+        return Verdict("held_out", True, None, max_rise, "nothing is held out")
+    rises = [now - then for then, now in zip(before, after, strict=True)]
+    rise = statistics.fmean(rises)
+    numbers = {"before": statistics.fmean(before), "after": statistics.fmean(after), "samples": float(len(rises))}
+    numbers |= {"worst": max(rises), "stderr": _stderr(rises)}
+    text = (
+        f"the loss of {len(rises)} held-out conversations went from {numbers['before']:.4f} to {numbers['after']:.4f} "
+        f"nats a token, {rise:+.4f}"
+    )
+    return _at_most("held_out", rise, max_rise, text, numbers)
+
+
+def kl(drawn: Sequence[tuple[Sequence[float], Sequence[float]]], *, limit: float) -> Verdict:
+    """KL(reference || candidate) a token, from tokens that the reference sampled: its logprobs of them, and the
+    candidate's. The estimator is r - 1 - log r with r = p_candidate / p_reference: no bias, and never below 0."""
+    gaps = [
+        after - before for reference, candidate in drawn for before, after in zip(reference, candidate, strict=True)
+    ]
+    if not gaps:
+        return Verdict("kl", True, None, limit, "no prompt of the job was sampled")
+    estimates = [math.expm1(min(gap, _MOST)) - gap for gap in gaps]
+    value = math.fsum(estimates) / len(estimates)
+    text = f"answers to the job's prompts moved by {value:.4f} nats a token ({len(drawn)} answers, {len(gaps)} tokens)"
+    numbers = {"tokens": float(len(gaps)), "answers": float(len(drawn)), "stderr": _stderr(estimates)}
+    return _at_most("kl", value, limit, text, {**numbers, "plain": -math.fsum(gaps) / len(gaps)})
+
+
+_MOST = 20.0  # of a log-ratio: e^20 fails any limit, and is a number
+
+
+def canary(
+    name: str,
+    *,
+    expected_ids: Sequence[int],
+    said_ids: Sequence[int] | None,
+    before: Sequence[float],
+    after: Sequence[float],
+    max_drop: float,
+) -> Verdict:
+    """`said_ids`: the greedy answer, where it must be exactly the one that is expected. `before`, `after`: logprobs of
+    the expected one's tokens."""
+    drop = math.fsum(before) - math.fsum(after)
+    gate, numbers = f"canary:{name}", {"tokens": float(len(expected_ids))}
+    text = f"the answer that '{name}' expects became less likely by {drop:.3f} nats"
+    if said_ids is not None:
+        same = list(said_ids) == list(expected_ids)
+        at = next((i for i, pair in enumerate(zip(said_ids, expected_ids, strict=False)) if pair[0] != pair[1]), None)
+        where = "has another length" if at is None else f"differs from token {at} on"
+        if not same:
+            return Verdict(gate, False, _number(drop), max_drop, f"the answer to '{name}' {where}; {text}", numbers)
+        text = f"the answer to '{name}' is as expected; {text}"
+    return _at_most(gate, drop, max_drop, text, numbers)
+
+
+def verdict(all_: Sequence[Verdict]) -> tuple[bool, str]:
+    """Whether to publish, and one sentence of why."""
+    failed = [each for each in all_ if not each.passed]
+    if failed:
+        return False, "rejected by " + "; ".join(f"{each.gate}: {each.text}" for each in failed)
+    return True, f"passed {', '.join(each.gate for each in all_)}"
+
+
+def _at_most(gate: str, value: float, limit: float, text: str, numbers: Mapping[str, float]) -> Verdict:
+    passed = math.isfinite(value) and value <= limit
+    beside = "within" if passed else "and not within"
+    kept = {name: number for name, number in numbers.items() if math.isfinite(number)}
+    return Verdict(gate, passed, _number(value), limit, f"{text}, {beside} the limit of {limit:g}", kept)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _stderr(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -1,0 +1,163 @@
+"""Changed elements as bytes, and back: by gaps and steps where few changed, by their bits where most did.
+
+Elements are compared and moved as the integers that their bits are. A step is the difference of two of them: of a bf16
+weight that an optimizer nudged, almost always 1 up or down. Steps are added going forward and subtracted going back;
+bits are flipped either way. So one piece serves both ways, and its cost grows with what changed, not with the model.
+
+Weights of one exponent change about equally often, and to count gaps within each exponent would save a third of the
+bytes (docs/LOG.md). But who goes back does not have those exponents, and to find the elements of one is a look at all.
+
+Shapes: N elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tandem.online import planes
+from tandem.online.planes import Planes
+from tandem.ops import digest
+
+UNKNOWN = -1
+"""The digest of a tensor that was written to as a whole: to be taken anew."""
+
+_PART = 1 << 24  # elements compared at a time: bounds memory
+_PIECE = 1 << 22  # elements coded at a time: the work of one thread
+_MOST = 1 / 3  # of a part's elements changed: then all are coded
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    coded: Literal["some", "all"]
+    parts: Sequence[tuple[str, int, int]]
+    """Tensor, the element that it begins at, how many are coded."""
+    planes: Planes
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, _, count in self.parts)
+
+    def inflated(self) -> Piece:
+        return Piece(self.coded, self.parts, planes.inflated(self.planes))
+
+
+@dataclass(slots=True)
+class Lot:
+    """What becomes a piece."""
+
+    coded: Literal["some", "all"]
+    names: list[str]
+    starts: list[int]
+    index_N: list[Tensor]
+    """Where, counted from the part's start; of parts that are coded wholly, nothing."""
+    change_N: list[Tensor]
+    """By how much; of parts that are coded wholly, which bits."""
+
+    @property
+    def count(self) -> int:
+        return sum(len(each) for each in self.change_N)
+
+
+def side_by_side(before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Integers of both, so many at a time, on the later one's device."""
+    old, new = integers(before), integers(after)
+    for start in range(0, new.numel(), _PART):
+        now_N = new[start : start + _PART]
+        yield start, old[start : start + _PART].to(now_N.device), now_N
+
+
+def integers(tensor: Tensor) -> Tensor:
+    """The bits of its elements, in one row: its own memory, if that is in one piece."""
+    return tensor.detach().reshape(-1).view(_INTEGER[tensor.element_size()])
+
+
+def lots(before: Mapping[str, Tensor], after: Mapping[str, Tensor], changed: list[int]) -> Iterator[Lot]:
+    """Everything that changed; `changed` collects how many elements."""
+    some, most = Lot("some", [], [], [], []), Lot("all", [], [], [], [])
+    for name in sorted(after):
+        for start, then_N, now_N in side_by_side(before[name], after[name]):
+            index_N = (then_N != now_N).nonzero().squeeze(1)
+            if not len(index_N):
+                continue
+            changed.append(len(index_N))
+            lot = most if len(index_N) > _MOST * len(now_N) else some
+            lot.names.append(name)
+            lot.starts.append(start)
+            lot.index_N.append(index_N if lot is some else index_N[:0])
+            lot.change_N.append(now_N[index_N] - then_N[index_N] if lot is some else _differing(then_N, now_N))
+            if lot.count >= _PIECE:
+                yield lot
+                some, most = (Lot("some", [], [], [], []), most) if lot is some else (some, Lot("all", [], [], [], []))
+    yield from (lot for lot in (some, most) if lot.names)
+
+
+def _differing(then_N: Tensor, now_N: Tensor) -> Tensor:
+    wide_N = (then_N ^ now_N).to(torch.int32)
+    return wide_N if then_N.element_size() == 4 else wide_N & ((1 << 8 * then_N.element_size()) - 1)
+
+
+def coded(lot: Lot) -> Piece:
+    counts = [len(each) for each in lot.change_N]
+    parts = list(zip(lot.names, lot.starts, counts, strict=True))
+    change_N = torch.cat([each.to(torch.int64) for each in lot.change_N])
+    if lot.coded == "all":
+        return Piece("all", parts, planes.words("bits", change_N))
+    gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N]) - 1
+    found = planes.words("gap", gap_N) | planes.words("size", change_N.abs() - 1) | planes.bits("sign", change_N < 0)
+    return Piece("some", parts, found)
+
+
+def move(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
+    """An inflated piece. `numbers` go along, or become UNKNOWN."""
+    if piece.coded == "all":
+        return _flip(piece, tensors, numbers)
+    device = tensors[piece.parts[0][0]].device
+    counts = [count for _, _, count in piece.parts]
+    end_N = (planes.read_words(piece.planes, "gap", piece.count, device).to(torch.int64) + 1).cumsum(0)
+    by_N = planes.read_words(piece.planes, "size", piece.count, device).to(torch.int64) + 1
+    down_N = planes.read_bits(piece.planes, "sign", piece.count, device)
+    by_N = torch.where(down_N if forward else ~down_N, -by_N, by_N)
+    changes: list[digest.Change] = []
+    passed = end_N.new_zeros(1)
+    for (name, start, _), to_N, step_N in zip(piece.parts, end_N.split(counts), by_N.split(counts), strict=True):
+        index_N = to_N - passed + (start - 1)
+        passed = to_N[-1:]
+        found = integers(tensors[name])
+        old_N = found[index_N]
+        new_N = old_N + step_N.to(found.dtype)
+        found.index_copy_(0, index_N, new_N)
+        _write_back(tensors[name], found)
+        changes.append(digest.Change(name, _num_cols(tensors[name]), index_N, old_N, new_N))
+    for change, moved in zip(changes, digest.changes(changes), strict=True):
+        if numbers[change.name] != UNKNOWN:
+            numbers[change.name] = (numbers[change.name] + moved) & _MASK
+
+
+def _flip(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
+    device = tensors[piece.parts[0][0]].device
+    bits_N = planes.read_words(piece.planes, "bits", piece.count, device)
+    at = 0
+    for name, start, count in piece.parts:
+        found = integers(tensors[name])
+        found[start : start + count] ^= bits_N[at : at + count].to(found.dtype)
+        _write_back(tensors[name], found)
+        numbers[name] = UNKNOWN
+        at += count
+
+
+def _write_back(tensor: Tensor, found: Tensor) -> None:
+    if not tensor.is_contiguous():  # what was written to is a copy
+        tensor.copy_(found.view(tensor.dtype).view(tensor.shape))
+
+
+def _num_cols(tensor: Tensor) -> int:
+    """As digests count them."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    return tensor.numel() * (2 if tensor.element_size() == 8 else 1) // max(1, rows)

@@ -1,0 +1,92 @@
+"""Samples of earlier jobs, to be trained on again: a fair choice of all there were, and nothing to save.
+
+Every sample has a rank: a hash of its content and the seed. The lowest ranks are kept, of each source at most its
+share. So the choice is uniform, the same in whatever order samples come, and made anew at a start from the jobs that
+were published; who sends a sample twice gets it in once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def content_key(value: Any) -> str:
+    """Equal for equal JSON, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept(Generic[T]):
+    source: str
+    item: T
+
+
+class Reservoir(Generic[T]):
+    """`per_source`: the share of the capacity that one source may have."""
+
+    def __init__(self, capacity: int, *, per_source: float = 1.0, seed: int = 0) -> None:
+        self._capacity, self._cap = capacity, max(1, math.floor(per_source * capacity))
+        self._seed = seed
+        self._ranks: list[tuple[int, str]] = []
+        """Sorted; with each its key."""
+        self._kept: dict[str, _Kept[T]] = {}
+        self._by_source: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def sources(self) -> dict[str, int]:
+        return dict(self._by_source)
+
+    def add(self, key: str, source: str, item: T) -> bool:
+        """False: it is there already, or ranks too high to be kept."""
+        if key in self._kept:
+            return False
+        bisect.insort(self._ranks, (self._rank(key), key))
+        self._kept[key] = _Kept(source, item)
+        self._by_source[source] += 1
+        gone = ""
+        if self._by_source[source] > self._cap:
+            gone = next(each for _, each in reversed(self._ranks) if self._kept[each].source == source)
+        elif len(self._kept) > self._capacity:
+            gone = self._ranks[-1][1]
+        if gone:
+            self.remove(gone)
+        return gone != key
+
+    def remove(self, key: str) -> None:
+        """Its job was taken back, say. What it kept out before comes back when all is made anew."""
+        if (kept := self._kept.pop(key, None)) is None:
+            return
+        self._ranks.pop(bisect.bisect_left(self._ranks, (self._rank(key), key)))
+        self._by_source[kept.source] -= 1
+        if not self._by_source[kept.source]:
+            del self._by_source[kept.source]
+
+    def draw(self, count: int, *, step: int, without: Collection[str] = ()) -> list[T]:
+        """So many different ones, or all there are; the same for the same seed, step and content."""
+        keys = [key for _, key in self._ranks if key not in without]
+        rng = random.Random(f"{self._seed}|draw|{step}")
+        return [self._kept[key].item for key in rng.sample(keys, min(count, len(keys)))]
+
+    def _rank(self, key: str) -> int:
+        return int.from_bytes(hashlib.blake2b(f"{self._seed}|{key}".encode(), digest_size=8).digest())
+
+
+def replay_count(fresh: int, share: float, *, seed: int, step: int) -> int:
+    """How many to add to so many fresh ones, that replay is `share` of the batch: on average, where it is no whole
+    number."""
+    wanted = fresh * share / (1 - share)
+    whole = math.floor(wanted)
+    return whole + (random.Random(f"{seed}|count|{step}").random() < wanted - whole)

@@ -1,0 +1,227 @@
+"""What training changed, as a thing of its own: exact, to be taken forward or back.
+
+A step taken twice would be wrong: so `Held` knows which version its tensors are, every walk begins and ends with the
+digests of the tensors that it touches, and leaves everything as it was where they do not fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tandem.errors import CheckpointDamaged, CheckpointError
+from tandem.online.pieces import UNKNOWN, Piece, coded, lots, move, side_by_side
+from tandem.online.planes import Planes
+from tandem.ops import digest
+from tandem.ops.finite import Finite
+from tandem.ops.tensors import check_alike
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_OTHERS = "the weights are of another model or precision than those before"
+
+
+@dataclass(slots=True)
+class Held:
+    """Tensors in memory that are, bit by bit, a version that is known. All on one device."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    numbers: dict[str, int]
+    """Their digests."""
+
+    @classmethod
+    def of(cls, version: int, tensors: Mapping[str, Tensor]) -> Held:
+        """These very tensors: from now on only `walk` writes to them, or the version is said anew."""
+        detached = {name: tensor.detach() for name, tensor in tensors.items()}
+        return cls(version, detached, _numbers(detached))
+
+    @classmethod
+    def copy_of(cls, version: int, tensors: Mapping[str, Tensor]) -> Held:
+        return cls.of(version, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+    @property
+    def digest(self) -> str:
+        return digest_of_all(self.numbers)
+
+    @torch.no_grad()
+    def restore(self, live: Mapping[str, Tensor]) -> None:
+        """`live` becomes this version, whatever was trained there."""
+        check_alike(self.tensors, live, f"version {self.version}: {_OTHERS}")
+        for name, tensor in live.items():
+            tensor.detach().copy_(self.tensors[name])
+
+
+def digest_of_all(numbers: Mapping[str, int]) -> str:
+    """One number for all of them, as the proof of a sync names it."""
+    text = "\n".join(f"{name} {digest.text(number)}" for name, number in sorted(numbers.items()))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return dict(zip(tensors, digest.pieces((name, tensor, 0, 0) for name, tensor in tensors.items()), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How far weights went from others."""
+
+    norm: float
+    relative: float
+    """To the norm of the others."""
+    changed: int
+    total: int
+    not_finite: Sequence[str] = ()
+
+
+@torch.no_grad()
+def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Change:
+    """Looks at every element."""
+    check_alike(before, after, _OTHERS)
+    finite, sums_3 = Finite(), torch.zeros(3, dtype=torch.float64)
+    for name, tensor in after.items():
+        finite.add(name, tensor)
+        for _, then_N, now_N in side_by_side(before[name], tensor):
+            from_N, to_N = (each.view(tensor.dtype).to(torch.float64) for each in (then_N, now_N))
+            sums = [(to_N - from_N).square().sum(), from_N.square().sum(), (then_N != now_N).sum()]
+            sums_3 += torch.stack([each.double() for each in sums]).cpu()
+    way, base, changed = sums_3.tolist()
+    total = sum(tensor.numel() for tensor in after.values())
+    return Change(way**0.5, (way / base) ** 0.5 if base else 0.0, int(changed), total, finite.odd())
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    version: int
+    parent: int
+    touched: Mapping[str, tuple[int, int]]
+    """Tensors of which something changed: their digests before and after."""
+    pieces: Sequence[Piece]
+    changed: int
+    total: int
+    """Elements of the model."""
+    digest: str
+    """Of all tensors, after."""
+    notes: Mapping[str, Any]
+
+    def inflated(self) -> Update:
+        """Ready to be walked."""
+        return replace(self, pieces=[piece.inflated() for piece in self.pieces])
+
+    def head(self) -> dict[str, Any]:
+        """All but the planes, as JSON; digests have 64 bits, which JSON's numbers do not."""
+        return {
+            **{key: getattr(self, key) for key in ("version", "parent", "changed", "total", "digest", "notes")},
+            "touched": {name: [digest.text(number) for number in pair] for name, pair in self.touched.items()},
+            "pieces": [[piece.coded, piece.parts] for piece in self.pieces],
+        }
+
+    @classmethod
+    def from_head(cls, head: Mapping[str, Any], planes_of: Callable[[int], Planes]) -> Update:
+        touched = {name: (int(before, 16), int(after, 16)) for name, (before, after) in head["touched"].items()}
+        pieces = [
+            Piece(how, [(name, start, count) for name, start, count in parts], planes_of(index))
+            for index, (how, parts) in enumerate(head["pieces"])
+        ]
+        return cls(**{**head, "touched": touched, "pieces": pieces})
+
+
+@torch.no_grad()
+def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[str, Any], threads: int = 1) -> Update:
+    """What leads from `held` to `live`; and `held` is then the new version: by the update itself, which proves it."""
+    check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
+    numbers, changed = _numbers(live), list[int]()
+    pieces = list(ahead(coded, lots(held.tensors, live, changed), threads))
+    touched = {name: (held.numbers[name], number) for name, number in numbers.items() if number != held.numbers[name]}
+    total = sum(tensor.numel() for tensor in live.values())
+    update = Update(version, held.version, touched, pieces, sum(changed), total, digest_of_all(numbers), notes)
+    walk(held, [lambda: update])
+    return update
+
+
+@torch.no_grad()
+def walk(held: Held, updates: Iterable[Callable[[], Update]], threads: int = 1) -> None:
+    """One after the other: forward where `held` is an update's parent, back where it is its version. They are read and
+    inflated by threads, while those before them are walked."""
+    start, numbers = held.version, dict(held.numbers)
+    wanted = dict(numbers)
+    done: list[Update] = []
+    try:
+        for update, whole in ahead(_read, updates, threads):
+            wanted |= _ends(update, held, wanted)
+            _step(whole, held)
+            done.append(update)
+        _check(held, wanted, start)
+    except CheckpointError:
+        for update in reversed(done):
+            _step(update.inflated(), held)
+        held.numbers = numbers
+        raise
+
+
+def _read(source: Callable[[], Update]) -> tuple[Update, Update]:
+    return (update := source()), update.inflated()
+
+
+def _ends(update: Update, held: Held, now: Mapping[str, int]) -> dict[str, int]:
+    """The digests after the step; CheckpointError if it does not begin here."""
+    if held.version not in (update.parent, update.version):
+        raise CheckpointError(
+            f"update {update.version} leads from version {update.parent} to {update.version}, and these weights are of "
+            f"version {held.version}"
+        )
+    forward = held.version == update.parent
+    for name, (before, after) in update.touched.items():
+        begins = before if forward else after
+        if now.get(name) != begins:
+            found = digest.text(now[name]) if name in now else "not there at all"
+            raise CheckpointError(
+                f"update {update.version}: digest of '{name}' in version {held.version}: {digest.text(begins)}, and "
+                f"here: {found}; these weights are of another model, or were written to: load them again"
+            )
+    return {name: after if forward else before for name, (before, after) in update.touched.items()}
+
+
+def _step(update: Update, held: Held) -> None:
+    forward = held.version == update.parent
+    done: list[Piece] = []
+    try:
+        for piece in update.pieces:
+            move(piece, held.tensors, held.numbers, forward=forward)
+            done.append(piece)
+    except CheckpointError:
+        for piece in done:
+            move(piece, held.tensors, held.numbers, forward=not forward)
+        raise
+    held.version = update.version if forward else update.parent
+
+
+def _check(held: Held, wanted: Mapping[str, int], start: int) -> None:
+    stale = {name: held.tensors[name] for name, number in held.numbers.items() if number == UNKNOWN}
+    held.numbers |= _numbers(stale)
+    if odd := sorted(name for name, number in wanted.items() if held.numbers[name] != number):
+        raise CheckpointDamaged(
+            f"weights of version {start}, taken to version {held.version}: '{odd[0]}' has digest "
+            f"{digest.text(held.numbers[odd[0]])} instead of {digest.text(wanted[odd[0]])} (of {len(odd)} tensors); "
+            f"they stay at version {start}: load them again"
+        )
+
+
+def ahead(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """In order, by so many threads, and no further ahead of who takes the results than keeps them busy."""
+    with ThreadPoolExecutor(threads) as pool:
+        under_way: deque[Future[R]] = deque()
+        for item in items:
+            under_way.append(pool.submit(work, item))
+            if len(under_way) > threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()

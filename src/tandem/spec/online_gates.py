@@ -1,0 +1,81 @@
+"""What a job must pass before it is served, what takes it back, what keeps the rest from being forgotten."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tandem.spec.base import Spec
+
+
+class CanarySpec(Spec):
+    """A question whose answer must not change."""
+
+    prompt: str
+    """What the user says."""
+    expected: str
+    """What the assistant answers."""
+    exact: bool = True
+    """The greedy answer is this text, to the token; false: only that this text does not become much less likely."""
+
+
+class GateSpec(Spec):
+    """`[online.gates]`: a job's weights are served only if all of these are passed."""
+
+    held_out: str = ""
+    """A .jsonl file of conversations that are never trained on; empty: nothing is held out, and this gate is passed."""
+    held_out_samples: int = Field(default=64, ge=1)
+    """Conversations of it that are scored."""
+    held_out_rise: float = Field(default=0.05, ge=0)
+    """Their loss may rise by so many nats a token: the mean over the conversations."""
+    kl: float = Field(default=0.5, gt=0)
+    """How far the answers to the job's own prompts may have moved: the KL divergence between the version before and the
+    new one, in nats a token. It tells better than anything else how much is forgotten."""
+    kl_prompts: int = Field(default=4, ge=0)
+    """Prompts of the job that are sampled for it; 0 leaves the gate out."""
+    canaries: tuple[CanarySpec, ...] = ()
+    """Questions whose answers must stay as they are."""
+    canary_drop: float = Field(default=1.0, ge=0)
+    """The logprob of a canary's answer may fall by so many nats in all."""
+    update_norm: float = Field(default=0.05, gt=0)
+    """The norm of everything that changed, over the norm of the weights."""
+
+
+class WatchSpec(Spec):
+    """`[online.watch]`: a served metric (a reward, a rating) that falls takes a version back."""
+
+    metric: str = ""
+    """The feedback that is watched, by its name; empty watches nothing."""
+    better: Literal["higher", "lower"] = "higher"
+    """Which way is up."""
+    window: int = Field(default=64, ge=2)
+    """The newest so many values before the version, and as many of the version, are compared by their means."""
+    min_samples: int = Field(default=16, ge=2)
+    """Nothing is said of fewer, on either side."""
+    fall: float = Field(default=0.1, ge=0)
+    """How far the mean may fall."""
+    sigmas: float = Field(default=2.0, ge=0)
+    """By so many standard errors it must have fallen too: chance alone takes nothing back."""
+
+
+class ReplaySpec(Spec):
+    """`[online.replay]`: samples of earlier jobs in each batch, against forgetting them."""
+
+    share: float = Field(default=0.25, ge=0, lt=1)
+    """Of a batch, as soon as there is anything to replay; 0 replays nothing."""
+    capacity: int = Field(default=4096, ge=1)
+    """Samples that are kept to draw from: of all that were trained on, each as likely as any other."""
+    per_source: float = Field(default=0.5, gt=0, le=1)
+    """Of these, one source may have so much: nobody can fill the memory with one thing."""
+
+
+class UpdatesSpec(Spec):
+    """`[online.updates]`: what is written for each version."""
+
+    anchor_every: int = Field(default=16, ge=1)
+    """After so many updates a version is written whole, with master weights and optimizer."""
+    anchor_share: float = Field(default=0.5, gt=0)
+    """Sooner, if the updates since then have so many bytes, as a share of the whole weights'."""
+    keep: int = Field(default=64, ge=1)
+    """Newest versions that can be gone back to; others go when none of these needs them."""
