@@ -46,6 +46,8 @@ class Joined:
     engine: Engine
     bridge: WeightBridge
     retries: int
+    bare: bool = False
+    """The engine has no prefix cache and no captured graphs that could hold on to older weights."""
 
 
 def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> Joined:
@@ -53,12 +55,13 @@ def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> 
     has not passed the conformance suite."""
     if isinstance(spec.engine, HfEngineSpec):
         engine = embedded(spec.engine, model, inline=spec.deterministic)
-        return Joined(engine, bridge(spec, model, home, Path()), 0)  # one process: what is lost is lost together
+        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: what is lost is lost together
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
         start = starting_model(spec, model, home)
     engine = outside(spec, model, home, start, unchecked=unchecked)
-    return Joined(engine, bridge(spec, model, home, start), spec.sync.retries)
+    bare = isinstance(spec.engine, ServerEngineSpec)
+    return Joined(engine, bridge(spec, model, home, start), spec.sync.retries, bare)
 
 
 # --- engines
@@ -432,21 +435,24 @@ def publisher(
         joined.engine,
         deadline_s=deadline_s,
         retries=joined.retries,
-        canary=canary(model),
+        canary=canary(model, bare=joined.bare),
         call=call,
         on_proof=on_proof,
         on_meeting=on_meeting,
     )
 
 
-def canary(model: Model) -> Canary:
-    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache."""
+def canary(model: Model, *, bare: bool = False) -> Canary:
+    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache, and the second
+    answer goes through captured graphs; a `bare` engine has neither."""
     import torch
 
+    length, max_tokens = (8, 1) if bare else (33, 2)
     rng = random.Random("canary")
-    prompt = tuple(rng.randrange(model.num_ids) for _ in range(33))
+    prompt = tuple(rng.randrange(model.num_ids) for _ in range(length))
     exact = next(model.policy.module.parameters()).dtype == torch.float32
-    return Canary(prompt, floor=1e-4, ceiling=1e-2) if exact else Canary(prompt, floor=0.05, ceiling=0.1)
+    floor, ceiling = (1e-4, 1e-2) if exact else (0.05, 0.1)
+    return Canary(prompt, floor, ceiling, max_tokens)
 
 
 def no_publisher(call: Call) -> Publisher:
