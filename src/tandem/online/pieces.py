@@ -28,6 +28,7 @@ UNKNOWN = -1
 
 _PART = 1 << 24  # elements compared at a time: bounds memory
 _PIECE = 1 << 22  # elements coded at a time: the work of one thread
+_WORTH = 0.5  # the share that deflate must bring the bits of all elements to, or it is not worth its time at a rollback
 _MOST = 1 / 3  # of a part's elements changed: then all are coded
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
 _MASK = 2**64 - 1
@@ -108,7 +109,7 @@ def coded(lot: Lot) -> Piece:
     parts = list(zip(lot.names, lot.starts, counts, strict=True))
     change_N = torch.cat([each.to(torch.int64) for each in lot.change_N])
     if lot.coded == "all":
-        return Piece("all", parts, planes.words("bits", change_N))
+        return Piece("all", parts, planes.words("bits", change_N, _WORTH))
     gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N]) - 1
     found = planes.words("gap", gap_N) | planes.words("size", change_N.abs() - 1) | planes.bits("sign", change_N < 0)
     return Piece("some", parts, found)

@@ -18,21 +18,21 @@ from tandem.errors import CheckpointDamaged
 Planes = Mapping[str, bytes | memoryview]
 """By column and byte: `gap0/z` is deflated, `sign/r` is as it is."""
 
-_RAW_SHARE = 0.9  # a plane that deflate makes hardly shorter is read faster as it is
+_SHORTER = 0.9  # as a share, or a plane stays as it is: that is read faster
 
 
-def words(column: str, words_N: Tensor) -> dict[str, bytes]:
+def words(column: str, words_N: Tensor, shorter: float = _SHORTER) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for index, plane_N in enumerate(words_N.to(torch.int32).view(torch.uint8).view(-1, 4).unbind(1)):
         if bool(plane_N.any()):
-            found |= _coded(f"{column}{index}", plane_N)
+            found |= _coded(f"{column}{index}", plane_N, shorter)
     return found
 
 
 def bits(column: str, set_N: Tensor) -> dict[str, bytes]:
     """Of truths, 8 to a byte."""
     padded = torch.nn.functional.pad(set_N, (0, -len(set_N) % 8)).view(-1, 8)
-    return _coded(column, (padded << torch.arange(8, device=set_N.device)).sum(1).to(torch.uint8))
+    return _coded(column, (padded << torch.arange(8, device=set_N.device)).sum(1).to(torch.uint8), _SHORTER)
 
 
 def read_words(planes: Planes, column: str, count: int, device: torch.device) -> Tensor:
@@ -60,11 +60,11 @@ def inflated(planes: Planes) -> Planes:
         raise CheckpointDamaged(f"a plane of {', '.join(planes)} cannot be inflated: {error}") from error
 
 
-def _coded(name: str, plane_N: Tensor) -> dict[str, bytes]:
+def _coded(name: str, plane_N: Tensor, share: float) -> dict[str, bytes]:
     content = plane_N.cpu().numpy().tobytes()
     press = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_RLE)
     shorter = press.compress(content) + press.flush()
-    return {f"{name}/z": shorter} if len(shorter) < _RAW_SHARE * len(content) else {f"{name}/r": content}
+    return {f"{name}/z": shorter} if len(shorter) < share * len(content) else {f"{name}/r": content}
 
 
 def _plane(planes: Planes, name: str, count: int) -> Tensor:

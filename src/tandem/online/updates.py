@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -140,6 +140,7 @@ def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[st
     check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
     numbers, changed = _numbers(live), list[int]()
     pieces = list(ahead(coded, lots(held.tensors, live, changed), threads))
+    _check(held, held.numbers, held.version, anew={n for p in pieces if p.coded == "all" for n, _, _ in p.parts})
     touched = {name: (held.numbers[name], number) for name, number in numbers.items() if number != held.numbers[name]}
     total = sum(tensor.numel() for tensor in live.values())
     update = Update(version, held.version, touched, pieces, sum(changed), total, digest_of_all(numbers), notes)
@@ -204,15 +205,16 @@ def _step(update: Update, held: Held) -> None:
     held.version = update.version if forward else update.parent
 
 
-def _check(held: Held, wanted: Mapping[str, int], start: int) -> None:
-    stale = {name: held.tensors[name] for name, number in held.numbers.items() if number == UNKNOWN}
-    held.numbers |= _numbers(stale)
-    if odd := sorted(name for name, number in wanted.items() if held.numbers[name] != number):
+def _check(held: Held, wanted: Mapping[str, int], start: int, anew: Collection[str] = ()) -> None:
+    stale = [name for name, number in held.numbers.items() if number == UNKNOWN or name in anew]
+    found = held.numbers | _numbers({name: held.tensors[name] for name in stale})
+    if odd := sorted(name for name, number in wanted.items() if found[name] != number):
         raise CheckpointDamaged(
             f"weights of version {start}, taken to version {held.version}: '{odd[0]}' has digest "
-            f"{digest.text(held.numbers[odd[0]])} instead of {digest.text(wanted[odd[0]])} (of {len(odd)} tensors); "
-            f"they stay at version {start}: load them again"
+            f"{digest.text(found[odd[0]])} instead of {digest.text(wanted[odd[0]])} (of {len(odd)} tensors); they stay "
+            f"at version {start}, but were written to: load them again"
         )
+    held.numbers = found
 
 
 def ahead(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:

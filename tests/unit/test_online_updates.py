@@ -1,0 +1,277 @@
+"""Updates: exact both ways for every kind of number, small for what a 16-bit optimizer does, and never half done."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.errors import CheckpointDamaged, CheckpointError
+from tandem.online import planes
+from tandem.online.pieces import Piece
+from tandem.online.updates import Held, Update, digest_of_all, make, size_of_change, walk
+from tandem.ops import digest
+
+Tensors = dict[str, Tensor]
+DTYPES = ["bfloat16", "float16", "float32", "float64", "int64", "int8", "uint8", "bool", "float8_e4m3fn"]
+
+
+def weights(seed: int = 0, width: int = 64) -> Tensors:
+    torch.manual_seed(seed)
+    return {
+        "embed": torch.randn(4 * width, width) * 0.02,
+        "proj": torch.randn(width, 3, width) * 0.02,
+        "norm": torch.ones(width),
+        "scale": torch.tensor(0.5),
+        "none": torch.zeros(0, width),
+    }
+
+
+def random_bits(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if dtype == torch.bool:
+        return torch.rand(*shape) < 0.5
+    return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    def raw(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return a.keys() == b.keys() and all(torch.equal(raw(a[name]), raw(b[name])) for name in a)
+
+
+def there(*updates: Update) -> list[Callable[[], Update]]:
+    return [lambda each=each: each for each in updates]
+
+
+def history(nudge: Callable[[Tensors, int], None], start: Tensors, steps: int) -> tuple[list[Tensors], list[Update]]:
+    live, held = copied(start), Held.copy_of(0, start)
+    states, updates = [copied(live)], list[Update]()
+    for version in range(1, steps + 1):
+        nudge(live, version)
+        updates.append(make(version, held, live, {}))
+        states.append(copied(live))
+        assert held.version == version
+        assert same(dict(held.tensors), live)
+    return states, updates
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("share", [0.02, 0.9])
+def test_every_bit_pattern_comes_back_in_both_directions(name: str, share: float):
+    torch.manual_seed(1)
+    dtype = getattr(torch, name)
+    start = {"a": random_bits(dtype, (40, 24)), "b": random_bits(dtype, (7,)), "c": random_bits(dtype, (3, 5, 4))}
+
+    def nudge(live: Tensors, version: int) -> None:
+        for tensor in live.values():
+            raw = tensor.view(-1).view(torch.uint8).view(-1, dtype.itemsize)
+            where = torch.rand(len(raw)) < share
+            raw[where] = random_bits(dtype, (len(raw),)).view(torch.uint8).view(-1, dtype.itemsize)[where]
+
+    states, updates = history(nudge, start, 3)
+    held = Held.copy_of(0, start)
+    walk(held, there(*updates))
+    assert same(dict(held.tensors), states[3])
+    walk(held, there(*updates[::-1]), threads=2)
+    assert same(dict(held.tensors), states[0])
+    assert held.numbers == Held.of(0, states[0]).numbers
+
+
+def test_a_step_of_one_unit_wraps_where_the_bits_do():
+    start = {"a": torch.tensor([-1, 0, 32767, -32768], dtype=torch.int16).view(torch.bfloat16).repeat(8)}
+    after = {"a": start["a"].clone()}
+    after["a"].view(torch.int16)[:2] = torch.tensor([32767, -32768], dtype=torch.int16)
+    held = Held.copy_of(0, start)
+    update = make(1, held, after, {})
+    assert same(dict(held.tensors), after)
+    walk(held, there(update))
+    assert same(dict(held.tensors), start)
+
+
+def lr_step(master: Tensors, lr: float) -> Callable[[Tensors, int], None]:
+    def nudge(live: Tensors, version: int) -> None:
+        torch.manual_seed(version)
+        for name, exact in master.items():
+            exact += torch.randn_like(exact) * lr
+            live[name].copy_(exact)
+
+    return nudge
+
+
+def test_at_lr_1e_6_a_bf16_update_is_smaller_than_a_fiftieth_of_the_weights_and_exact():
+    master = {"w": torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 0.02}
+    start = {name: tensor.to(torch.bfloat16) for name, tensor in master.items()}
+    states, updates = history(lr_step(master, 1e-6), start, 2)
+    coded_bytes = sum(len(plane) for piece in updates[1].pieces for plane in piece.planes.values())
+    full_bytes = sum(tensor.nbytes for tensor in states[1].values())
+    changed = int((states[1]["w"] != states[2]["w"]).sum())
+    assert updates[1].changed == changed > 0.02 * updates[1].total
+    assert coded_bytes < full_bytes / 50
+
+
+def test_the_entropy_of_gaps_is_met_within_a_twentieth():
+    generator = torch.Generator().manual_seed(0)
+    for share in (0.005, 0.03, 0.2):
+        index_N = (torch.rand(400_000, generator=generator) < share).nonzero().squeeze(1)
+        gaps_N = torch.diff(index_N, prepend=torch.tensor([-1])) - 1
+        p = torch.tensor(share, dtype=torch.float64)
+        ideal_bits = (-(p * p.log2() + (1 - p) * (1 - p).log2()) / p).item()
+        coded = planes.words("gap", gaps_N)
+        bits = 8 * sum(len(plane) for plane in coded.values()) / len(gaps_N)
+        assert bits < 1.05 * ideal_bits + 0.35, (share, bits, ideal_bits)  # two planes: their codes are apart
+        back_N = planes.read_words(planes.inflated(coded), "gap", len(gaps_N), torch.device("cpu"))
+        assert torch.equal(back_N.long(), gaps_N)
+
+
+def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_second():
+    """Of processor time, all threads together: other processes are none of it."""
+    master = {f"w{i}": torch.randn(256, 256) * 0.02 for i in range(16)}
+    for dtype in (torch.bfloat16, torch.float32):
+        start = {name: tensor.to(dtype) for name, tensor in master.items()}
+        states, updates = history(lr_step(copied(master), 1e-6), start, 10)
+        held, best = Held.copy_of(10, states[10]), 9.0
+        for _ in range(3):
+            started = time.process_time()
+            walk(held, there(*updates[::-1]))
+            best = min(best, time.process_time() - started)
+            assert same(dict(held.tensors), states[0])
+            walk(held, there(*updates))
+        assert best < 0.2, (dtype, best)
+
+
+def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
+    fused = torch.randn(96, 32)
+    live = {"q": fused[:64], "k": fused[64:], "turned": torch.randn(16, 8).t()}
+    held = Held.of(0, live)
+    after = {name: tensor + (torch.rand(tensor.shape) < 0.1) * 1e-3 for name, tensor in live.items()}
+    make(1, held, after, {})
+    assert torch.equal(fused[:64], after["q"])
+    assert torch.equal(fused[64:], after["k"])
+    assert torch.equal(live["turned"], after["turned"])
+
+
+def test_digests_of_elements_that_changed_are_those_of_the_whole_tensors():
+    torch.manual_seed(3)
+    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.uint8):
+        before = random_bits(dtype, (9, 4, 5))
+        after = before.clone()
+        after.view(-1)[::7] = random_bits(dtype, (26,))
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[dtype.itemsize]
+        old_N, new_N = before.view(-1).view(width), after.view(-1).view(width)
+        index_N = (old_N != new_N).nonzero().squeeze(1)
+        change = digest.Change("t", len(old_N) // 9, index_N, old_N[index_N], new_N[index_N])
+        moved = digest.changes([change])[0]
+        assert (digest.piece(before, "t") + moved) % 2**64 == digest.piece(after, "t"), dtype
+
+
+def test_nothing_changed_is_an_update_too():
+    start = weights()
+    held = Held.copy_of(4, start)
+    update = make(5, held, copied(start), {"why": "a job without effect"})
+    assert (update.changed, list(update.pieces), update.touched) == (0, [], {})
+    walk(held, there(update))
+    assert held.version == 4
+
+
+def test_an_update_survives_as_json_and_bytes():
+    start, live = weights(), copied(weights())
+    live["embed"][3, :5] += 1
+    update = make(1, Held.copy_of(0, start), live, {"job": "j1"})
+    kept = {index: piece.planes for index, piece in enumerate(update.pieces)}
+    again = Update.from_head(json.loads(json.dumps(update.head())), kept.__getitem__)
+    held = Held.copy_of(0, start)
+    walk(held, there(again))
+    assert same(dict(held.tensors), live)
+    assert (again.notes, again.digest) == ({"job": "j1"}, digest_of_all(Held.of(0, live).numbers))
+
+
+# --- what must not happen
+
+
+def two_updates() -> tuple[list[Tensors], list[Update]]:
+    return history(lr_step(weights(), 1e-3), {name: each.to(torch.bfloat16) for name, each in weights().items()}, 2)
+
+
+def test_an_update_to_another_version_is_refused_and_leaves_everything_as_it_was():
+    states, updates = two_updates()
+    held = Held.copy_of(0, states[0])
+    with pytest.raises(CheckpointError, match="leads from version 1 to 2, and these weights are of version 0"):
+        walk(held, there(updates[1]))
+    with pytest.raises(CheckpointError, match="are of version 2"):
+        walk(held, there(updates[0], updates[1], updates[0]))
+    assert held.version == 0
+    assert same(dict(held.tensors), states[0])
+    assert held.numbers == Held.of(0, states[0]).numbers
+
+
+def test_weights_that_somebody_wrote_to_are_noticed_before_and_after():
+    states, updates = two_updates()
+    held = Held.copy_of(0, states[0])
+    held.tensors["embed"][0, 0] += 1  # behind its back
+    with pytest.raises(CheckpointDamaged, match="'embed'"):
+        walk(held, there(updates[0]))
+    lied = Held(0, states[0], {**Held.of(0, states[0]).numbers, "embed": 7})
+    with pytest.raises(CheckpointError, match="written to"):
+        walk(lied, there(updates[0]))
+    with pytest.raises(CheckpointDamaged, match="'embed'"):  # and so is a stale copy when an update is made
+        make(3, Held(0, copied(states[1]), Held.of(0, states[0]).numbers), states[2], {})
+
+
+def test_a_piece_that_cannot_be_read_leaves_everything_as_it_was():
+    states, updates = two_updates()
+    last = updates[1].pieces[-1]
+    cut = {name: bytes(content)[:-3] if "0/" in name else content for name, content in last.planes.items()}
+    broken = replace(updates[1], pieces=[*updates[1].pieces[:-1], Piece(last.coded, last.parts, cut)])
+    held = Held.copy_of(0, states[0])
+    with pytest.raises(CheckpointDamaged, match="plane"):
+        walk(held, there(updates[0], broken))
+    assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
+
+
+def test_steps_that_lead_elsewhere_are_taken_back():
+    states, updates = two_updates()
+    name = next(iter(updates[1].touched))
+    before, after = updates[1].touched[name]
+    wrong = replace(updates[1], touched={**updates[1].touched, name: (before, after ^ 1)})
+    held = Held.copy_of(0, states[0])
+    with pytest.raises(CheckpointDamaged, match="stay at version 0"):
+        walk(held, there(updates[0], wrong))
+    assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
+
+
+def test_other_models_are_refused():
+    states, _ = two_updates()
+    held = Held.copy_of(0, states[0])
+    with pytest.raises(CheckpointError, match="another model or precision"):
+        make(1, held, {name: tensor.float() for name, tensor in states[0].items()}, {})
+    with pytest.raises(CheckpointError, match="another model or precision"):
+        held.restore({"embed": states[0]["embed"]})
+
+
+def test_a_dropped_job_leaves_no_bit_behind():
+    start = weights()
+    held, live = Held.copy_of(0, start), copied(start)
+    for tensor in live.values():
+        tensor.mul_(3)
+    held.restore(live)
+    assert same(live, start)
+
+
+def test_the_size_of_a_change_in_closed_form():
+    before = {"a": torch.full((4, 4), 3.0), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    after = {"a": before["a"].clone(), "b": before["b"].clone()}
+    after["a"][0, 0] = 7.0
+    found = size_of_change(before, after)
+    assert (found.norm, found.relative, found.changed, found.total) == (4.0, 4 / 12, 1, 18)
+    after["b"][1] = float("nan")
+    assert size_of_change(before, after).not_finite == ["b"]
