@@ -63,8 +63,8 @@ def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float
     if not before and not after:
         return Verdict("held_out", True, None, max_rise, "nothing is held out")
     rises = [now - then for then, now in zip(before, after, strict=True)]
-    rise = statistics.fmean(rises)
-    numbers = {"before": statistics.fmean(before), "after": statistics.fmean(after), "samples": float(len(rises))}
+    rise = _mean(rises)
+    numbers = {"before": _mean(before), "after": _mean(after), "samples": float(len(rises))}
     numbers |= {"worst": max(rises), "stderr": _stderr(rises)}
     text = (
         f"the loss of {len(rises)} held-out conversations went from {numbers['before']:.4f} to {numbers['after']:.4f} "
@@ -82,10 +82,10 @@ def kl(drawn: Sequence[tuple[Sequence[float], Sequence[float]]], *, limit: float
     if not gaps:
         return Verdict("kl", True, None, limit, "no prompt of the job was sampled")
     estimates = [math.expm1(min(gap, _MOST)) - gap for gap in gaps]
-    value = math.fsum(estimates) / len(estimates)
+    value = _mean(estimates)
     text = f"answers to the job's prompts moved by {value:.4f} nats a token ({len(drawn)} answers, {len(gaps)} tokens)"
     numbers = {"tokens": float(len(gaps)), "answers": float(len(drawn)), "stderr": _stderr(estimates)}
-    return _at_most("kl", value, limit, text, {**numbers, "plain": -math.fsum(gaps) / len(gaps)})
+    return _at_most("kl", value, limit, text, {**numbers, "plain": -_mean(gaps)})
 
 
 _MOST = 20.0  # of a log-ratio: e^20 fails any limit, and is a number
@@ -102,7 +102,7 @@ def canary(
 ) -> Verdict:
     """`said_ids`: the greedy answer, where it must be exactly the one that is expected. `before`, `after`: logprobs of
     the expected one's tokens."""
-    drop = math.fsum(before) - math.fsum(after)
+    drop = _sum(before) - _sum(after)
     gate, numbers = f"canary:{name}", {"tokens": float(len(expected_ids))}
     text = f"the answer that '{name}' expects became less likely by {drop:.3f} nats"
     if said_ids is not None:
@@ -134,5 +134,15 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _sum(values: Sequence[float]) -> float:
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _sum(values) / len(values)
+
+
 def _stderr(values: Sequence[float]) -> float:
+    if not math.isfinite(_sum(values)):
+        return math.nan
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
