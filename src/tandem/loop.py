@@ -90,10 +90,9 @@ async def run_loop(
             async with publisher.resting(trainer):
                 metrics = await call(trainer.step, make_batch(groups, trainer.version))
             trained = time.perf_counter()
-            if held >= sync_every * groups_per_step or trainer.version >= last_version:
+            synced = held >= sync_every * groups_per_step or trainer.version >= last_version
+            if synced:
                 await publisher.publish(trainer)
-                await store.release(held)  # after load(), not before: a slot freed early breaks max_lag by one
-                held = 0
             else:
                 await publisher.go_on()
             for producer in producers:
@@ -107,6 +106,11 @@ async def run_loop(
                 "time/step_s": now - started,
             }
             await after_step(metrics)
+            if synced:
+                # After load(), not before: a slot freed early breaks max_lag by one. And after an evaluation: on-policy
+                # groups share the engine's batches with nothing, whether it is made here or was before a resume.
+                await store.release(held)
+                held = 0
             if contained := await keeper.keep(groups, metrics):
                 await store.ack(contained)
     finally:
