@@ -27,19 +27,26 @@ LAYERS = (
     ("text", "env", "data", "algo", "optim", "model", "bridge", "engine"),
     ("rollout", "train", "inside"),
     ("publish",),
-    ("loop", "runs"),
+    ("loop", "runs", "online"),
     ("serve",),
     ("recipes",),
-    ("cli", "cli_artifacts", "cli_sync", "__init__", "__main__"),
+    ("cli", "cli_artifacts", "cli_online", "cli_sync", "__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 # Within a layer nobody knows another, but for these.
-SIDEWAYS = {("obs", "io"), ("ops", "protocols"), ("__main__", "cli"), ("cli", "cli_sync"), ("cli", "cli_artifacts")}
+SIDEWAYS = {
+    ("obs", "io"),
+    ("ops", "protocols"),
+    ("__main__", "cli"),
+    ("cli", "cli_sync"),
+    ("cli", "cli_artifacts"),
+    ("cli", "cli_online"),
+}
 
 # Concrete classes: behind protocols.py, and named by recipes/build*.py alone; in an engine's process, by inside/.
 CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
-COMPOSITION_ROOT = ("recipes/build.py", "recipes/build_engine.py")
+COMPOSITION_ROOT = ("recipes/build.py", "recipes/build_engine.py", "recipes/build_online.py")
 
 HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm"}
 LIGHT = (
@@ -48,6 +55,7 @@ LIGHT = (
     "serve/runs.py",
     "cli.py",
     "cli_artifacts.py",
+    "cli_online.py",
     "cli_sync.py",
     "__init__.py",
     "__main__.py",

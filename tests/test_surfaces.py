@@ -30,6 +30,7 @@ PYTHON_FUNCTION = {
     "engine serve": "serve_engine",
     "gateway serve": "serve_gateway",
     "rollouts serve": "serve_rollouts",
+    "online serve": "serve_online",
     "rollouts top": "rollouts_status",
     "engine install": "install_engine",
     "engine check": "check_engine",

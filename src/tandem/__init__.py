@@ -20,6 +20,7 @@ _API = {
     "serve_engine": "tandem.recipes.serve",
     "serve_gateway": "tandem.recipes.gateway",
     "serve_rollouts": "tandem.recipes.rollouts",
+    "serve_online": "tandem.recipes.online",
     "rollouts_status": "tandem.obs.rollouts_status",
     "install_engine": "tandem.recipes.engines",
     "check_engine": "tandem.recipes.engines",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tandem.cli_artifacts import artifacts_app
+from tandem.cli_online import online_app
 from tandem.cli_sync import sync_app
 from tandem.errors import TandemError
 
@@ -25,6 +26,7 @@ env_app = typer.Typer(help="Environments: where tasks and rewards come from.", n
 app.add_typer(spec_app, name="spec")
 app.add_typer(env_app, name="env")
 app.add_typer(sync_app, name="sync")
+app.add_typer(online_app, name="online")
 engine_app = typer.Typer(help="Engines in processes of their own.", no_args_is_help=True)
 app.add_typer(engine_app, name="engine")
 rollouts_app = typer.Typer(help="Groups from many environments to one trainer, over HTTP.", no_args_is_help=True)
@@ -238,6 +240,9 @@ def evaluate(
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory that ended well.")],
     merge: Annotated[bool, typer.Option("--merge", help="The whole model, where adapters were trained.")] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="As it was after this step, of a run in any state: one that was saved.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where it goes. Default: deploy/ in the run.")] = None,
     push: Annotated[str, typer.Option(metavar="REPO", help="Also to the Hugging Face hub, as user/name.")] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
@@ -245,7 +250,7 @@ def export(
     """Make a deployable copy of what a run made, with a model card."""
     from tandem.recipes.export import export_run
 
-    typer.echo(export_run(run_dir, merge=merge, directory=out, push=push, public=public))
+    typer.echo(export_run(run_dir, merge=merge, step=step, directory=out, push=push, public=public))
 
 
 @app.command()

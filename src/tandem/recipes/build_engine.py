@@ -102,12 +102,17 @@ class Alone:
 
 def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str, thinking: bool) -> Alone:
     """Forward passes leave the event loop: the server must answer meanwhile."""
-    from tandem.engine.hf import EmbeddedEngine
     from tandem.recipes import build
 
     precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")  # nothing is trained
     picked = build.pick_device(cast("Any", device))
     model = build.model(PathModel(path=path, thinking=thinking), precision, 0, picked, spec.max_context)
+    return embedded_of(spec, model)
+
+
+def embedded_of(spec: ServerEngineSpec, model: Model) -> Alone:
+    from tandem.engine.hf import EmbeddedEngine
+
     engine = EmbeddedEngine(
         model.policy.module,
         num_ids=model.num_ids,

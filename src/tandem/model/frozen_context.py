@@ -1,0 +1,55 @@
+"""Logprobs whose gradient stops at the context: what stands before the first trained token is computed without one.
+
+The forward pass is the same. The gradient is a part of the whole one: what the context's own keys and values would have
+to become is left out. Sequences are computed one by one, each after its own context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tandem.ops.head import Head
+from tandem.types import MicroBatch, TokenLogprobs
+
+
+def logprobs(head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
+    """Of every trained token, in the micro-batch's order."""
+    values: list[Tensor] = []
+    entropies: list[Tensor] = []
+    for ids_T, sources_N, targets_N in _sequences(micro):
+        hidden_SH, begins = _after_context(head, ids_T, int(sources_N[0]))
+        scored = head.logprobs(hidden_SH[sources_N - begins], ids_T[targets_N], temperature, top_p)
+        values.append(scored[0])
+        entropies.append(scored[1])
+    return TokenLogprobs(torch.cat(values), torch.cat(entropies))
+
+
+def _after_context(head: Head, ids_T: Tensor, begins: int) -> tuple[Tensor, int]:
+    """Hidden states from the position that predicts the first trained token, `begins`; it has a gradient itself."""
+    from transformers import DynamicCache
+
+    positions_T = torch.arange(len(ids_T), device=ids_T.device)
+    cache = DynamicCache()
+    if begins:
+        with torch.no_grad():
+            head.hidden(ids_T[None, :begins], positions_T[None, :begins], None, cache)
+    hidden_1SH = head.hidden(ids_T[None, begins:], positions_T[None, begins:], None, cache)
+    return hidden_1SH[0], begins
+
+
+def _sequences(micro: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each sequence's ids, and where in them its trained tokens stand, and what predicts those. No shared prompts."""
+    width = micro.ids_BT.shape[1]
+    for number in range(len(micro.group_S)):
+        mine_N = micro.sequence_N == number
+        first = int(micro.target_N[mine_N][0])
+        row, column = divmod(first, width)
+        segment = micro.segments_BT[row, column]
+        if not torch.equal(micro.parents_BT[row], micro.segments_BT[row]):
+            raise AssertionError("a frozen context is each sequence's own, and prompts were shared")
+        (inside_T,) = torch.nonzero(micro.segments_BT[row] == segment, as_tuple=True)
+        start = row * width + int(inside_T[0])
+        yield micro.ids_BT[row, inside_T], micro.source_N[mine_N] - start, micro.target_N[mine_N] - start

@@ -1,0 +1,442 @@
+"""The server half's will: takes jobs from the store to the trainer half, and what passed from there into the engine.
+
+consumes: jobs, oldest first; wishes for another version    waits for: the trainer half, the engine's flips
+produces: versions that are served, each committed before   the trainer half again, whenever it dies
+
+One task does all of it, one thing at a time; the engine answers meanwhile, and so does `status`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from tandem.errors import Conflict, EngineError, NotKnown, StoreFull, SyncError, TandemError
+from tandem.io.engine_wire import served_as_json
+from tandem.online import wire
+from tandem.online.child import TrainerProcess
+from tandem.online.events import Events
+from tandem.online.jobs import ENDED, Job, JobStore
+from tandem.online.peer import HalfLost, Peer
+from tandem.online.wire import Activate, Asked, Attach, Cancel, Checkpoint, Load, Open, Progress, Publish, Sample
+from tandem.protocols import Engine, WeightSource
+from tandem.spec.online import OnlineSpec
+from tandem.types import Fingerprints, Sampling
+
+_log = logging.getLogger(__name__)
+
+_STOP_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S = 3.0, 1.0, 0.2, 10.0, 2.0
+_DRAWN_TOKENS = 16
+
+T = TypeVar("T")
+
+
+class EngineEnd(WeightSource, Protocol):
+    @property
+    def reply(self) -> Mapping[str, Any]: ...
+
+
+class OnlineEngine(Engine, Protocol):
+    """An engine of this process."""
+
+    @property
+    def boot_id(self) -> str: ...
+    async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
+
+
+class Memory(Protocol):
+    """Earlier samples: see online/replay.py."""
+
+    def remember(self, job: Job, groups: Sequence[Sequence[wire.Sequence1]]) -> None: ...
+    def draw(self, job: Job, groups: Sequence[Sequence[wire.Sequence1]]) -> tuple[list[list[wire.Sequence1]], int]: ...
+
+
+@dataclass
+class _Half:
+    """The trainer half that lives now."""
+
+    process: TrainerProcess
+    peer: Peer
+    opened: wire.Opened
+
+
+class Conductor:
+    def __init__(
+        self,
+        spec: OnlineSpec,
+        store: JobStore,
+        engine: OnlineEngine,
+        open_source: Callable[[Mapping[str, Any]], EngineEnd],
+        start_trainer: Callable[[], TrainerProcess],
+        versions: Path,
+        memory: Memory,
+    ) -> None:
+        self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
+        self._open_source, self._start_trainer, self._versions = open_source, start_trainer, versions
+        self._memory = memory
+        self.serving = -1
+        """The last version that this engine was proven to hold."""
+        self._half: _Half | None = None
+        self._source: EngineEnd | None = None
+        self._restarts, self._why, self._why_no_trainer = 0, "", ""
+        self._running: Job | None = None
+        self._progress: dict[str, Any] = {}
+        self._wishes: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = asyncio.Queue()
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._checkpointed, self._checkpoint_at = -1, time.monotonic()
+        self._publishing = False
+
+    # --- life
+
+    async def start(self) -> None:
+        """Once the last published version is served."""
+        self._task = asyncio.create_task(self._run(), name="conductor")
+        serving = asyncio.create_task(self._serving())
+        await asyncio.wait((self._task, serving), return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            serving.cancel()
+            self._task.result()
+            raise TandemError("online: the conductor ended")
+
+    async def _serving(self) -> None:
+        while self.serving < 0 or self.serving != self.store.active:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._end_trainer()
+        await self.engine.close()
+        if self._source is not None:
+            self._source.close()
+        self.store.close()
+
+    def why_unfit(self) -> str:
+        if self.store.broken:
+            return self.store.broken
+        if self.serving < 0:
+            return "no version is served yet"
+        return "the conductor has ended" if self._task is not None and self._task.done() else ""
+
+    def status(self) -> dict[str, Any]:
+        half, job = self._half, self._running
+        alive = half is not None and not half.peer.gone.is_set()
+        return {
+            "active": self.store.active,
+            "serving": self.serving,
+            "trainer": {
+                "alive": alive,
+                "pid": half.process.pid if half is not None and alive else 0,
+                "restarts": self._restarts,
+                "why": self._why_no_trainer,
+                "parameters": half.opened.parameters if half is not None else 0,
+            },
+            "job": None if job is None else {"id": job.id, "version": job.version, **self._progress},
+            "jobs": self.store.count(),
+            "checkpointed": self._checkpointed,
+        }
+
+    # --- wishes
+
+    def wake(self) -> None:
+        self._news.set()
+
+    async def cancel(self, id: str, who: str) -> dict[str, Any]:
+        """A job that waits is cancelled; one that is trained ends after the step at hand."""
+        state = await self.store.cancel(id, who)
+        if state == "running" and self._running is not None and self._running.id == id and self._half is not None:
+            await self._half.peer.ask(Cancel(id), self.spec.publish_deadline_s)
+            return {"id": id, "state": "cancelling"}
+        if state == "cancelled":
+            self._say(id)
+            return {"id": id, "state": state}
+        raise Conflict(f"job '{id}' is {state}, and cannot be cancelled any more")
+
+    async def activate(self, version: int, who: str, why: str = "") -> dict[str, Any]:
+        """Serves a version that was published before; jobs then go on from there."""
+        return await self._when_idle(lambda: self._activate(version, who, why))
+
+    async def checkpoint(self) -> dict[str, Any]:
+        """Master and optimizer of what is served, on the disk when this returns."""
+        return await self._when_idle(self._checkpoint)
+
+    async def _when_idle(self, work: Callable[[], Awaitable[T]]) -> T:
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._wishes.put_nowait((work, done))
+        self.wake()
+        return await done
+
+    # --- the one task
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._once()
+            except StoreFull as error:
+                _log.error("%s", error)
+                await self._end_trainer()  # what it trained was not committed
+                await asyncio.sleep(_FULL_S)
+            except TandemError as error:
+                await self._lost(error)
+            if self._wishes.empty() and not self.store.jobs(1, ["queued"]) and not self._needs_trainer():
+                self._news.clear()
+                try:
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._news.wait()
+                except TimeoutError:
+                    pass
+
+    async def _once(self) -> None:
+        await self._ensure_trainer()
+        await self._queue_again()
+        await self._ensure_served()
+        while not self._wishes.empty():
+            await self._grant(*self._wishes.get_nowait())
+        if waiting := self.store.jobs(1, ["queued"]):
+            await self._do(await self.store.begin(waiting[0].id))
+            self._restarts = 0
+        elif self._checkpoint_due():
+            await self._checkpoint()
+
+    async def _grant(self, work: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
+        if done.done():  # nobody waits any more
+            return
+        try:
+            result = await work()
+        except HalfLost as error:
+            if not done.done():
+                done.set_exception(EngineError(f"{error}; ask again"))
+            raise
+        except TandemError as error:
+            if not done.done():
+                done.set_exception(error)
+        else:
+            if not done.done():
+                done.set_result(result)
+
+    def _needs_trainer(self) -> bool:
+        return self._half is None or self._half.peer.gone.is_set()
+
+    # --- the trainer half's life
+
+    async def _ensure_trainer(self) -> None:
+        if not self._needs_trainer():
+            return
+        await self._end_trainer()
+        process = await asyncio.to_thread(self._start_trainer)
+        peer = Peer(self._handle, "trainer half")
+        await peer.start(process.end)
+        self._half = _Half(process, peer, wire.Opened(0, "", False))
+        known = self.store.usable()
+        asked = Open(self.spec.model_dump(mode="json"), str(self._versions), max(self.store.active, 0), known)
+        opened = msgspec.convert(await peer.ask(asked, self.spec.engine.start_deadline_s), wire.Opened)
+        self._half.opened = opened
+        if not known:
+            await self.store.first(opened.version, opened.digest)
+        else:
+            await self._check_opened(opened)
+        if opened.exact:
+            self._checkpointed = opened.version
+        _log.info("trainer half %d has version %d", process.pid, opened.version)
+
+    async def _check_opened(self, opened: wire.Opened) -> None:
+        active = self.store.active
+        if opened.version != active:
+            why = "; ".join(opened.damaged) or "its files are gone"
+            await self.store.mark([active], "damaged", why)
+            await self.store.activate(opened.version, "server", f"version {active} is damaged: {why}")
+        row = self.store.version(opened.version)
+        if row["digest"] != opened.digest:
+            raise EngineError(
+                f"online: version {opened.version} on the disk has digest {opened.digest}, and had {row['digest']}"
+            )
+
+    async def _lost(self, error: TandemError) -> None:
+        """It died, or cannot go on: another one begins where the disk says."""
+        half = self._half
+        if isinstance(error, HalfLost) and half is not None:
+            error = HalfLost(f"{error}: {await asyncio.to_thread(half.process.epitaph)}")
+        self._why = str(error)
+        _log.error("%s", error)
+        await self._end_trainer()
+        self._running, self._progress = None, {}
+        self._restarts += 1
+        if self._restarts > self.spec.max_restarts:
+            self._why_no_trainer = (
+                f"online: the trainer half died {self._restarts} times in a row, and max_restarts = "
+                f"{self.spec.max_restarts}; jobs wait until the server is started anew. The last time: {error}"
+            )
+            raise EngineError(self._why_no_trainer)
+        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self._restarts - 1, 10), _MOST_PAUSE_S))
+
+    async def _queue_again(self) -> None:
+        """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""
+        for job in self.store.jobs(2, ["running"]):
+            if job.attempt >= self.spec.train.attempts:
+                why = f"the trainer half died {job.attempt} times over it: {self._why:.2000}"
+                await self.store.end(job.id, "failed", why)
+            else:
+                await self.store.again(job.id, f"attempt {job.attempt}: {self._why or 'the server ended':.2000}")
+            self._say(job.id)
+
+    async def _end_trainer(self) -> None:
+        half, self._half = self._half, None
+        if half is not None:
+            await half.peer.close()
+            await asyncio.to_thread(half.process.stop, _STOP_S)
+
+    async def _ask(self, what: Asked, deadline_s: float | None = None) -> dict[str, Any]:
+        if self._half is None:
+            raise HalfLost("online: there is no trainer half")
+        try:
+            return await self._half.peer.ask(what, deadline_s)
+        except TimeoutError:
+            raise HalfLost(
+                f"online: the trainer half did not answer to {type(what).__name__} in {deadline_s:g} s"
+            ) from None
+
+    # --- jobs
+
+    async def _do(self, job: Job) -> None:
+        self._running, self._progress = job, {"step": 0, "steps": job.teaching.steps}
+        self._say(job.id)
+        groups = self.store.groups(job.id)
+        replayed, rounds = self._memory.draw(job, groups)
+        drawn = await self._drawn(groups)
+        asked = wire.Train(job.id, job.version or 0, job.parent or 0, groups, replayed, rounds, drawn, job.teaching)
+        trained = msgspec.convert(await self._ask(asked), wire.Trained)
+        result = msgspec.to_builtins(trained)
+        if trained.outcome != "passed":
+            await self.store.end(job.id, trained.outcome, trained.why, result)  # pyright: ignore[reportArgumentType]
+        else:
+            await self.store.commit(job, trained.digest, trained.bytes, result)
+            self._say(job.id)
+            await self._ensure_served()
+            self._memory.remember(job, groups)
+        self._running, self._progress = None, {}
+        self._say(job.id)
+
+    async def _drawn(self, groups: Sequence[Sequence[wire.Sequence1]]) -> list[tuple[list[int], list[int]]]:
+        """What the version that is served says to the job's prompts: there the KL gate looks."""
+        prompts = [each.ids[: each.first] for group in groups for each in group[:1]][: self.spec.gates.kl_prompts]
+        sampling = [Sampling(max_tokens=_DRAWN_TOKENS, temperature=1.0, seed=n) for n in range(len(prompts))]
+        answers = await asyncio.gather(
+            *(self.engine.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True))
+        )
+        return [(prompt, answer.ids) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    # --- versions
+
+    async def _ensure_served(self) -> None:
+        """The engine holds the active version, and a job that was being published is published."""
+        active = self.store.active
+        publishing = self.store.jobs(2, ["publishing"])
+        if self.serving != active:
+            try:
+                await self._publish(active)
+            except TandemError as error:
+                if isinstance(error, HalfLost) or not publishing:
+                    raise
+                await self._take_back(publishing[0], str(error))
+                return
+        for job in publishing:
+            settled = await self._ask(wire.Settle(job.version or 0, True))
+            await self.store.end(job.id, "published")
+            self._say(job.id)
+            if settled["anchor_due"]:
+                await self._checkpoint()
+
+    async def _publish(self, version: int) -> None:
+        self._publishing = True
+        try:
+            proof = await self._ask(Publish(version), self.spec.publish_deadline_s)
+        finally:
+            self._publishing = False
+        served = self.store.version(version)["served_digest"]
+        if served and served != proof["digest"]:
+            raise SyncError(f"online: version {version} is served with digest {proof['digest']}, and was {served}")
+        await self.store.served(version, proof["digest"])
+        self.serving = version
+        self.events.put("version", {"version": version, "digest": proof["digest"], "seconds": proof["seconds"]})
+
+    async def _take_back(self, job: Job, why: str) -> None:
+        """The engine refused what was committed: the version before goes on."""
+        await self.store.refused(job, f"it could not be published: {why}")
+        await self._ask(wire.Settle(job.version or 0, False))
+        self._say(job.id)
+        if self.serving != self.store.active:
+            await self._publish(self.store.active)
+
+    async def _activate(self, version: int, who: str, why: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        if self.store.version(version)["state"] != "kept":
+            raise Conflict(f"version {version} is {self.store.version(version)['state']}, and cannot be served")
+        if version != self.store.active:
+            await self._ask(Activate(version))
+            await self.store.activate(version, who, why)
+            await self._ensure_served()
+        return {"version": version, "seconds": time.perf_counter() - started}
+
+    async def _checkpoint(self) -> dict[str, Any]:
+        written = msgspec.convert(await self._ask(Checkpoint(self.store.usable())), wire.Written)
+        self._checkpointed, self._checkpoint_at = written.version, time.monotonic()
+        if not written.already:
+            self.events.put("checkpoint", msgspec.to_builtins(written))
+        return msgspec.to_builtins(written)
+
+    def _checkpoint_due(self) -> bool:
+        waited = time.monotonic() - self._checkpoint_at
+        return self._checkpointed != self.store.active and waited >= self.spec.checkpoint.every_s
+
+    # --- what the trainer half asks
+
+    async def _handle(self, what: Asked) -> dict[str, Any]:
+        match what:
+            case Progress():
+                if self._running is not None and self._running.id == what.job:
+                    self._progress = {"step": what.step, "steps": what.steps, "metrics": what.metrics}
+                    self.events.put("progress", {"id": what.job, **self._progress})
+                return {}
+            case _ if not self._publishing:
+                raise SyncError(
+                    "online: nothing is being published: the engine's weights are not the trainer's to change"
+                )
+            case Attach(link=link):
+                return await self._attach(link)
+            case Load(version=version):
+                if version != self.store.active:
+                    raise SyncError(f"online: version {version} was not committed")
+                return served_as_json(await self.engine.load(version))
+            case Sample(prompt_ids=prompt, max_tokens=most):
+                made = await self.engine.generate(prompt, Sampling(max_tokens=most, temperature=0.0))
+                return {
+                    "ids": made.ids,
+                    "logprobs": made.logprobs,
+                    "spans": [[span.version, span.count] for span in made.spans],
+                    "finish_reason": made.finish_reason,
+                }
+            case _:
+                raise NotKnown(f"online: the server half is not asked for {type(what).__name__}")
+
+    async def _attach(self, link: Mapping[str, Any]) -> dict[str, Any]:
+        source = await asyncio.to_thread(self._open_source, link)
+        before, self._source = self._source, source
+        await self.engine.attach(source)
+        if before is not None:
+            before.close()
+        return dict(source.reply)
+
+    def _say(self, id: str) -> None:
+        job = self.store.job(id)
+        self.events.put(
+            "job", {"id": id, "state": job.state, "version": job.version, "why": job.why}, ended=job.state in ENDED
+        )

@@ -1,0 +1,212 @@
+"""The composition root of an online server: what its two halves consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import SpecError
+from tandem.online.half import Canary, Parts
+from tandem.online.wire import Teaching
+from tandem.protocols import Algorithm, Engine, Trainer
+from tandem.publish import Publisher
+from tandem.recipes import build, build_engine
+from tandem.rollout.recorded import record
+from tandem.spec.data import FileData
+from tandem.spec.engine import ServerEngineSpec
+from tandem.spec.model import ModelSpec, PathModel, PresetModel
+from tandem.spec.online import OnlineSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.spec.preference import DpoSpec
+from tandem.types import Batch, Group, Trajectory
+
+if TYPE_CHECKING:
+    from tandem.protocols import WeightBridge
+
+ALGORITHMS = ("sft", "dpo", "reward", "group")
+"""By what a job's samples are: shown, compared, each with a reward of its own, siblings with rewards."""
+
+
+# --- the trainer half
+
+
+def parts(spec: OnlineSpec, engine: Engine) -> Parts:
+    import torch
+
+    torch.set_num_threads(spec.trainer_threads)
+    torch.manual_seed(spec.seed)
+    device = build.pick_device(spec.device)
+    model = build.model(spec.model, spec.precision, spec.seed, device)
+    optimizer = build.optimizer(
+        model.policy.trainable(),
+        spec.optimizer,
+        master=model.master,
+        tables=model.policy.tables(),
+        lora_plus=1.0,
+        seed=spec.seed,
+    )
+
+    def trainer(algorithm: Algorithm, teaching: Teaching, version: int) -> Trainer:
+        from tandem.train.trainer import PolicyTrainer
+
+        model.policy.context_grad = teaching.context_grad == "full"
+        if algorithm.needs_reference:
+            model.policy.keep_reference()  # the version before the job
+        return PolicyTrainer(
+            model.policy,
+            algorithm,
+            optimizer,
+            lr=lambda step: teaching.lr,
+            clip_norm=spec.train.clip_norm,
+            version=version,
+            max_idle_steps=teaching.steps + 1,
+        )
+
+    def make_batch(groups: list[Group], algorithm: Algorithm, version: int) -> Batch:
+        from tandem.train.pack import make_batch
+
+        shares = model.hidden_size if model.policy.context_grad else 0  # a frozen context is each sequence's own
+        return make_batch(
+            groups, algorithm, micro_tokens=spec.train.micro_tokens, version=version, hidden_size=shares, device=device
+        )
+
+    def score(ids: Sequence[int], first: int) -> list[float]:
+        from tandem.train.pack import plain_row
+
+        return model.policy.score(plain_row(ids, first, device), 1.0).tolist()
+
+    @torch.no_grad()
+    def greedy(prompt: Sequence[int], count: int) -> list[int]:
+        said: list[int] = []
+        for _ in range(count):
+            ids = torch.tensor([[*prompt, *said]], device=device)
+            hidden = model.policy.head.hidden(ids, torch.arange(ids.shape[1], device=device)[None], None)
+            said.append(int(model.policy.head.logits(hidden[:, -1]).argmax()))
+        return said
+
+    return Parts(
+        model.policy,
+        optimizer,
+        trainer,
+        algorithm,
+        make_batch,
+        score,
+        build.scorer(model, spec.train.micro_tokens),
+        greedy,
+        Publisher(
+            _bridge(spec, device),
+            engine,
+            deadline_s=spec.publish_deadline_s,
+            retries=1,
+            canary=build_engine.canary(model),
+        ),
+        _held_out(spec, model),
+        _canaries(spec, model),
+    )
+
+
+def algorithm(teaching: Teaching) -> Algorithm:
+    from tandem.algo import rewarded
+    from tandem.spec.algorithm import DrGrpoSpec
+
+    match teaching.algorithm:
+        case "sft":
+            made = build.sft_algorithm()
+        case "dpo":
+            made = build.preference_algorithm(DpoSpec())
+        case "reward":
+            made = rewarded.make(DrGrpoSpec())
+        case "group":
+            made = build.algorithm(DrGrpoSpec(), 0)
+        case unknown:
+            raise SpecError(f"algorithm = '{unknown}': should be one of {', '.join(ALGORITHMS)}")
+    if not teaching.kl_coef:
+        return made
+    from tandem.algo.anchored import anchored
+
+    return anchored(made, teaching.kl_coef)
+
+
+def _bridge(spec: OnlineSpec, device: Any) -> WeightBridge:
+    """A copy of every version travels: what is served is never what is trained on."""
+    if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
+        from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+
+        return AdapterBroadcastBridge(device, deadline_s=spec.publish_deadline_s)
+    from tandem.bridge.broadcast.trainer import BroadcastBridge
+
+    way = "ipc" if device.type == "cpu" else "auto"
+    return BroadcastBridge(device, deadline_s=spec.publish_deadline_s, backend=way)
+
+
+def _held_out(spec: OnlineSpec, model: build.Model) -> list[Trajectory]:
+    if not spec.gates.held_out:
+        return []
+    data = FileData(path=spec.gates.held_out, eval_share=0.0, max_examples=spec.gates.held_out_samples)
+    rows = build.rows(data, "gates.held_out").train
+    found = [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
+    if not found or max(len(each.ids) for each in found) > model.context:
+        raise SpecError(
+            f"gates.held_out = '{spec.gates.held_out}': needs conversations of at most {model.context} tokens each"
+        )
+    return found
+
+
+def _canaries(spec: OnlineSpec, model: build.Model) -> list[Canary]:
+    found: list[Canary] = []
+    for number, each in enumerate(spec.gates.canaries):
+        prompt = model.renderer.prompt([{"role": "user", "content": each.prompt}])
+        expected = [*model.renderer.encode(each.expected), model.renderer.end_id]
+        found.append(Canary(f"canary {number}", prompt, expected, each.exact))
+    return found
+
+
+# --- the server half
+
+
+def alone(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
+    """The engine, before any version has come."""
+    if not isinstance(spec.engine, ServerEngineSpec):
+        return _vllm(spec, data_dir)
+    import torch
+
+    torch.set_num_threads(spec.engine_threads)
+    device = build.pick_device(spec.device)
+    exact = isinstance(spec.precision, Float32Precision)
+    precision = spec.precision if exact else Bfloat16Precision(master="none")  # nothing is trained in here
+    model = build.model(_plain(spec.model), precision, spec.seed, device, spec.engine.max_context)
+    return build_engine.embedded_of(spec.engine, model)
+
+
+def _plain(model: ModelSpec) -> ModelSpec:
+    """Adapters are merged before they travel; what was trained before comes from the trainer half, too."""
+    return model.model_copy(update={"lora": None, "warm_start": None, "activations": "keep"})
+
+
+def _vllm(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
+    assert not isinstance(spec.engine, ServerEngineSpec)
+    lora = spec.model.lora
+    return build_engine.vllm_alone(
+        spec.engine,
+        str(starting_model(spec, data_dir)),
+        data_dir / "engine",
+        version=0,
+        device=build.pick_device(spec.device).type,
+        dtype="float32" if isinstance(spec.precision, Float32Precision) else "bfloat16",
+        thinking=spec.model.thinking,
+        adapter_slots=0 if lora is None else 2,
+        max_rank=16 if lora is None else lora.rank,
+    )
+
+
+def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
+    """What vLLM loads before the first version comes: the same architecture and tokenizer."""
+    if isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir() and spec.model.warm_start is None:
+        return Path(spec.model.path).resolve()
+    path = (data_dir / "model").resolve()
+    if not path.exists():
+        assert isinstance(spec.model, PathModel | PresetModel)
+        model = build.model(_plain(spec.model), Float32Precision(), spec.seed, build.pick_device("cpu"))
+        build.export(model, path)
+    return path

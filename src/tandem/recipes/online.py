@@ -1,0 +1,50 @@
+"""`tandem online serve`: a model answers requests, and learns from what it is told, in one server of two halves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tandem.online.child import TrainerProcess
+from tandem.online.conductor import Conductor
+from tandem.online.jobs import JobStore
+from tandem.online.memory import JobMemory
+from tandem.recipes import build_online
+from tandem.serve.run import Listen, serve_forever
+from tandem.spec.online import OnlineSpec
+
+_TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer")
+
+
+def serve_online(spec: OnlineSpec, listen: Listen) -> None:
+    """Until SIGTERM or Ctrl-C. All state is in the listener's data directory: named again, the server goes on with
+    the version that was published last."""
+    from tandem.inside.sources import open_source
+    from tandem.serve.app import create_app
+    from tandem.serve.online import online_service
+    from tandem.serve.online_keys import KeyRing, Keys
+
+    token = listen.token()
+    store = JobStore(listen.data_dir / "jobs")
+    log = listen.data_dir / "trainer.log"
+    environment = {"OMP_NUM_THREADS": str(spec.trainer_threads)}
+    alone = build_online.alone(spec, listen.data_dir)
+    conductor = Conductor(
+        spec,
+        store,
+        alone.engine,
+        open_source,
+        lambda: TrainerProcess(_TRAINER, log, environment),
+        listen.data_dir / "versions",
+        JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
+    )
+    service = online_service(
+        conductor, alone.renderer, model_id=spec.name, context=alone.context, num_ids=alone.num_ids
+    )
+    app = create_app(service, token=token, hosts=listen.hosts)
+    app.add_middleware(KeyRing, keys=Keys.of(listen.data_dir, token))
+    serve_forever(app, listen)
+
+
+def default_data_dir() -> Path:
+    return Path(".tandem") / "online"

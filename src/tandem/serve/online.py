@@ -1,0 +1,210 @@
+"""An online server's routes: OpenAI's, and those by which the model is taught, watched and taken back.
+
+POST /train                       samples; a job that is durable when this answers 202
+GET  /train/status                what is served, what is trained, whether the trainer lives; never waits for it
+GET  /train/jobs  /train/jobs/{id}         what became of jobs, with every gate's verdict
+POST /train/jobs/{id}/cancel      before it is published
+GET  /train/events  /train/jobs/{id}/events    server-sent events
+POST /checkpoint                  master and optimizer, on the disk when this answers
+GET  /versions  /versions/served  all that were published; what the engine holds, digested now
+GET  /versions/{v}/provenance     which samples, whose, which gates
+POST /versions/{v}/activate       serves it: rollback, or forward again
+GET  /audit                       who did what
+
+Every write carries an Idempotency-Key. Keys (serve/online_keys.py) say who may do which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import Gauge
+
+from tandem.errors import EngineError
+from tandem.online.conductor import Conductor
+from tandem.online.events import Event
+from tandem.online.jobs import ENDED, Once
+from tandem.rollout.recorder import Renders
+from tandem.serve.app import Refused, Service
+from tandem.serve.online_keys import WHO
+from tandem.serve.online_request import Model, TrainBody, lesson
+from tandem.serve.openai import OpenAi, Renderer, Unkept
+from tandem.serve.openai_request import Strict, body_of, checked
+
+_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
+_MOST = 1000
+
+
+class Speaks(Renderer, Renders, Protocol):
+    """A renderer that answers requests, and reads recordings."""
+
+
+def online_service(conductor: Conductor, renderer: Speaks, *, model_id: str, context: int, num_ids: int) -> Service:
+    """`context`: prompt and completion together. `num_ids`: ids below it exist."""
+    openai = OpenAi(conductor.engine, renderer, Unkept(renderer), model_id, context, num_ids)
+    api, router = _Api(conductor, Model(renderer, context, num_ids)), APIRouter()
+    router.include_router(openai.router("/v1"))
+    gets = {
+        "/train/status": api.status, "/train/jobs": api.jobs, "/train/jobs/{id}": api.job, "/train/events": api.events,
+        "/train/jobs/{id}/events": api.events, "/versions": api.versions, "/versions/served": api.served,
+        "/versions/{version}/provenance": api.provenance, "/audit": api.audit,
+    }  # fmt: skip
+    posts = {
+        "/train": api.train, "/train/jobs/{id}/cancel": api.cancel, "/checkpoint": api.checkpoint,
+        "/versions/{version}/activate": api.activate,
+    }  # fmt: skip
+    for path, answer in gets.items():
+        router.add_api_route(path, answer, methods=["GET"])
+    for path, answer in posts.items():
+        router.add_api_route(path, answer, methods=["POST"])
+    registry = openai.books.registry
+    active = Gauge("tandem_online_active_version", "The version that is served.", registry=registry)
+    active.set_function(lambda: conductor.serving)
+    teach = conductor.spec.train
+    limits = {"samples_per_job": teach.max_samples, "steps_per_job": teach.max_steps}
+    return Service(
+        "tandem online serve",
+        router,
+        limits={**openai.limits, **limits},
+        registry=registry,
+        close=conductor.close,
+        why_unfit=conductor.why_unfit,
+        start=conductor.start,
+    )
+
+
+class ActivateBody(Strict):
+    why: str = ""
+
+
+class _Api:
+    def __init__(self, conductor: Conductor, model: Model) -> None:
+        self.conductor, self.store, self.model = conductor, conductor.store, model
+
+    # --- teaching
+
+    async def train(self, request: Request) -> Response:
+        once = await _once(request)
+        if (reply := self.store.answered(once)) is not None:
+            return JSONResponse(reply, 202)
+        data = await body_of(request)
+        body = checked(TrainBody, data)
+
+        def read() -> Any:
+            return lesson(body, self.conductor.spec.train, self.model)
+
+        taught = await asyncio.to_thread(read) if len(await request.body()) > _AT_ONCE else read()
+        reply = await self.store.add(
+            taught.groups, taught.teaching, who=_who(request), source=body.source, said=data["samples"], once=once
+        )
+        self.conductor.wake()
+        return JSONResponse(reply, 202)
+
+    async def status(self) -> Response:
+        return JSONResponse(self.conductor.status())
+
+    async def jobs(self, request: Request) -> Response:
+        return JSONResponse({"jobs": [job.row() for job in self.store.jobs(_most(request, 20))]})
+
+    async def job(self, id: str) -> Response:
+        return JSONResponse(self.store.job(id).row())
+
+    async def cancel(self, id: str, request: Request) -> Response:
+        return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
+
+    async def events(self, request: Request, id: str = "") -> Response:
+        if id:
+            self.store.job(id)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._told(id), media_type="text/event-stream", headers=headers)
+
+    async def _told(self, id: str) -> AsyncIterator[str]:
+        listening = self.conductor.events.listen()
+        if id and (job := self.store.job(id)).state in ENDED:
+            yield _sse(Event(0, "job", {"id": id, "state": job.state, "version": job.version, "why": job.why}))
+            return
+        async for event in listening:
+            if id and event.data.get("id") != id:
+                continue
+            yield _sse(event)
+            if id and event.ended:
+                return
+
+    # --- versions
+
+    async def checkpoint(self, request: Request) -> Response:
+        return await self._repeatable(request, self.conductor.checkpoint)
+
+    async def versions(self) -> Response:
+        active = self.store.active
+        return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": self.store.versions()})
+
+    async def served(self) -> Response:
+        """The version is asked before and after: a flip in between is not taken for one of the two."""
+        engine = self.conductor.engine
+        for _ in range(10):
+            version = engine.version
+            prints = await engine.fingerprints()
+            if engine.version == version:
+                text = "\n".join(f"{name} {each}" for name, each in sorted(prints.items()))
+                digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+                return JSONResponse({"version": version, "digest": digest, "tensors": len(prints)})
+        raise EngineError("the weights changed each time that they were digested; ask again")
+
+    async def provenance(self, version: int) -> Response:
+        row = self.store.version(version)
+        if row["job"] is None:
+            return JSONResponse({**row, "job": None, "samples": []})
+        return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
+
+    async def activate(self, version: int, request: Request) -> Response:
+        body = checked(ActivateBody, await body_of(request) if await request.body() else {})
+        return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))
+
+    async def audit(self, request: Request) -> Response:
+        return JSONResponse({"audit": self.store.audit(_most(request, 100))})
+
+    async def _repeatable(self, request: Request, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
+        """Done once for a key. These do nothing new when they are done again, should the server die in between."""
+        once = await _once(request)
+        if (reply := self.store.answered(once)) is None:
+            reply = await self.store.answer(once, await work())
+        return JSONResponse(reply)
+
+
+def _sse(event: Event) -> str:
+    data = json.dumps(event.data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"id: {event.number}\nevent: {event.kind}\ndata: {data}\n\n"
+
+
+def _who(request: Request) -> str:
+    return str(request.scope.get(WHO, "admin"))
+
+
+def _most(request: Request, usual: int) -> int:
+    text = request.query_params.get("most", str(usual))
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise Refused(422, f"'{text[:40]}' is no number", field="most")
+    return min(int(text), _MOST)
+
+
+async def _once(request: Request) -> Once:
+    key = request.headers.get("idempotency-key", "")
+    if not _KEY.fullmatch(key):
+        raise Refused(
+            422,
+            "send a new Idempotency-Key with every write, and the same one when you repeat it: 1 to 128 of letters, "
+            "digits and . _ : / -",
+            field="idempotency-key",
+        )
+    digest = hashlib.sha256(f"{request.method} {request.url.path}?{request.url.query}\n".encode())
+    digest.update(await request.body())
+    return Once(key, digest.digest())

@@ -1,0 +1,161 @@
+"""What `POST /train` takes: samples of four kinds, and how they are to be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from tandem.data.conversation import BadRow, parse_row
+from tandem.data.preference import parse_pair
+from tandem.errors import TandemError
+from tandem.online.wire import Sequence1, Teaching, to_wire
+from tandem.rollout.recorded import record, record_pair
+from tandem.rollout.recorder import Renders
+from tandem.serve.app import Refused
+from tandem.serve.openai_request import Strict
+from tandem.spec.online import TeachSpec
+from tandem.types import NO_VERSION, Group, Trajectory
+
+Ids: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Kind: TypeAlias = Literal["messages", "ids", "pair"]
+
+MAX_TOKENS = 1_000_000  # of one job
+
+
+class SampleBody(Strict):
+    """One of: `messages`; `context_ids` with `continuation_ids`; `prompt`, `chosen` and `rejected`."""
+
+    messages: list[dict[str, Any]] | None = None
+    context_ids: Ids | None = None
+    continuation_ids: Ids | None = None
+    prompt: str | list[dict[str, Any]] | None = None
+    chosen: str | list[dict[str, Any]] | None = None
+    rejected: str | list[dict[str, Any]] | None = None
+    reward: Annotated[float, Field(ge=-100, le=100)] | None = None
+    """With messages or ids: how good it is, instead of a demonstration."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SampleBody:
+        fields = self.model_fields_set - {"reward"}
+        if fields not in ({"messages"}, {"context_ids", "continuation_ids"}, {"prompt", "chosen", "rejected"},
+                          {"chosen", "rejected"}):  # fmt: skip
+            raise ValueError(
+                "a sample is `messages`, or `context_ids` and `continuation_ids`, or `prompt`, `chosen`, `rejected`"
+            )
+        if self.reward is not None and self.kind == "pair":
+            raise ValueError("reward: a pair says itself which answer is better")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        return "messages" if self.messages is not None else "ids" if self.context_ids is not None else "pair"
+
+
+class TrainBody(Strict):
+    samples: Annotated[list[SampleBody], Field(min_length=1, max_length=65536)]
+    algorithm: Literal["sft", "dpo", "reward"] | None = None
+    """Left out: what fits the samples."""
+    lr: float | None = Field(default=None, gt=0, lt=1)
+    steps: int | None = Field(default=None, ge=1)
+    context_grad: Literal["full", "none"] | None = None
+    kl_coef: float = Field(default=0.0, ge=0, le=100)
+    """Weight of a term that holds the trained tokens to what the version before the job says of them."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    source: str = Field(default="", max_length=128)
+    """Who or what the samples come from: replay keeps its share of each source below a cap."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What samples must fit."""
+
+    renderer: Renders
+    context: int
+    num_ids: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    groups: list[list[Sequence1]]
+    teaching: Teaching
+    num_tokens: int
+
+
+def lesson(body: TrainBody, spec: TeachSpec, model: Model) -> Lesson:
+    """In token space, within bounds; Refused with the field."""
+    if len(body.samples) > spec.max_samples:
+        text = f"{len(body.samples)} samples; train.max_samples = {spec.max_samples} allows fewer in one job"
+        raise Refused(422, text, field="samples")
+    algorithm = body.algorithm or _fitting(body.samples)
+    for index, sample in enumerate(body.samples):
+        if _fitting([sample]) != algorithm:
+            text = f"algorithm '{algorithm}' does not learn from such a sample; all of a job are of one kind"
+            raise Refused(422, text, field=f"samples.{index}")
+    groups = [_group(sample, f"samples.{index}", model) for index, sample in enumerate(body.samples)]
+    num_tokens = sum(len(each.ids) for group in groups for each in group)
+    if num_tokens > MAX_TOKENS:
+        raise Refused(422, f"{num_tokens} tokens; one job may have {MAX_TOKENS}", field="samples")
+    teaching = Teaching(
+        algorithm,
+        _bounded("lr", body.lr or spec.lr, spec.max_lr),
+        int(_bounded("steps", body.steps or spec.steps, spec.max_steps)),
+        body.context_grad or spec.context_grad,
+        body.seed,
+        body.kl_coef,
+    )
+    return Lesson([[to_wire(each) for each in group] for group in groups], teaching, num_tokens)
+
+
+def _bounded(field: str, value: float, most: float) -> float:
+    if value > most:
+        raise Refused(422, f"{value:g} is more than train.max_{field} = {most:g} of this server", field=field)
+    return value
+
+
+def _fitting(samples: Sequence[SampleBody]) -> str:
+    first = samples[0]
+    return "dpo" if first.kind == "pair" else "sft" if first.reward is None else "reward"
+
+
+def _group(sample: SampleBody, field: str, model: Model) -> Group:
+    try:
+        group = _read(sample, field, model)
+    except BadRow as error:
+        raise Refused(422, str(error), field=field) from error
+    except TandemError as error:
+        if isinstance(error, Refused):
+            raise
+        raise Refused(422, str(error), field=field) from error
+    for each in group:
+        if not each.num_trained:
+            raise Refused(422, "nothing of it would be trained: the assistant says nothing", field=field)
+        if len(each.ids) > model.context:
+            text = f"{len(each.ids)} tokens are more than the {model.context} of the model's context"
+            raise Refused(422, text, field=field)
+    return group
+
+
+def _read(sample: SampleBody, field: str, model: Model) -> Group:
+    if sample.kind == "pair":
+        given = {"prompt": sample.prompt, "chosen": sample.chosen, "rejected": sample.rejected}
+        return record_pair(model.renderer, *parse_pair(given), name=field)
+    if sample.kind == "messages":
+        trajectory = record(model.renderer, parse_row({"messages": sample.messages}), field)
+    else:
+        trajectory = _of_ids(sample.context_ids or [], sample.continuation_ids or [], field, model)
+    trajectory.reward = sample.reward or 0.0
+    return [trajectory]
+
+
+def _of_ids(context: list[int], continuation: list[int], field: str, model: Model) -> Trajectory:
+    if not context:
+        raise Refused(422, "is empty; the first token needs something to follow", field=f"{field}.context_ids")
+    for name, ids in (("context_ids", context), ("continuation_ids", continuation)):
+        if ids and max(ids) >= model.num_ids:
+            raise Refused(422, f"id {max(ids)} does not exist; ids end at {model.num_ids - 1}", field=f"{field}.{name}")
+    ids = [*context, *continuation]
+    nothing, trained = len(ids), [False] * len(context) + [True] * len(continuation)
+    return Trajectory(ids, trained, [0.0] * nothing, [NO_VERSION] * nothing, status="recorded", task_id=field)
