@@ -145,6 +145,7 @@ class Policy(Protocol):
     def base(self) -> Iterator[tuple[str, Tensor]]: ...
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...   # the weights move there, and keep their values
     def export(self, path: Path) -> None: ...             # Hugging Face format
+    def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]: ...   # the same, of copies, on any thread
 
 
 class Optimizer(Protocol):
@@ -165,7 +166,7 @@ class Trainer(Protocol):
     def base(self) -> Iterator[tuple[str, Tensor]]: ...   # what adapters stand upon, and is never sent
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...         # of the policy
     def save(self, path: Path) -> None: ...
-    def snapshot(self) -> Callable[[Path], None]: ...     # a copy, to be written to a directory later, on any thread
+    def snapshot(self) -> Callable[[Path], None]: ...     # a copy, to be written on any thread, before the next one
     def load(self, path: Path) -> None: ...
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.errors import ArtifactError, RunError
+from tandem.errors import ArtifactError, CheckpointDamaged, RunError
 from tandem.io.atomic import write_json
 from tandem.recipes.export import export_run, push_folder
+from tandem.runs.checkpoints import Checkpoints
 
 STATUS = {
     "state": "succeeded",
@@ -27,12 +30,15 @@ STATUS = {
 }
 
 
+GROUPS = "groups_per_step = 2\ngroup_size = 2\n"
+
+
 def made_run(directory: Path, *, adapter: bool, model: str = 'path = "org/base"') -> Path:
     (directory / "export").mkdir(parents=True)
     write_json(directory / "status.json", STATUS)
     lora = "\n[model.lora]\nrank = 8\n" if adapter else ""
     head = f'recipe = "rl"\n[model]\n{model}\n{lora}[environment]\nname = "{directory}/sums.py:Sums"\n'
-    (directory / "spec.toml").write_text(head + "[train]\nsteps = 30\nlr = 0.001\n")
+    (directory / "spec.toml").write_text(head + "[train]\nsteps = 30\nlr = 0.001\n" + GROUPS)
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         (directory / "export" / name).write_text(name)
     if adapter:
@@ -66,8 +72,34 @@ def test_an_adapter_on_a_base_that_nobody_has_must_be_merged(tmp_path: Path):
     with pytest.raises(RunError, match="--merge"):
         export_run(run)
     assert "model.safetensors" in names(export_run(run, merge=True))
-    with pytest.raises(RunError, match="no export"):
-        export_run(made_run(tmp_path / "b", adapter=False).rename(tmp_path / "c") / "export")
+
+
+def test_a_run_that_did_not_end_well_has_steps_or_nothing(tmp_path: Path):
+    run = made_run(tmp_path / "run", adapter=True)
+    shutil.rmtree(run / "export")
+    with pytest.raises(RunError, match=r"no export/.*nothing was saved"):
+        export_run(run)
+
+    def fill(step: int, directory: Path) -> None:
+        (directory / "deploy").mkdir()
+        (directory / "deploy" / "adapter_model.safetensors").write_text(f"after {step}")
+
+    for step in (3, 6):
+        Checkpoints(run).write(step, partial(fill, step), {"stage": "rl"})
+    with pytest.raises(RunError, match="--step takes what was saved: 3, 6"):
+        export_run(run)
+    with pytest.raises(RunError, match="no checkpoint of step 4 is there; --step takes what was saved: 3, 6"):
+        export_run(run, step=4)
+    copy = export_run(run, step=3)
+    assert copy.name == "deploy-step-3"
+    assert (copy / "adapter_model.safetensors").read_text() == "after 3"
+    card = (copy / "README.md").read_text()
+    assert "As it was after optimizer step 3." in card
+    assert "Improved" not in card  # that was the run's end
+    assert "90.0 %" not in card
+    (run / "checkpoints" / "step-6" / "deploy" / "adapter_model.safetensors").write_text("other")
+    with pytest.raises(CheckpointDamaged):
+        export_run(run, step=6)
 
 
 def test_the_card_tells_the_run_s_facts_and_no_path_of_this_machine(tmp_path: Path):

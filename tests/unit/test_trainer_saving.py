@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 from trainers import (
+    LORA,
+    TOKENIZER,
     TRAINERS,
+    logits,
     make_group,
     make_narrow,
     make_policy,
@@ -19,8 +25,11 @@ from trainers import (
 )
 
 from tandem.errors import CheckpointError
+from tandem.model.policy import CausalPolicy
+from tandem.model.presets import make_model
 from tandem.optim import master as masters
 from tandem.optim.schedule import lr_share
+from tandem.spec.model import LoraSpec
 from tandem.spec.optim import CosineSchedule
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import MEASURED, Metrics
@@ -101,3 +110,47 @@ def test_a_trainer_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) ->
     for trainer in (fresh, other):
         trainer.step(make_step(make_group(2)))
     assert same(snapshot(fresh._policy), snapshot(other._policy))  # pyright: ignore[reportArgumentType]
+
+
+def small_model(**options: object) -> CausalPolicy:
+    """With tied weights and a renamed layout, as models of the hub have them."""
+    return CausalPolicy(make_model("tiny", TOKENIZER, 0), TOKENIZER, **options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks by that name
+@pytest.mark.parametrize("lora", [None, LORA], ids=["a whole model", "an adapter"])
+def test_the_deployable_copy_of_a_snapshot_is_what_was_trained_then(lora: LoraSpec | None, tmp_path: Path) -> None:
+    policy = small_model(lora=lora)
+    trainer = make_trainer(policy, lr=lambda step: 5e-2)
+    for seed in range(2):
+        trainer.step(make_step(make_group(seed)))
+    write, then = trainer.snapshot(), logits(policy.module)
+    policy.export(tmp_path / "export")
+    trainer.step(make_step(make_group(3)))  # what is written is not what the weights are by now
+    (tmp_path / "step-2").mkdir()
+    write(tmp_path / "step-2")
+    found = tmp_path / "step-2" / "deploy"
+    whole = transformers.AutoModelForCausalLM
+    if lora is None:
+        loaded = whole.from_pretrained(found)
+        assert set(load_file(found / "model.safetensors")) == set(load_file(tmp_path / "export" / "model.safetensors"))
+    else:
+        loaded = peft.PeftModel.from_pretrained(make_model("tiny", TOKENIZER, 0), found)
+        theirs = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
+        assert same(load_file(found / "adapter_model.safetensors"), theirs)
+    assert not torch.equal(logits(policy.module), then)
+    torch.testing.assert_close(logits(loaded), then, rtol=0, atol=1e-6)
+    assert transformers.AutoTokenizer.from_pretrained(found).chat_template == TOKENIZER.chat_template
+    files = {path.name for path in found.iterdir()}
+    assert files >= {path.name for path in (tmp_path / "export" / ("adapter" if lora else ".")).glob("*.json")}
+
+
+def test_a_second_snapshot_takes_the_memory_of_the_first() -> None:
+    trainer = make_trainer(make_policy())
+    trainer.step(make_step(make_group(0)))
+    trainer.snapshot()
+    first = {tensor.data_ptr() for copies in trainer._copies.values() for tensor in copies._rooms.values()}
+    trainer.step(make_step(make_group(1)))
+    trainer.snapshot()
+    assert first == {tensor.data_ptr() for copies in trainer._copies.values() for tensor in copies._rooms.values()}
+    assert same(trainer._copies["weights"]._rooms, snapshot(trainer._policy))  # pyright: ignore[reportArgumentType]

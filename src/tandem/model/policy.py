@@ -6,7 +6,7 @@ Shapes: B rows, T positions, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.model import serving
+from tandem.model import frozen_context, serving
 from tandem.model.activations import Activations
 from tandem.model.activations import Policy as ActivationPolicy
+from tandem.model.deploy import Deployer
 from tandem.model.lora import add_lora
 from tandem.model.quantized import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
@@ -48,6 +49,8 @@ class CausalPolicy:
             begin_adapter(self._adapter, lora, adapter)
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
+        self.context_grad = True
+        """False: no gradient through what stands before a sequence's first trained token."""
         self.activations = Activations(module, activations)
         self.head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
@@ -57,6 +60,8 @@ class CausalPolicy:
 
     def logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> TokenLogprobs:
         with self.activations.watching():
+            if not self.context_grad:
+                return frozen_context.logprobs(self.head, micro, temperature, top_p)
             return self._score(self.head, micro, temperature, top_p)
 
     @torch.no_grad()
@@ -166,6 +171,10 @@ class CausalPolicy:
             whole = merged(self.module) if few_bits else copy.deepcopy(self._adapter).merge_and_unload()
             whole.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+
+    def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]:
+        """Writes such a copy with the values that it is given, adapters apart from the whole; on any thread."""
+        return Deployer(self.module, self._adapter, self.tokenizer).write
 
 
 def _mask(config: Any, micro: MicroBatch) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointError, SyncError
@@ -41,3 +42,26 @@ def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: s
         if (tensor.shape, tensor.dtype) != (saved[name].shape, saved[name].dtype):
             theirs = f"{saved[name].dtype} {list(saved[name].shape)}"
             raise CheckpointError(f"{what}: '{name}' is {theirs} there and {tensor.dtype} {list(tensor.shape)} here")
+
+
+class Copies:
+    """Copies on the host, in memory that is kept from one time to the next: fresh memory costs more than copying."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the time before are overwritten."""
+        self._rooms = {
+            name: self._room(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()
+        }
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return dict(self._rooms)
+
+    def _room(self, name: str, tensor: Tensor) -> Tensor:
+        room = self._rooms.get(name)
+        if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return room

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 import time
-import tomllib
 from pathlib import Path
-from typing import Any
 
 from tandem.errors import ArtifactError, RunError
 from tandem.io import atomic
+from tandem.recipes import build
 from tandem.runs.card import model_card
+from tandem.runs.checkpoints import Checkpoints
+from tandem.runs.resume import spec_of
 from tandem.runs.retry import Limits, tried
+from tandem.spec.model import PresetModel
+from tandem.spec.run import RunSpec
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
@@ -22,32 +25,60 @@ def export_run(
     run_dir: Path,
     *,
     merge: bool = False,
+    step: int | None = None,
     directory: Path | None = None,
     push: str = "",
     public: bool = False,
     endpoint: str | None = None,
 ) -> Path:
     """What a run of [model.lora] made is its adapter, unless `merge` asks for the whole model; a new directory holds it
-    (default: RUN/deploy or RUN/deploy-merged). `push`: also a repository of the Hugging Face hub, in one commit."""
+    (default: RUN/deploy, RUN/deploy-merged; of a `step` RUN/deploy-step-N...). `step`: as it was then, of a run in any
+    state, from a checkpoint that is still there. `push`: also a repository of the Hugging Face hub, in one commit."""
     if push and not _REPO.fullmatch(push):
         raise ArtifactError(f"--push {push}: write user/name, as the hub does")
-    source = run_dir / "export"
-    if not source.exists():
-        raise RunError(f"{run_dir}: has no export/, because it did not end well; see {run_dir / 'status.json'}")
-    spec: dict[str, Any] = tomllib.loads((run_dir / "spec.toml").read_text(encoding="utf-8"))
-    as_adapter = (source / "adapter").exists() and not merge
-    if as_adapter and "preset" in spec["model"]:
+    spec = spec_of(run_dir)
+    as_adapter = spec.model.lora is not None and not merge
+    if as_adapter and isinstance(spec.model, PresetModel):
         raise RunError(f"{run_dir}: the adapter's base was made from scratch and is kept nowhere else; add --merge")
-    target = directory or run_dir / ("deploy-merged" if merge else "deploy")
+    source = run_dir / "export" if step is None else _checkpoint(run_dir, step) / "deploy"
+    if not source.exists():
+        raise RunError(f"{run_dir}: has no export/, because it did not end well; {_saved_steps(run_dir)}")
+    name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
+    target = directory or run_dir / name
     if target.exists() and any(target.iterdir()) and not _is_ours(target):
         raise RunError(f"{target}: holds something else; name another directory with --out")
     with atomic.directory(target) as place:
-        _copy(source, place, as_adapter=as_adapter)
+        if step is not None and spec.model.lora is not None and merge:
+            _merged(spec, source.parent, place)
+        elif step is not None:
+            shutil.copytree(source, place, dirs_exist_ok=True)
+        else:
+            _copy(source, place, as_adapter=as_adapter)
         kind = "adapter" if as_adapter else "model"
-        (place / "README.md").write_text(model_card(run_dir, kind), encoding="utf-8")
+        (place / "README.md").write_text(model_card(run_dir, kind, step), encoding="utf-8")
     if push:
         push_folder(target, push, public=public, endpoint=endpoint)
     return target
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    """Verified."""
+    shelf = Checkpoints(run_dir)
+    if step not in shelf.versions():
+        raise RunError(f"{run_dir}: no checkpoint of step {step} is there; {_saved_steps(run_dir)}")
+    return shelf.read(step).path
+
+
+def _saved_steps(run_dir: Path) -> str:
+    saved = ", ".join(map(str, Checkpoints(run_dir).versions()))
+    return f"--step takes what was saved: {saved}" if saved else f"nothing was saved; see {run_dir / 'status.json'}"
+
+
+def _merged(spec: RunSpec, checkpoint: Path, place: Path) -> None:
+    model = build.model(spec.model, spec.precision, spec.seed, build.pick_device(spec.device))
+    build.load_weights(model, checkpoint)
+    model.policy.export(place)
+    shutil.rmtree(place / "adapter")
 
 
 def push_folder(directory: Path, repo: str, *, public: bool = False, endpoint: str | None = None) -> str:

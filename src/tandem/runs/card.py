@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +12,26 @@ from tandem.obs.history import History, evaluations, read_history, total
 from tandem.obs.wording import caveat, evidence, figure, headline
 
 
-def model_card(run_dir: Path, kind: Literal["adapter", "model"]) -> str:
+def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | None = None) -> str:
+    """`step`: of a copy from the middle, for which the verdict of the run does not speak."""
     history = read_history(run_dir)
+    if step is not None:
+        history = _until(history, step)
     spec: dict[str, Any] = tomllib.loads(history.spec)
-    parts = [_head(spec, kind), f"# {history.name}", headline(history.status), evidence(history.status)]
-    parts += [caveat(history.status), _table(history), _facts(history, spec), _use(spec, kind), _spec(history.spec)]
+    parts = [_head(spec, kind), f"# {history.name}"]
+    if step is None:
+        parts += [headline(history.status), evidence(history.status), caveat(history.status)]
+    else:
+        parts += [f"As it was after optimizer step {step}."]
+    parts += [_table(history), _facts(history, spec), _use(spec, kind), _spec(history.spec)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _until(history: History, step: int) -> History:
+    """What was known when that step had ended."""
+    rows = [row for row in history.rows if row["step"] <= step]
+    known = {name: value for name, value in history.eval.items() if name != "after"}
+    return replace(history, rows=rows, status={**history.status, "steps_done": step, "eval": known})
 
 
 def _head(spec: dict[str, Any], kind: str) -> str:

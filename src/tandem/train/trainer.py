@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.errors import LogprobGap, SpecError
 from tandem.io import atomic
-from tandem.ops.tensors import check_alike
+from tandem.ops.tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.gradients import Collected, Released, clip_scale, total_norm
 from tandem.train.guard import Guard
@@ -58,6 +58,8 @@ class PolicyTrainer:
         self._guard = Guard(max_idle_steps)
         self._memory = Memory(policy, optimizer, top_p)
         self._stage = stage
+        self._copies = {"weights": Copies(), "optimizer": Copies()}
+        self._deploy: Callable[[Mapping[str, Tensor], Path], None] | None = None
         self.on_micro_batch: Callable[[], None] = lambda: None
         """Called before each: a sign of life."""
         self._parameters = list(policy.trainable())
@@ -93,15 +95,23 @@ class PolicyTrainer:
     def save(self, path: Path) -> None:
         """Weights, optimizer, missing bits and clock, all by parameter name."""
         with atomic.directory(path) as directory:
-            self.snapshot()(directory)
+            self._copied()[0](directory)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """What `save` writes, copied now."""
+        """What `save` writes, copied now, and a deployable copy beside it."""
+        write, weights = self._copied()
+        deploy = self._deploy = self._deploy or self._policy.deployer()
+
+        def write_both(directory: Path) -> None:
+            write(directory)
+            deploy(weights, directory / "deploy")
+
+        return write_both
+
+    def _copied(self) -> tuple[Callable[[Path], None], Mapping[str, Tensor]]:
+        """Into memory that the next copy takes again."""
         kinds = {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
-        copies = {
-            file: {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-            for file, tensors in kinds.items()
-        }
+        copies = {file: self._copies[file].of(tensors) for file, tensors in kinds.items()}
         clock = {
             "version": self.version,
             "first_version": self._first_version,
@@ -114,7 +124,7 @@ class PolicyTrainer:
                 save_file(tensors, directory / f"{file}.safetensors")
             (directory / "trainer.json").write_text(json.dumps(clock))
 
-        return write
+        return write, copies["weights"]
 
     def load(self, path: Path) -> None:
         """All of it or nothing."""

@@ -1,0 +1,52 @@
+"""A deployable copy of a policy that is being trained, in Hugging Face format: a whole model, or an adapter.
+
+The values of what is trained were copied before; everything else never changes. So it is written on any thread, while
+the next step is under way.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+_INNER = "base_model.model."  # how PEFT calls a module that it stands around
+
+
+class Deployer:
+    def __init__(self, module: Any, adapter: Any, tokenizer: Any) -> None:
+        """`adapter`: PEFT's view of the module, if adapters are trained."""
+        self._module, self._adapter = module, adapter
+        trained = {tensor.data_ptr() for _, tensor in module.named_parameters() if tensor.requires_grad}
+        self._fixed = [name for name, tensor in module.state_dict().items() if tensor.data_ptr() not in trained]
+        with tempfile.TemporaryDirectory() as place:  # here and now: a tokenizer is not safe for two threads
+            tokenizer.save_pretrained(place)
+            files = [path for path in Path(place).rglob("*") if path.is_file()]
+            self._tokenizer = {path.relative_to(place).as_posix(): path.read_bytes() for path in files}
+
+    def write(self, trained: Mapping[str, Tensor], directory: Path) -> None:
+        """`trained`: by the names of the policy's trainable parameters."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in self._tokenizer.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(content)
+        if self._adapter is None:
+            live = self._module.state_dict()
+            self._module.save_pretrained(directory, state_dict={name: live[name] for name in self._fixed} | {**trained})
+        else:
+            self._write_adapter(trained, directory)
+
+    def _write_adapter(self, trained: Mapping[str, Tensor], directory: Path) -> None:
+        from peft import get_peft_model_state_dict
+
+        inner = {f"{_INNER}{name}": tensor for name, tensor in trained.items()}
+        named = get_peft_model_state_dict(self._adapter, state_dict=inner, save_embedding_layers=False)
+        save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = copy.deepcopy(self._adapter.peft_config["default"])
+        config.inference_mode = True
+        config.save_pretrained(directory)
