@@ -45,8 +45,10 @@ class Held:
         return cls(version, detached, _numbers(detached))
 
     @classmethod
-    def copy_of(cls, version: int, tensors: Mapping[str, Tensor]) -> Held:
-        return cls.of(version, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+    def copy_of(cls, version: int, tensors: Mapping[str, Tensor], device: str | torch.device | None = None) -> Held:
+        """None: each where it is."""
+        copies = {name: tensor.detach().to(device or tensor.device, copy=True) for name, tensor in tensors.items()}
+        return cls.of(version, copies)
 
     @property
     def digest(self) -> str:

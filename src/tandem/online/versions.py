@@ -149,12 +149,13 @@ class VersionStore:
         return self._written(path, version, started, made.digest, made.changed, made.total)
 
     def forget(self, keep: Collection[int]) -> None:
-        """Whatever no version of `keep` needs: orphans, and what lies behind the anchors of the oldest."""
+        """Whatever no version of `keep` needs: orphans, and what lies behind the anchors of the oldest. Of those that
+        cannot be made any more stays what is left: somebody may mend it."""
         parents, anchors = self._names()
         if odd := sorted(set(keep) - {*parents, *anchors}):
             raise CheckpointError(f"{self.directory}: version {odd[0]} is to be kept, and is not there")
-        ways = [self._way_to_anchor(version, parents, anchors) for version in keep]
-        wanted = {*keep, *(version for way in ways for version in way)}
+        ways = [_way_to_anchor(version, parents, anchors) or _up(version, parents) for version in keep]
+        wanted = {version for way in ways for version in way}
         used = {way[-1] for way in ways}
         for version, parent in parents.items():
             if not {version, parent} <= wanted:
@@ -172,7 +173,11 @@ class VersionStore:
         """CheckpointDamaged, with the reasons, if it cannot be made any more."""
         while True:
             parents, anchors = names = self._names()
-            way = self._way_to_anchor(version, parents, anchors)
+            way = _way_to_anchor(version, parents, anchors)
+            if way is None:
+                raise CheckpointDamaged(
+                    f"{self.directory}: no whole way leads from an anchor to version {version} ({self._reasons()})"
+                )
             try:
                 held, notes = self._read_anchor(way[-1], device)
                 walk(held, self._updates(way[::-1], parents), self._threads)
@@ -209,9 +214,9 @@ class VersionStore:
             parents, _ = self._names()
             way = _way(held.version, {version}, parents)
             if way is None:
-                why = f" ({'; '.join(f'{name}: {why}' for name, why in self.damaged.items())})" if self.damaged else ""
                 raise CheckpointError(
-                    f"{self.directory}: no updates lead from version {held.version} to {version}{why}; load it"
+                    f"{self.directory}: no updates lead from version {held.version} to {version} ({self._reasons()}); "
+                    "load it from its anchor"
                 )
             try:
                 return walk(held, self._updates(way, parents), self._threads)
@@ -240,17 +245,6 @@ class VersionStore:
         newest = max((int(match[1]) for name in names if (match := _NUMBER.search(name))), default=-1)
         if version <= newest:
             raise CheckpointError(f"{self.directory}: version {newest} was there before; {version} is no new number")
-
-    def _way_to_anchor(self, version: int, parents: Mapping[int, int], anchors: set[int]) -> list[int]:
-        """Of the way back to the first, or of all that there are."""
-        before = anchors.intersection(_up(version, parents))
-        way = _way(version, before, parents) or _way(version, anchors, parents)
-        if way is None:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.damaged.items())
-            raise CheckpointDamaged(
-                f"{self.directory}: no whole way leads from an anchor to version {version} ({reasons or 'removed'})"
-            )
-        return way
 
     # --- files
 
@@ -287,6 +281,9 @@ class VersionStore:
         there = [name for name in self.damaged if (self.directory / name).exists()]
         return {name: f"{manifest.quarantine(self.directory / name).name} ({self.damaged[name]})" for name in there}
 
+    def _reasons(self) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in self.damaged.items()) or "they were removed"
+
     def _written(self, path: Path, version: int, started: float, digest: str, changed: int, total: int) -> Written:
         size_bytes = sum(file.stat().st_size for file in path.iterdir())
         return Written(version, size_bytes, time.perf_counter() - started, digest, changed, total)
@@ -298,6 +295,12 @@ def _up(version: int, parents: Mapping[int, int]) -> list[int]:
     while (parent := parents.get(found[-1])) is not None:
         found.append(parent)
     return found
+
+
+def _way_to_anchor(version: int, parents: Mapping[int, int], anchors: set[int]) -> list[int] | None:
+    """Of the way back to the first, or of all that there are."""
+    before = anchors.intersection(_up(version, parents))
+    return _way(version, before, parents) or _way(version, anchors, parents)
 
 
 def _way(start: int, goals: Collection[int], parents: Mapping[int, int]) -> list[int] | None:
@@ -337,7 +340,7 @@ def _write_planes(file: Path, update: Update) -> None:
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As the file format wants them: each in memory of its own."""
-    return {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def _size(path: Path) -> int:
