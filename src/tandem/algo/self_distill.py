@@ -1,0 +1,50 @@
+"""Self-distillation from demonstrations: the policy answers by itself, and the same model, which has been shown the
+demonstration, judges every token of it.
+
+What a demonstration says is learned from answers that the model would give, and not by forcing tokens on it that it
+finds unlikely: that is what makes it forget least. The judge's logprobs are those of the version that answered, taken
+before the first step, so no second model is needed. A token's credit is the judge's logprob minus its own, as in
+algo/distill.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tandem.algo import ratio
+from tandem.algo.credit import has_tokens
+from tandem.algo.policy_gradient import pushing, token_mean
+from tandem.protocols import Algorithm, Credit
+from tandem.spec.algorithm import Correction, TruncateToken
+from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
+
+Judge = Callable[[Trajectory], Sequence[float]]
+"""Logprobs of an answer's trained tokens, by the model that was shown the demonstration."""
+
+_TRUNCATE = TruncateToken()
+
+
+def make(judge: Judge, *, advantage_clip: float = 5.0, correction: Correction = _TRUNCATE) -> Algorithm:
+    """`advantage_clip`: a token that the judge would never say has boundless credit; 0 leaves it so."""
+
+    def credit(groups: Sequence[Group]) -> list[Credit]:
+        return [[_credit(trajectory, judge(trajectory), advantage_clip) for trajectory in group] for group in groups]
+
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        # Its own logprobs move as it learns; the credit moves with them, and is 0 where it says what the judge says.
+        moved_N = scored.logprobs_N.detach() - micro.behaviour_N
+        credit_N = micro.credit_N - moved_N
+        found = ratio.corrected(scored.logprobs_N, micro, correction)
+        value_N = pushing(found.weight_N, scored.logprobs_N) * credit_N
+        sums = {**found.metrics, "loss/kl": -credit_N.sum().item(), "policy/entropy": scored.entropy_N.sum().item()}
+        return -(value_N * token_mean(micro, totals)).sum(), sums
+
+    return Algorithm("self_distill", has_tokens, credit, loss, credit_is_all=False)
+
+
+def _credit(trajectory: Trajectory, judged: Sequence[float], clip: float) -> list[float]:
+    own = [logprob for logprob, trained in zip(trajectory.logprobs, trajectory.trained, strict=True) if trained]
+    gaps = [theirs - mine for theirs, mine in zip(judged, own, strict=True)]
+    return [max(-clip, min(clip, gap)) for gap in gaps] if clip else gaps
