@@ -33,7 +33,7 @@ from tandem.types import Fingerprints, Sampling
 _log = logging.getLogger(__name__)
 
 _STOP_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S = 3.0, 1.0, 0.2, 10.0, 2.0
-_DRAWN_TOKENS = 16
+_DRAWN_TOKENS, _TRIES = 16, 3
 
 T = TypeVar("T")
 
@@ -67,6 +67,15 @@ class _Half:
     opened: wire.Opened
 
 
+@dataclass
+class _Wish:
+    """What somebody waits for; begun again should the trainer half die over it."""
+
+    work: Callable[[], Awaitable[Any]]
+    done: asyncio.Future[Any]
+    tries: int = 0
+
+
 class Conductor:
     def __init__(
         self,
@@ -88,7 +97,7 @@ class Conductor:
         self._restarts, self._why, self._why_no_trainer = 0, "", ""
         self._running: Job | None = None
         self._progress: dict[str, Any] = {}
-        self._wishes: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = asyncio.Queue()
+        self._wishes: asyncio.Queue[_Wish] = asyncio.Queue()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
@@ -171,7 +180,7 @@ class Conductor:
 
     async def _when_idle(self, work: Callable[[], Awaitable[T]]) -> T:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._wishes.put_nowait((work, done))
+        self._wishes.put_nowait(_Wish(work, done))
         self.wake()
         return await done
 
@@ -200,28 +209,31 @@ class Conductor:
         await self._queue_again()
         await self._ensure_served()
         while not self._wishes.empty():
-            await self._grant(*self._wishes.get_nowait())
+            await self._grant(self._wishes.get_nowait())
         if waiting := self.store.jobs(1, ["queued"]):
             await self._do(await self.store.begin(waiting[0].id))
             self._restarts = 0
         elif self._checkpoint_due():
             await self._checkpoint()
 
-    async def _grant(self, work: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
-        if done.done():  # nobody waits any more
+    async def _grant(self, wish: _Wish) -> None:
+        if wish.done.done():  # nobody waits any more
             return
         try:
-            result = await work()
+            result = await wish.work()
         except HalfLost as error:
-            if not done.done():
-                done.set_exception(EngineError(f"{error}; ask again"))
+            wish.tries += 1
+            if wish.tries < _TRIES:
+                self._wishes.put_nowait(wish)
+            elif not wish.done.done():
+                wish.done.set_exception(EngineError(f"{error}; ask again"))
             raise
         except TandemError as error:
-            if not done.done():
-                done.set_exception(error)
+            if not wish.done.done():
+                wish.done.set_exception(error)
         else:
-            if not done.done():
-                done.set_result(result)
+            if not wish.done.done():
+                wish.done.set_result(result)
 
     def _needs_trainer(self) -> bool:
         return self._half is None or self._half.peer.gone.is_set()

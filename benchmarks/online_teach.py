@@ -1,0 +1,174 @@
+"""Teaches a served model facts while it answers, and asks for them: how many it knows, what it forgot, what it cost.
+
+The model (tiny preset, from scratch) first learns to count, so that there is something to forget; a part of that is held
+out, and the gates watch it. Then the facts are taught in several jobs while other clients ask without pause. Every token
+that they were told is scored again with the weights of the version that it is stamped with, read from the disk: one that
+those weights do not say is counted as torn. Exit code 1 if less than 95 % are known, or any token is torn.
+
+python benchmarks/online_teach.py [--facts 20] [--jobs 4] [--steps 24] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from online_common import OnlineServer, fact
+
+SPEC = """
+[model]
+preset = "tiny"
+[train]
+lr = 3e-3
+batch_size = 24
+[gates]
+held_out = "{held_out}"
+held_out_rise = 0.1
+kl = 30.0
+update_norm = 2.0
+[replay]
+share = 0.4
+"""
+TORN_NATS = 1e-2
+CLIENTS = 2
+
+
+def counting(start: int) -> dict[str, Any]:
+    """What the model knows before: how to count on."""
+    answer = " ".join(str((start + n) % 100) for n in range(1, 4))
+    return {"messages": [{"role": "user", "content": f"count from {start}"}, {"role": "assistant", "content": answer}]}
+
+
+class Asking:
+    """Clients that ask without pause, and keep what they were told."""
+
+    def __init__(self, server: OnlineServer) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.status_ms: list[float] = []
+        self._server, self._end = server, threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
+        self._threads.append(threading.Thread(target=self._look))
+
+    def __enter__(self) -> Asking:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, seed: int) -> None:
+        body = {"model": "online", "messages": [{"role": "user", "content": f"count from {seed}"}], "max_tokens": 48}
+        body |= {"temperature": 1.0, "logprobs": True, "return_token_ids": True}
+        with self._client() as client:
+            while not self._end.is_set():
+                seed += CLIENTS
+                answer = client.post("/v1/chat/completions", json=body | {"seed": seed}).raise_for_status().json()
+                self.told.append(answer)
+                time.sleep(0.05)
+
+    def _look(self) -> None:
+        with self._client() as client:
+            while not self._end.is_set():
+                started = time.perf_counter()
+                client.get("/train/status").raise_for_status()
+                self.status_ms.append(1000 * (time.perf_counter() - started))
+                time.sleep(0.02)
+
+    def _client(self) -> httpx.Client:
+        http = self._server.http
+        return httpx.Client(base_url=http.base_url, headers=http.headers, timeout=60)
+
+
+def torn_tokens(told: list[dict[str, Any]], server: OnlineServer) -> tuple[int, int, int]:
+    """Of so many tokens, and how many answers cross an update: each is scored with the weights of its own version."""
+    from tandem.online.versions import VersionStore
+    from tandem.recipes import build_online
+    from tandem.spec.online import load_online_spec
+
+    class NoEngine:
+        version, receivers = 0, 1
+
+    parts = build_online.parts(load_online_spec(server.spec), NoEngine())  # type: ignore[arg-type]
+    store = VersionStore(server.data_dir / "versions")
+    torn = total = crossing = 0
+    loaded = {version: store.load(version).held for version in store.known()}
+    for answer in told:
+        choice = answer["choices"][0]
+        prompt, ids = answer["prompt_token_ids"], choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        crossing += len(choice["weight_versions"]) > 1
+        at = 0
+        for version, count in choice["weight_versions"]:
+            loaded[version].restore(dict(parts.policy.trainable()))
+            scored = parts.score([*prompt, *ids[: at + count]], len(prompt) + at)
+            torn += sum(abs(a - b) > TORN_NATS for a, b in zip(scored, logprobs[at : at + count], strict=True))
+            at += count
+        total += at
+        torn += at != len(ids)
+    return torn, total, crossing
+
+
+def teach(home: Path, facts: int, jobs: int, steps: int) -> dict[str, Any]:
+    held_out = home / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps(counting(n)) + "\n" for n in range(0, 100, 7)))
+    server = OnlineServer(home, SPEC.format(held_out=held_out)).start()
+    try:
+        before = server.wait(
+            server.teach([counting(n) for n in range(100) if n % 7], steps=60, source="counting"), 300
+        )
+        assert before["state"] == "published", before
+        samples = [fact(n) for n in range(facts)]
+        started = time.perf_counter()
+        with Asking(server) as asking:
+            rows = [server.wait(server.teach(samples, steps=steps, seed=n), 300) for n in range(jobs)]
+            answers = [server.ask(sample["messages"][0]["content"]) for sample in samples]
+        seconds = time.perf_counter() - started
+        said = [answer["choices"][0]["message"]["content"] for answer in answers]
+        right = sum(text == each["messages"][1]["content"] for text, each in zip(said, samples, strict=True))
+        torn, tokens, crossing = torn_tokens(asking.told, server)
+        gates = {gate["gate"]: gate["value"] for gate in rows[-1]["gates"]}
+        status = sorted(asking.status_ms)
+        return {
+            "accuracy": right / facts,
+            "status_p99_ms": statistics.quantiles(status, n=100)[-1],
+            "torn_tokens": torn,
+            "seconds": seconds,
+            "facts": facts,
+            "jobs": [row["state"] for row in rows],
+            "why": [row["why"] for row in rows if row["why"]],
+            "held_out_rise": gates["held_out"],
+            "held_out_limit": 0.1,
+            "tokens_checked": tokens,
+            "answers_across_updates": crossing,
+            "status_requests": len(status),
+        }
+    finally:
+        server.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--facts", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        told = teach(Path(home), options.facts, options.jobs, options.steps)
+    print(json.dumps(told) if options.json else "\n".join(f"{name:24} {value}" for name, value in told.items()))
+    sys.exit(told["accuracy"] < 0.95 or told["torn_tokens"] > 0)
+
+
+if __name__ == "__main__":
+    main()
