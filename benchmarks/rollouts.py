@@ -120,7 +120,7 @@ class Bodies:
     """Posts of `many` groups; each differs from all others in its ids."""
 
     def __init__(self, many: int, kind: str, tokens: int = 1024) -> None:
-        made = [wire.encode(group(tokens=tokens), environment=1) for _ in range(min(many, 16))]
+        made = [wire.encode(group(tokens=tokens)) for _ in range(min(many, 16))]
         self.kind, self.many, self.tokens = kind, many, tokens
         frames = [bytes(made[number % len(made)].frame) for number in range(many)]
         self.head = PREFIX.size + PREFIX.unpack_from(frames[0])[1]

@@ -3,8 +3,9 @@
     python benchmarks/rollouts_atropos.py --atropos-python .venv-atropos/bin/python [--deep 10000] [--json out.json]
 
 Theirs keeps everything in memory; ours has every group on the disk (fsync) before it answers. Each group is 8 x 1024
-tokens with logprobs, about 250 KB of JSON, and its bytes are its own. `--deep`: so many groups queued, for ours alone;
-theirs needs about 1 MB of memory for each.
+tokens with logprobs, about 230 KB of JSON, and its bytes are its own. Rows that are called native are such groups in the
+forms of our own protocol, against its posts of 8. `--deep`: so many groups queued, for ours alone; theirs needs about
+1 MB of memory for each.
 """
 
 from __future__ import annotations
@@ -24,16 +25,23 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rollouts
 from common import table
 
 CONNECTIONS = 16
 PROMPT_SHARE = 8
 BATCH = 64
+NATIVE = (
+    ("native JSON of 8, groups/s", rollouts.JSON, 8, 1),
+    ("native binary of 64, groups/s", rollouts.wire.BINARY, 64, 8),
+)
+"""Name, content type, groups a post, and how many times the others' groups: binary ones are over too soon."""
 
 
 @dataclass
@@ -41,6 +49,7 @@ class Server:
     name: str
     port: int
     pid: int
+    token: str = ""
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
@@ -63,6 +72,11 @@ class Server:
         self.call("GET", "/batch")
         environment = {"max_token_length": max_tokens, "desired_name": "bench", "weight": 1.0, "group_size": 8}
         return json.loads(self.call("POST", "/register-env", environment)[1])["env_id"]
+
+    def begin_native(self) -> int:
+        """An environment of our own protocol beside it."""
+        headers = {"Authorization": f"Bearer {self.token}", "Idempotency-Key": uuid.uuid4().hex}
+        return json.loads(self.call("POST", "/v2/environments", {"name": "bench"}, **headers)[1])["id"]
 
     @property
     def memory_mb(self) -> float:
@@ -101,20 +115,49 @@ class Bodies:
         return b"[" + b",".join(self.next() for _ in range(count)) + b"]"
 
 
-def post_all(
-    port: int, path: str, env_id: int, length: int, posts: int, per_post: int, ready: Any, go: Any, out: Any
-) -> None:
+@dataclass(frozen=True)
+class Work:
+    """What one row posts. `native`: the content type of our own protocol that it goes as."""
+
+    port: int
+    env_id: int
+    posts: int
+    per_post: int
+    length: int = 1024
+    native: str = ""
+    token: str = ""
+
+    @property
+    def path(self) -> str:
+        if self.native:
+            return f"/v2/groups?environment={self.env_id}"
+        return "/scored_data" if self.per_post == 1 else "/scored_data_list"
+
+    def bodies(self) -> list[bytes]:
+        if self.native:
+            native = rollouts.Bodies(self.per_post, self.native, self.length)
+            return [native.next() for _ in range(self.posts)]
+        bodies = Bodies(self.env_id, self.length)
+        return [bodies.next() if self.per_post == 1 else bodies.next_list(self.per_post) for _ in range(self.posts)]
+
+    def headers(self) -> dict[str, str]:
+        if not self.native:
+            return {"Content-Type": "application/json"}
+        key = uuid.uuid4().hex
+        return {"Content-Type": self.native, "Authorization": f"Bearer {self.token}", "Idempotency-Key": key}
+
+
+def post_all(work: Work, ready: Any, go: Any, out: Any) -> None:
     """A process of its own, so that making requests takes no time from whoever measures."""
-    bodies = Bodies(env_id, length)
-    made = [bodies.next() if per_post == 1 else bodies.next_list(per_post) for _ in range(posts)]
+    made = work.bodies()
     failed: list[str] = []
 
     def worker(mine: list[bytes]) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", work.port, timeout=120)
         connection.connect()
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for body in mine:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", work.path, body, work.headers())
             answer = connection.getresponse()
             said = answer.read()
             if answer.status != 200:
@@ -132,12 +175,13 @@ def post_all(
     out.put((time.perf_counter() - started, failed))
 
 
-def groups_per_s(server: Server, env_id: int, *, groups: int, per_post: int = 1, length: int = 1024) -> float:
+def groups_per_s(
+    server: Server, env_id: int, *, groups: int, per_post: int = 1, length: int = 1024, native: str = ""
+) -> float:
     context = multiprocessing.get_context("spawn")
     ready, go, out = context.Event(), context.Event(), context.Queue()
-    path = "/scored_data" if per_post == 1 else "/scored_data_list"
-    arguments = (server.port, path, env_id, length, groups // per_post, per_post, ready, go, out)
-    process = context.Process(target=post_all, args=arguments)
+    work = Work(server.port, env_id, groups // per_post, per_post, length, native, server.token)
+    process = context.Process(target=post_all, args=(work, ready, go, out))
     process.start()
     ready.wait()
     go.set()
@@ -182,7 +226,7 @@ def ours(data_dir: Path) -> Iterator[Server]:
     with _started(command) as process:
         _wait(ready.exists)
         port = int(json.loads(ready.read_text())["url"].rpartition(":")[2])
-        yield Server("tandem", port, process.pid)
+        yield Server("tandem", port, process.pid, (data_dir / "token").read_text())
 
 
 @contextlib.contextmanager
@@ -221,7 +265,13 @@ def measure(servers: list[Server], args: argparse.Namespace) -> dict[str, dict[s
             note("POST, groups/s", server, [groups_per_s(server, env_id, groups=args.groups)])
         for server in servers:
             env_id = server.begin(BATCH, 2048)
-            note("POST of 8, groups/s", server, [groups_per_s(server, env_id, groups=args.groups, per_post=8)])
+            rate = groups_per_s(server, env_id, groups=args.groups, per_post=8)
+            note("POST of 8, groups/s", server, [rate])
+            for name, kind, per_post, times in NATIVE:
+                if server.token:
+                    env_id = server.begin_native()
+                    rate = groups_per_s(server, env_id, groups=times * args.groups, per_post=per_post, native=kind)
+                note(name, server, [rate])
         for server in servers:
             env_id = server.begin(BATCH, 2048)
             groups_per_s(server, env_id, groups=6 * BATCH // 8)

@@ -19,7 +19,7 @@ from served import wait_until
 from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
-from tandem.serve.rollouts_atropos import atropos_router
+from tandem.serve.rollouts_atropos import atropos_routes
 from tandem.serve.run import Listen, Server
 
 TRAINER = {
@@ -73,7 +73,8 @@ def serving_atropos(data_dir: Path, *, may_reset: bool = True) -> Iterator[Clien
     listen = Listen(data_dir)
     queue = RolloutQueue(data_dir)
     atropos = Atropos(queue, data_dir)
-    service = Service("tandem rollouts serve", atropos_router(atropos, may_reset=may_reset), close=queue.close)
+    hot, router = atropos_routes(atropos, may_reset=may_reset)
+    service = Service("tandem rollouts serve", router, hot=hot, close=queue.close)
     app = create_app(service, token=listen.token(), hosts=listen.hosts)
     server = Server(app, listen, tell=lambda _: None)
     thread = threading.Thread(target=server.run)

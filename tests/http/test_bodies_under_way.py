@@ -1,17 +1,27 @@
-"""How much the bodies of requests under way may take together: unpacked, and until they are parsed."""
+"""Bodies of requests under way: what they may take together, unpacked and until they are parsed; and that they come
+whole."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 from collections import Counter
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from rollouts_served import serving_rollouts
 
+from tandem.rollout import wire
+from tandem.rollout.queue import RolloutQueue
+from tandem.rollout.queue_types import EnvironmentSpec, TrainerSpec
 from tandem.serve.app import Service, create_app, let_go
+from tandem.serve.rollouts import rollouts_service
+from tandem.types import Trajectory
 
 CAP = 1000  # of one body; of sixteen times that much there is room
 HEADERS = {"Authorization": "Bearer t", "Content-Type": "application/json"}
@@ -62,3 +72,44 @@ def test_bodies_are_counted_by_what_they_take_unpacked(packed: bool):
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 def test_a_body_that_was_parsed_leaves_its_room_to_others(packed: bool):
     assert statuses("/lets-go", b" " * CAP, 40, packed=packed) == {200: 40}
+
+
+def test_whoever_waits_for_a_ticket_takes_no_room_with_what_it_asked(tmp_path: Path):
+    async def scenario() -> Counter[int]:
+        queue = RolloutQueue(tmp_path)
+        await queue.register_trainer(TrainerSpec("run", groups_per_step=1))
+        await queue.register_environment(EnvironmentSpec("env"))
+        app = create_app(rollouts_service(queue), token="t", hosts=None, body_bytes=CAP)
+        asking = b'{"environment": 1, "wait_s": 0.5}'.ljust(CAP)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://s") as client:
+
+            def ask(key: str) -> Coroutine[Any, Any, httpx.Response]:
+                return client.post("/v2/tickets", content=asking, headers=HEADERS | {"Idempotency-Key": key})
+
+            answers = await asyncio.gather(*(ask(str(number)) for number in range(40)))
+        await queue.close()
+        return Counter(each.status_code for each in answers)
+
+    assert asyncio.run(scenario()) == {200: 40}
+
+
+def test_the_books_name_the_route_of_what_is_called_most(tmp_path: Path):
+    with serving_rollouts(tmp_path) as client:
+        client.begin()
+        assert client.send("/v2/groups", {"groups": []}).status_code == 422
+        assert client.http.put("/v2/groups", json={}).status_code == 405
+        told = client.http.get("/metrics").text
+    assert 'tandem_http_requests_total{method="POST",route="/v2/groups",status="422"} 1.0' in told
+
+
+def test_a_body_comes_whole_in_whatever_pieces(tmp_path: Path):
+    with serving_rollouts(tmp_path) as client:
+        client.begin(max_tokens=0)
+        one = Trajectory([1] * 400_000, [True] * 400_000, [-1.0] * 400_000, [0] * 400_000)
+        frame = bytes(wire.encode([one, one]).frame)  # 7 MB
+        pieces = [frame[at : at + 700_001] for at in range(0, len(frame), 700_001)]
+        headers = {"Content-Type": wire.BINARY, "Idempotency-Key": "k"}
+        answer = client.http.post("/v2/groups?environment=1", content=iter(pieces), headers=headers)
+        assert answer.json()["groups"][0]["outcome"] == "queued", answer.text
+        assert client.queue is not None
+        assert asyncio.run(client.queue.group(1)).frame == frame

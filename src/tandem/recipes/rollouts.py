@@ -6,7 +6,7 @@ import dataclasses
 import logging
 
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
+from starlette.routing import Route
 
 from tandem.errors import SpecError
 from tandem.obs.rollouts_status import READY_FILE
@@ -15,7 +15,7 @@ from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
 from tandem.serve.fast_http import FastHttp
 from tandem.serve.rollouts import BODY_BYTES, rollouts_service
-from tandem.serve.rollouts_atropos import atropos_router
+from tandem.serve.rollouts_atropos import atropos_routes
 from tandem.serve.run import Listen, serve_forever
 
 _log = logging.getLogger(__name__)
@@ -50,11 +50,14 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
 
 
 def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:
-    beside = atropos_router(Atropos(queue, listen.data_dir), may_reset=open_to_all)
+    hot, beside = atropos_routes(Atropos(queue, listen.data_dir), may_reset=open_to_all)
     router = APIRouter()
-    router.include_router(beside)  # first: its clients post one group at a time, and routes are tried in order
+    router.include_router(beside)  # first: what is at / greets their clients, and shows people ours
     router.include_router(service.router)
-    paths = {route.path for route in beside.routes if isinstance(route, APIRoute)}
+    paths = {route.path for route in (*hot, *beside.routes) if isinstance(route, Route)}
     return dataclasses.replace(
-        service, router=router, open_paths=service.open_paths | (paths if open_to_all else set())
+        service,
+        router=router,
+        hot=[*hot, *service.hot],
+        open_paths=service.open_paths | (paths if open_to_all else set()),
     )

@@ -40,7 +40,7 @@ LAPSE_S = 60.0
 MIN_WEIGHT = 0.01
 LEASE_S = 86400.0
 """Whoever asks for a status renews it; it ends with the next fetch, or with the next registration."""
-_INLINE_BYTES = 4 << 20
+_INLINE_BYTES, _HASHED_INLINE_BYTES = 4 << 20, 1 << 20
 _COUNTED_S = 0.1
 _NAMELESS = "nameless"
 
@@ -199,15 +199,16 @@ class Atropos:
 
     async def post(self, body: bytes, *, many: bool) -> dict[str, Any]:
         """The reply to `/scored_data` or `/scored_data_list`."""
-        large = len(body) > _INLINE_BYTES
-        digest = await asyncio.to_thread(_digest, body) if large else _digest(body)
-        once = Once(f"atropos-{self.notes.run}-{many}-{digest}", b"", SAME_POST_S)
-        if (before := await self.queue.answer(once)) is not None:
-            self.counts["duplicate_posts"] += 1
-            return {"status": "received", "groups_processed": len(before)} if many else {"status": "received"}
+        aside = asyncio.get_running_loop().run_in_executor  # hashing lets others run; reading, in the main, does not
+        digesting = aside(None, _digest, body) if len(body) > _HASHED_INLINE_BYTES else None
         read = wire.read_list if many else _read_alone
         try:
-            scored = await asyncio.to_thread(read, body) if large else read(body)
+            scored = await aside(None, read, body) if len(body) > _INLINE_BYTES else read(body)
+            digest = _digest(body) if digesting is None else await digesting
+            once = Once(f"atropos-{self.notes.run}-{many}-{digest}", b"", SAME_POST_S)
+            if (before := await self.queue.answer(once)) is not None:
+                self.counts["duplicate_posts"] += 1
+                return {"status": "received", "groups_processed": len(before)} if many else {"status": "received"}
             return await self._put(scored, once, many=many)
         except GroupRefused as refused:
             await self.queue.quarantine(None, refused.field, refused.text, body)

@@ -14,8 +14,8 @@ a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+import struct
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -173,36 +173,28 @@ def assemble(
     field: str = "",
 ) -> WireGroup:
     """A checked frame from lists, one for each trajectory; their lengths are the head's."""
-    ids_N = _array(ids, np.int64, field, "ids")
-    trained_N = _array(trained, np.int64, field, "trained")
-    with np.errstate(over="ignore"):  # what a float32 cannot hold becomes infinite, and is refused as such
-        logprobs_N = _array(logprobs, np.float64, field, "logprobs").astype("<f4")
-    for number, each in enumerate(split(head, ids_N)):
-        if each.size and not 0 <= int(each.min()) <= int(each.max()) < 2**31:
-            raise GroupRefused(path_of(field, f"trajectories.{number}.ids"), "an id is negative, or above 2^31 - 1")
-    for number, each in enumerate(split(head, trained_N)):
-        if each.size and not 0 <= int(each.min()) <= int(each.max()) <= 1:
-            raise GroupRefused(path_of(field, f"trajectories.{number}.trained"), "only 0 and 1 (or false and true)")
     try:
         encoded = msgspec.msgpack.encode(head)
     except OverflowError as error:
         check_head(head, field)  # names it
         raise GroupRefused(field or "groups", str(error)) from None
-    buffers = ids_N.astype("<i4").tobytes() + logprobs_N.tobytes() + trained_N.astype(np.uint8).tobytes()
-    frame = b"".join((PREFIX.pack(MAGIC, len(encoded), len(buffers)), encoded, buffers))
-    return _read_frame(memoryview(frame), field)
+    buffers = [
+        *_packed("i", ids, path_of(field, "trajectories.{}.ids"), "an id is negative, or above 2^31 - 1"),
+        *_packed("f", logprobs, path_of(field, "trajectories.{}.logprobs"), "one is beyond a float32"),
+        *_packed("B", trained, path_of(field, "trajectories.{}.trained"), "only 0 and 1 (or false and true)"),
+    ]
+    prefix = PREFIX.pack(MAGIC, len(encoded), sum(map(len, buffers)))
+    return _read_frame(memoryview(b"".join((prefix, encoded, *buffers))), field)
 
 
-def _array(lists: Sequence[Sequence[float]], kind: type[np.generic], field: str, name: str) -> Array:
-    try:
-        return np.array(list(chain.from_iterable(lists)), kind)
-    except (OverflowError, TypeError, ValueError) as error:
-        for number, each in enumerate(lists):
-            try:
-                np.array(each, kind)
-            except (OverflowError, TypeError, ValueError):
-                raise GroupRefused(path_of(field, f"trajectories.{number}.{name}"), str(error)) from None
-        raise
+def _packed(kind: str, lists: Sequence[Sequence[float]], field: str, text: str) -> Iterator[bytes]:
+    """Each list as little-endian numbers; `text` to whoever sent what they cannot hold. `struct` takes half the time
+    of an array from a list."""
+    for number, each in enumerate(lists):
+        try:
+            yield struct.pack(f"<{len(each)}{kind}", *each)
+        except (struct.error, OverflowError):
+            raise GroupRefused(field.format(number), text) from None
 
 
 def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,5 @@
-"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with a bound on what comes before a body."""
+"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with a bound on what comes before a body, and
+whoever waits for a body woken once it is there."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MAX_HEAD_BYTES = 64 * 2**10
+_PIECE_BYTES = 2**20
 
 
 class FastHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes, self._in_head, self._ended = 0, True, False
+        self._parts: list[bytes] = []
+        self._part_bytes = 0
 
     def data_received(self, data: bytes) -> None:
         in_head, self._ended = self._in_head, False
@@ -30,6 +34,27 @@ class FastHttp(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """The door reads a body whole: to wake it at each piece that the network made, and to copy what is there so
+        far, is work for nothing."""
+        if self.cycle.response_complete:
+            return
+        self._parts.append(body)
+        self._part_bytes += len(body)
+        if self._part_bytes >= _PIECE_BYTES:
+            self.flow.pause_reading()
+            self._hand_over()
+            self.cycle.message_event.set()
+
     def on_message_complete(self) -> None:
+        if self._parts:
+            self._hand_over()
         super().on_message_complete()
         self._head_bytes, self._in_head, self._ended = 0, True, True
+
+    def _hand_over(self) -> None:
+        parts, self._parts, self._part_bytes = self._parts, [], 0
+        if self.cycle.body:
+            parts.insert(0, bytes(self.cycle.body))
+        body: Any = b"".join(parts)  # and not a bytearray, of which whoever receives it makes a copy
+        self.cycle.body = body

@@ -36,7 +36,7 @@ from tandem.rollout import wire, wire_lease
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
 from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
-from tandem.serve.app import Refused, Service, unless_gone
+from tandem.serve.app import HotRoute, Refused, Service, body_at_hand, let_go, unless_gone
 from tandem.serve.rollouts_metrics import registry
 from tandem.serve.rollouts_page import page
 
@@ -128,8 +128,8 @@ def rollouts_service(queue: RolloutQueue) -> Service:
     posts = {
         "trainer": api.trainer, "trainer/version": api.version, "environments": api.environment,
         "environments/{id}/alive": api.alive, "environments/{id}/disconnect": api.disconnect,
-        "tickets": api.tickets, "tickets/{order}/drop": api.drop, "groups": api.put, "leases": api.take,
-        "leases/{id}/renew": api.renew, "release": api.release, "ack": api.ack,
+        "tickets/{order}/drop": api.drop, "leases": api.take, "leases/{id}/renew": api.renew, "release": api.release,
+        "ack": api.ack,
     }  # fmt: skip
     gets = {
         "status": api.status, "environments/{id}": api.environment_status, "groups": api.groups,
@@ -157,6 +157,7 @@ def rollouts_service(queue: RolloutQueue) -> Service:
         body_types=frozenset({"application/json", wire.BINARY}),
         gzip=True,
         open_paths=frozenset({"/"}),
+        hot=[HotRoute("/v2/groups", api.put), HotRoute("/v2/tickets", api.tickets)],
     )
 
 
@@ -206,19 +207,22 @@ class _Api:
 
     async def put(self, request: Request) -> Response:
         environment = _whole(request.query_params.get("environment"), "environment")
-        body, key = await request.body(), _key(request)
         binary = request.headers.get("content-type", "").partition(";")[0].strip().lower() == wire.BINARY
-        most = self.queue.limits.max_groups_per_post
+        key, large = _key(request), len(body_at_hand(request)) > _AT_ONCE
+        beginning = body_at_hand(request)[: self.queue.limits.quarantine_bytes]
 
         def read() -> tuple[list[wire.WireGroup], Once]:
+            body, most = body_at_hand(request), self.queue.limits.max_groups_per_post
             groups = wire.read_frames(body, max_groups=most) if binary else wire.read_json(body, max_groups=most)
             return groups, _once(request, key, body)
 
         try:
-            groups, once = await asyncio.to_thread(read) if len(body) > _AT_ONCE else read()
+            groups, once = await asyncio.to_thread(read) if large else read()
+            if not binary:  # frames of a binary body are parts of it
+                let_go(request)
             stored = await self.queue.put(groups, environment=environment, once=once)
         except GroupRefused as refused:
-            await self.queue.quarantine(environment, refused.field, refused.text, body)
+            await self.queue.quarantine(environment, refused.field, refused.text, beginning)
             raise
         return _json({"groups": stored, "version": self.queue.version})
 
@@ -242,7 +246,7 @@ class _Api:
         return Response(await asyncio.to_thread(wire_lease.lease_to_json, lease), media_type="application/json")
 
     async def renew(self, id: int, request: Request) -> Response:
-        body = _parsed(await request.body(), EpochBody)
+        body = _parsed(body_at_hand(request), EpochBody)
         return _json({"seconds": await self.queue.renew(body.epoch, id)})
 
     async def release(self, request: Request) -> Response:
@@ -279,9 +283,10 @@ class _Api:
 
 
 async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Once]:
-    body = await request.body()
-    key = _key(request)
-    return _parsed(body, kind), _once(request, key, body)
+    body = body_at_hand(request)
+    asked, once = _parsed(body, kind), _once(request, _key(request), body)
+    let_go(request)  # it may wait for a minute
+    return asked, once
 
 
 def _parsed(body: bytes, kind: type[Body]) -> Body:

@@ -33,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.errors import GroupRefused, QueueFull, StoreError
 from tandem.rollout.atropos import Atropos, Batch, NotRegistered, Registration
 from tandem.rollout.atropos_wire import KEYS, why_refused
-from tandem.serve.app import Refused
+from tandem.serve.app import HotRoute, Refused, body_at_hand
 from tandem.serve.rollouts_page import page
 
 _log = logging.getLogger(__name__)
@@ -73,15 +73,19 @@ class EnvironmentId(msgspec.Struct, frozen=True):
     env_id: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-def atropos_router(atropos: Atropos, *, may_reset: bool) -> APIRouter:
+def atropos_routes(atropos: Atropos, *, may_reset: bool) -> tuple[list[HotRoute], APIRouter]:
     """`may_reset`: GET /reset_data wipes everything, for whoever asks."""
     api, router = _Api(atropos, may_reset=may_reset), APIRouter()
-    for name in ("register", "register-env", "disconnect-env", "scored_data", "scored_data_list"):
+    for name in ("register", "register-env", "disconnect-env"):
         router.add_api_route(f"/{name}", getattr(api, name.replace("-", "_")), methods=["POST"])
-    for name in ("wandb_info", "info", "batch", "status", "status-env", "latest_example", "reset_data"):
-        router.add_api_route(f"/{name}", getattr(api, name.replace("-", "_")), methods=["GET"], response_model=None)
+    for name in ("wandb_info", "info", "batch", "status", "latest_example", "reset_data"):
+        router.add_api_route(f"/{name}", getattr(api, name), methods=["GET"], response_model=None)
     router.add_api_route("/", api.root, methods=["GET"])
-    return router
+    hot = [
+        HotRoute("/scored_data", api.scored_data), HotRoute("/scored_data_list", api.scored_data_list),
+        HotRoute("/status-env", api.status_env, "GET"),
+    ]  # fmt: skip
+    return hot, router
 
 
 class _Api:
@@ -137,15 +141,15 @@ class _Api:
             return {"batch_size": -1, "max_token_len": -1}
         return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
 
-    async def scored_data(self, request: Request) -> dict[str, Any]:
+    async def scored_data(self, request: Request) -> Response:
         return await self._post(request, many=False)
 
-    async def scored_data_list(self, request: Request) -> dict[str, Any]:
+    async def scored_data_list(self, request: Request) -> Response:
         return await self._post(request, many=True)
 
-    async def _post(self, request: Request, *, many: bool) -> dict[str, Any]:
+    async def _post(self, request: Request, *, many: bool) -> Response:
         try:
-            return await self.atropos.post(await request.body(), many=many)
+            return JSONResponse(await self.atropos.post(body_at_hand(request), many=many))
         except GroupRefused as error:
             raise Refused(422, str(error), field=error.field) from error
         except QueueFull as error:
@@ -161,13 +165,13 @@ class _Api:
     async def status(self) -> dict[str, Any]:
         return await self.atropos.status()
 
-    async def status_env(self, request: Request) -> dict[str, Any]:
+    async def status_env(self, request: Request) -> Response:
         body = await request.body()
         if not body:
             number = request.query_params.get("env_id", "")
             body = b'{"env_id":%s}' % number.encode() if number.isdecimal() and number.isascii() else b"{}"
         try:
-            return self.atropos.environment_status(_parsed(body, EnvironmentId).env_id)
+            return JSONResponse(self.atropos.environment_status(_parsed(body, EnvironmentId).env_id))
         except GroupRefused as error:
             raise Refused(404, str(error), field="env_id") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import os
 import secrets
@@ -127,4 +128,6 @@ def serve_forever(
     http: type[asyncio.Protocol] | None = None,
 ) -> None:
     """Returns after SIGTERM or Ctrl-C, within 10 s."""
+    gc.collect()
+    gc.freeze()  # modules and routes stay: to look at them all again, now and then, would hold every request up
     Server(app, listen, tell, http).run()
