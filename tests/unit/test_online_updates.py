@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
-from tandem.online import planes
+from tandem.online import pieces, planes
 from tandem.online.pieces import Piece
 from tandem.online.updates import Held, Update, digest_of_all, make, size_of_change, walk
 from tandem.ops import digest
@@ -158,6 +158,31 @@ def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
     assert torch.equal(fused[:64], after["q"])
     assert torch.equal(fused[64:], after["k"])
     assert torch.equal(live["turned"], after["turned"])
+
+
+def test_large_tensors_are_taken_in_parts_of_different_kinds(monkeypatch: pytest.MonkeyPatch):
+    """Of each part another share changes: none, single elements, half of them, all."""
+    monkeypatch.setattr(pieces, "_PART", 500)
+    monkeypatch.setattr(pieces, "_PIECE", 300)
+    start = {"a": torch.randn(4, 3, 500), "b": torch.randn(2000).to(torch.bfloat16), "c": torch.randn(30)}
+
+    def nudge(live: Tensors, version: int) -> None:
+        torch.manual_seed(version)
+        for tensor in live.values():
+            share = torch.tensor([0.0, 0.004, 0.02, 0.5, 1.0])[torch.randint(0, 5, (tensor.numel() // 500 + 1,))]
+            where = torch.rand(tensor.shape).view(-1) < share.repeat_interleave(500)[: tensor.numel()]
+            tensor.view(-1)[where] *= 1.01
+
+    states, updates = history(nudge, start, 6)
+    assert {piece.coded for update in updates for piece in update.pieces} == {"some", "all"}
+    assert max(len(update.pieces) for update in updates) > 3
+    held = Held.copy_of(6, states[6])
+    for there_, version in ((updates[2:], 2), (updates[2:4], 4), (updates[:4], 0), (updates, 6)):
+        way = there_ if version > held.version else there_[::-1]
+        walk(held, there(*way), threads=2)
+        assert held.version == version
+        assert same(dict(held.tensors), states[version])
+        assert held.numbers == Held.of(version, states[version]).numbers
 
 
 def test_digests_of_elements_that_changed_are_those_of_the_whole_tensors():

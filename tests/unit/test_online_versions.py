@@ -203,11 +203,27 @@ def test_a_damaged_way_is_gone_around(rig: Rig):
     with pytest.raises(CheckpointDamaged, match="update-000004-from-000003"):
         store.load(5)
     held = store.load(7).held
-    with pytest.raises(CheckpointError, match=r"no updates lead from version 7 to 5.*000004"):
+    with pytest.raises(CheckpointDamaged, match=r"no whole way leads from an anchor to version 5.*000004"):
         store.move(held, 5)
     assert rig.is_at(held, 7)
-    store.move(held, 3)
+    assert store.move(held, 3) == ""
     assert rig.is_at(held, 3)
+    damage(directory / "update-000006-from-000002" / "update.safetensors")
+    assert rig.is_at(held, 3)
+    with pytest.raises(CheckpointDamaged, match="000006"):
+        store.move(held, 7)
+
+
+def test_where_no_way_leads_there_a_version_is_read_from_its_anchor(rig: Rig):
+    damage(rig.store.directory / "update-000003-from-000002" / "update.safetensors")
+    store = VersionStore(rig.store.directory)
+    held = store.load(7).held
+    memory = held.tensors["w"]
+    why = store.move(held, 5)
+    assert "no updates lead from version 7 to 5 (update-000003-from-000002: " in why
+    assert rig.is_at(held, 5)
+    assert held.tensors["w"] is memory
+    assert held.numbers == Held.of(5, rig.bits[5]).numbers
 
 
 def test_where_nothing_is_whole_it_says_so(tmp_path: Path):

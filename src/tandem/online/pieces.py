@@ -24,12 +24,13 @@ from tandem.online.planes import Planes
 from tandem.ops import digest
 
 UNKNOWN = -1
-"""The digest of a tensor that was written to as a whole: to be taken anew."""
+"""The digest of a tensor of which so much was written to that it is sooner taken anew, once, after the last update."""
 
 _PART = 1 << 24  # elements compared at a time: bounds memory
 _PIECE = 1 << 22  # elements coded at a time: the work of one thread
 _WORTH = 0.5  # the share that deflate must bring the bits of all elements to, or it is not worth its time at a rollback
 _MOST = 1 / 3  # of a part's elements changed: then all are coded
+_FEW = 1 / 64  # of a tensor's elements: so many at most have their digest followed one by one
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
 _MASK = 2**64 - 1
 
@@ -122,12 +123,12 @@ def move(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int], *
     device = tensors[piece.parts[0][0]].device
     counts = [count for _, _, count in piece.parts]
     end_N = (planes.read_words(piece.planes, "gap", piece.count, device).to(torch.int64) + 1).cumsum(0)
-    by_N = planes.read_words(piece.planes, "size", piece.count, device).to(torch.int64) + 1
+    by_N = planes.read_words(piece.planes, "size", piece.count, device) + 1  # it wraps, and so does what it is added to
     down_N = planes.read_bits(piece.planes, "sign", piece.count, device)
     by_N = torch.where(down_N if forward else ~down_N, -by_N, by_N)
     changes: list[digest.Change] = []
     passed = end_N.new_zeros(1)
-    for (name, start, _), to_N, step_N in zip(piece.parts, end_N.split(counts), by_N.split(counts), strict=True):
+    for (name, start, count), to_N, step_N in zip(piece.parts, end_N.split(counts), by_N.split(counts), strict=True):
         index_N = to_N - passed + (start - 1)
         passed = to_N[-1:]
         found = integers(tensors[name])
@@ -135,10 +136,12 @@ def move(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int], *
         new_N = old_N + step_N.to(found.dtype)
         found.index_copy_(0, index_N, new_N)
         _write_back(tensors[name], found)
+        if count > _FEW * found.numel():
+            numbers[name] = UNKNOWN
         changes.append(digest.Change(name, _num_cols(tensors[name]), index_N, old_N, new_N))
-    for change, moved in zip(changes, digest.changes(changes), strict=True):
-        if numbers[change.name] != UNKNOWN:
-            numbers[change.name] = (numbers[change.name] + moved) & _MASK
+    followed = [change for change in changes if numbers[change.name] != UNKNOWN]
+    for change, moved in zip(followed, digest.changes(followed), strict=True):
+        numbers[change.name] = (numbers[change.name] + moved) & _MASK
 
 
 def _flip(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:

@@ -138,12 +138,13 @@ class Update:
 
 @torch.no_grad()
 def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[str, Any], threads: int = 1) -> Update:
-    """What leads from `held` to `live`; and `held` is then the new version: by the update itself, which proves it."""
+    """What leads from `held` to `live`; and `held` is then the new version: by the update itself, which proves it. A
+    `held` that somebody wrote to is refused."""
     check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
     numbers, changed = _numbers(live), list[int]()
     pieces = list(ahead(coded, lots(held.tensors, live, changed), threads))
-    _check(held, held.numbers, held.version, anew={n for p in pieces if p.coded == "all" for n, _, _ in p.parts})
     touched = {name: (held.numbers[name], number) for name, number in numbers.items() if number != held.numbers[name]}
+    _check(held, held.numbers, held.version, anew={name for piece in pieces for name, *_ in piece.parts})
     total = sum(tensor.numel() for tensor in live.values())
     update = Update(version, held.version, touched, pieces, sum(changed), total, digest_of_all(numbers), notes)
     walk(held, [lambda: update])

@@ -207,22 +207,28 @@ class VersionStore:
             "of the files, or begin in another directory"
         )
 
-    def move(self, held: Held, version: int) -> None:
-        """Back, forward or to another branch: in place, at the cost of what changed between. `held` stays as it was
-        where there is no whole way; `load` may still find one."""
+    def move(self, held: Held, version: int) -> str:
+        """Back, forward or to another branch, in place: at the cost of what changed between; empty. Where no whole way
+        leads there, all of it is read from an anchor, and this says why. `held` stays as it was where that fails."""
         while True:
             parents, _ = self._names()
             way = _way(held.version, {version}, parents)
             if way is None:
-                raise CheckpointError(
-                    f"{self.directory}: no updates lead from version {held.version} to {version} ({self._reasons()}); "
-                    "load it from its anchor"
-                )
+                return self._move_all(held, version)
             try:
-                return walk(held, self._updates(way, parents), self._threads)
+                walk(held, self._updates(way, parents), self._threads)
+                return ""
             except CheckpointDamaged:
                 if self._names()[0] == parents:
                     raise
+
+    def _move_all(self, held: Held, version: int) -> str:
+        left = held.version
+        device = next(iter(held.tensors.values())).device
+        loaded = self.load(version, device).held
+        loaded.restore(held.tensors)
+        held.version, held.numbers = version, loaded.numbers
+        return f"no updates lead from version {left} to {version} ({self._reasons()}): it was read from its anchor"
 
     # --- names
 
