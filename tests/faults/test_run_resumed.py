@@ -1,107 +1,35 @@
-"""Runs that are taken up again in this process: from any checkpoint, after SIGTERM, on a disk that was full, at their end.
+"""Runs that are taken up again, in this process: from any checkpoint, after SIGTERM, at their end.
 
 A run with every checkpoint still there stands for one that was killed after each of them.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from small_runs import resume, rl, rows, sft, torch_as_it_was, train
 
-from tandem import recipes
-from tandem.errors import CheckpointUnsaved
-from tandem.io.manifest import digest_of
-from tandem.obs.live import LiveView
+from tandem.io.manifest import digest_of, verify
 from tandem.recipes import build
+from tandem.runs.artifacts import fetch_artifact
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.resume import digest_run
-from tandem.spec.load import parse_spec
 
+__all__ = ["torch_as_it_was"]
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_as_it_was")
-
-ENVIRONMENT = """
-from tandem.types import Outcome, Task
-
-
-class Ascii:
-    def tasks(self, split):
-        return [Task(f"{split} {number}", ({"role": "user", "content": f"{split} {number}"},)) for number in range(40)]
-
-    async def run(self, task, chat):
-        reply = await chat.reply()
-        return Outcome(sum(character.isascii() for character in reply.text) / (len(reply.text) + 1))
-
-    def demonstrate(self, task, rng):
-        return [{"role": "assistant", "content": "".join(rng.choices("abcdefgh", k=rng.randint(2, 6)))}]
-"""
-
-
-@pytest.fixture
-def torch_as_it_was() -> Iterator[None]:
-    import torch
-
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-def view() -> LiveView:
-    return LiveView("run", Console(file=io.StringIO(), width=120))
-
-
-def rl(home: Path, **changes: Any) -> dict[str, Any]:
-    (home / "ascii.py").write_text(ENVIRONMENT)
-    return {
-        "recipe": "rl",
-        "model": {"preset": "tiny", **changes.get("model", {})},
-        "environment": {"name": changes.get("environment", str(home / "ascii.py"))},
-        "warmup": {"steps": 2, "lr": 1e-3, "batch_size": 4},
-        "train": {
-            "steps": changes.get("steps", 4), "lr": 1e-3, "groups_per_step": 2, "group_size": 4, "max_tokens": 6,
-            "max_lag": changes.get("max_lag", 0),
-        },
-        "algorithm": {"kind": "grpo", "kl_coef": 0.05},
-        "eval": {"tasks": 4, "every": 2},
-        "checkpoint": {"every": 1, "keep_every": 1},
-    }  # fmt: skip
-
-
-def sft(home: Path, steps: int = 12, **checkpoint: Any) -> dict[str, Any]:
-    rows = (
-        [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} it is"}] for n in range(30)
-    )
-    (home / "rows.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    return {
-        "recipe": "sft",
-        "model": {"preset": "tiny"},
-        "data": {"kind": "file", "path": str(home / "rows.jsonl")},
-        "train": {"steps": steps, "lr": 1e-3, "batch_size": 4},
-        "checkpoint": {"every": 1, **checkpoint},
-    }
-
-
-def train(spec: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    return recipes.run(parse_spec(spec), run_dir, view=view()).status
-
-
-def resume(run_dir: Path) -> dict[str, Any]:
-    return dict(recipes.resume(run_dir, view=view()))
 
 
 def killed_after(whole: Path, version: int, run_dir: Path) -> Path:
-    """As it was when the checkpoint of `version` was the last thing that it had written, and more rows had been begun."""
+    """As it was when the checkpoint of `version` was its newest, and rows of later steps were written."""
     shutil.copytree(whole, run_dir)
     for later in Checkpoints(run_dir).versions():
         if later > version:
@@ -111,17 +39,11 @@ def killed_after(whole: Path, version: int, run_dir: Path) -> Path:
     return run_dir
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def content(directory: Path) -> dict[str, str]:
     return {str(path.relative_to(directory)): digest_of(path) for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("model", "versions"), [({}, (1, 2, 4)), ({"lora": {"rank": 4}}, (4,))], ids=["GRPO", "LoRA"]
-)
+@pytest.mark.parametrize(("model", "versions"), [({}, (2, 4)), ({"lora": {"rank": 4}}, (4,))], ids=["GRPO", "LoRA"])
 def test_from_any_checkpoint_a_run_comes_to_the_same_bytes(
     tmp_path: Path, model: dict[str, Any], versions: tuple[int, ...]
 ) -> None:
@@ -132,3 +54,95 @@ def test_from_any_checkpoint_a_run_comes_to_the_same_bytes(
         run = killed_after(tmp_path / "whole", version, tmp_path / f"killed-{version}")
         assert resume(run)["state"] == "succeeded"
         assert digest_run(run) == expected, f"from step {version}"
+
+
+def test_with_a_lag_every_task_that_was_started_is_trained_on_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: dict[int, list[str]] = {}
+    real = build.batches
+
+    def noting(*arguments: Any) -> Callable[[list[Any], int], Any]:
+        make = real(*arguments)
+
+        def noted(groups: list[Any], version: int) -> Any:
+            trained[version] = [group[0].task_id for group in groups]
+            return make(groups, version)
+
+        return noted
+
+    monkeypatch.setattr(build, "batches", noting)
+    train(rl(tmp_path, steps=4, max_lag=1), tmp_path / "whole")
+    whole = dict(trained)
+    for version in (3, 4):
+        trained.clear()
+        assert resume(killed_after(tmp_path / "whole", version, tmp_path / f"killed-{version}"))["steps_done"] == 6
+        assert min(trained) == version
+        before = [task for step in range(2, version) for task in whole[step]]
+        after = [task for step in sorted(trained) for task in trained[step]]
+        assert len(after) == 2 * (6 - version)
+        assert before + after == [task for step in range(2, 6) for task in whole[step]]
+        lags = [row["lag/max"] for row in rows(tmp_path / f"killed-{version}" / "metrics.jsonl") if row["step"] > 2]
+        assert max(lags) == 1
+
+
+def test_sigterm_saves_ends_with_0_and_the_run_goes_on_to_the_same_bytes_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its spec names what it reads relative to where it was begun."""
+    monkeypatch.chdir(tmp_path)
+    spec = sft(Path(), every=100)  # nothing is saved but for the signal
+    train(spec, tmp_path / "whole")
+    run = tmp_path / "run"
+
+    def ask() -> None:
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(SystemExit) as ended:
+        train(spec, run)
+    asking.join()
+    assert ended.value.code == 0
+    assert json.loads((run / "status.json").read_text())["state"] == "stopped"
+    (saved,) = Checkpoints(run).versions()
+    assert 4 <= saved < 12
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resume(run)["state"] == "succeeded"
+    assert digest_run(run) == digest_run(tmp_path / "whole")
+
+
+def test_a_run_that_succeeded_is_left_as_it_is_and_lacks_nothing(tmp_path: Path) -> None:
+    spec = sft(tmp_path, steps=3) | {"artifacts": {"url": str(tmp_path / "store"), "what": ["results"]}}
+    train(spec, tmp_path / "run")
+    before, began = content(tmp_path / "run"), time.monotonic()
+    assert resume(tmp_path / "run")["state"] == "succeeded"
+    assert time.monotonic() - began < 5
+    assert content(tmp_path / "run") == before
+    # Killed between its last status and what comes after it:
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    del status["artifacts"]
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status))
+    (tmp_path / "run" / "report.html").unlink()
+    shutil.rmtree(tmp_path / "store")
+    assert resume(tmp_path / "run")["artifacts"]["state"] == "published"
+    assert (tmp_path / "run" / "report.html").exists()
+    assert digest_run(tmp_path / "run")
+
+
+def test_checkpoints_go_up_while_the_run_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    spec = sft(tmp_path) | {"artifacts": {"url": str(store), "what": ["checkpoints"]}}
+    train(spec, tmp_path / "run")
+    events = rows(tmp_path / "run" / "events.jsonl")
+    done = next(number for number, event in enumerate(events) if event["stage"] == "done")
+    during = [event["name"] for event in events[:done] if event["stage"] == "upload"]
+    assert during
+    there = {path.name for path in store.iterdir()}
+    assert there >= {*during, "run.step-11", "run.step-12"}  # and those that are kept, at the end
+    back = fetch_artifact(str(store), during[0], tmp_path / "back")
+    assert (back / "deploy" / "model.safetensors").exists()
+    verify(back.rename(tmp_path / during[0].removeprefix("run.")))

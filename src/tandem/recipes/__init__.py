@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.errors import ArtifactError
+from tandem.obs.history import read_status
 from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
@@ -20,7 +23,7 @@ from tandem.runs.keeper import Keeper
 from tandem.runs.lease import Lease, begin
 from tandem.runs.resume import finished, spec_of
 from tandem.runs.run import Run
-from tandem.runs.uploads import push_artifacts
+from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.load import to_toml
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -35,6 +38,7 @@ def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs")
     # Before torch: wrong parameters of an environment are refused at once.
     environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
     directory = run_dir or Run.new_directory(root, spec.name)
+    spec = spec.in_place()  # whoever resumes it may stand elsewhere
     begin(directory, to_toml(spec))
     return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name))
 
@@ -45,14 +49,26 @@ def resume(directory: Path, *, take_over: bool = False, view: LiveView | None = 
     from tandem.recipes import build
 
     spec, view = spec_of(directory), view or LiveView(directory.name)
-    if (status := finished(directory)) is None:
+    if (status := finished(directory)) is None or _lacks(spec, directory, status):
         lease = Lease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # or whoever held it came to its end meanwhile
             environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
             return _go(spec, lease, directory, environment, view).status
-        lease.close()
+        try:
+            if _lacks(spec, directory, status):
+                write_report(directory)
+                if spec.artifacts is not None:
+                    _keep(directory, spec.artifacts, view, math.inf)
+        finally:
+            lease.close()
+        status = read_status(directory)
     view.console.print(closing_text(directory, status), soft_wrap=True)
     return status
+
+
+def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
+    """Whoever brought it to its end was killed before it could write the report, or upload what is to be kept."""
+    return not (directory / "report.html").exists() or (spec.artifacts is not None and "artifacts" not in status)
 
 
 def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: LiveView) -> Run:
@@ -66,7 +82,8 @@ def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: Li
             directory, name=spec.name, recipe=spec.recipe, view=view, lease=lease, strict=spec.strict,
             earlier=found.state["run"] if found else None,
         )  # fmt: skip
-        keeper = Keeper(spec.checkpoint, shelf, made, found)
+        uploads = _uploads(directory, spec.artifacts)
+        keeper = Keeper(spec.checkpoint, shelf, made, found, uploads)
         try:
             with _sigterm_ends(keeper), view, made:
                 view.say(f"run {directory}")
@@ -82,8 +99,10 @@ def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: Li
                     keeper.close()
         finally:
             _conclude(made)
+            if uploads is not None:
+                uploads.finish(keeper.left_s())
             if spec.artifacts is not None:
-                _keep(made, spec.artifacts)
+                _keep(directory, spec.artifacts, view, keeper.left_s())
     finally:
         build.close(environment)
         lease.close()
@@ -98,19 +117,30 @@ def _conclude(run: Run) -> None:
         _log.exception("the report could not be written; `tandem report %s` tries again", run.directory)
 
 
-def _keep(run: Run, spec: ArtifactsSpec) -> None:
+def _uploads(directory: Path, spec: ArtifactsSpec | None) -> CheckpointUploads | None:
+    """A store that cannot be opened is reported at the end, as all that goes wrong with copies."""
+    if spec is None or "checkpoints" not in spec.what:
+        return None
+    try:
+        return CheckpointUploads(directory, spec)
+    except ArtifactError as error:
+        _log.warning("checkpoints are not uploaded while the run goes on: %s", error)
+        return None
+
+
+def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float) -> None:
     """Whatever becomes of the copies, the run is what it is."""
     try:
-        done = push_artifacts(run.directory, spec)
+        done = push_artifacts(directory, spec, timeout_s=timeout_s)
     except Exception:  # noqa: BLE001 - the same
-        _log.exception("nothing was uploaded; `tandem artifacts push %s` tries again", run.directory)
+        _log.exception("nothing was uploaded; `tandem artifacts push %s` tries again", directory)
         return
     failed = [upload for upload in done if upload.state == "failed"]
-    run.view.say(f"artifacts: {len(done) - len(failed)} of {len(done)} in {spec.url}")
+    view.say(f"artifacts: {len(done) - len(failed)} of {len(done)} in {spec.url}")
     for upload in failed:
-        run.view.say(f"   {upload.name}: {upload.error}")
+        view.say(f"   {upload.name}: {upload.error}")
     if failed:
-        run.view.say(f"   `tandem artifacts push {run.directory}` tries again; the run itself is not affected")
+        view.say(f"   `tandem artifacts push {directory}` tries again; the run itself is not affected")
 
 
 async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper) -> None:
@@ -149,10 +179,11 @@ def _sigterm_ends(keeper: Keeper) -> Iterator[None]:
     def stop(_signal: int, _frame: Any) -> None:
         if not keeper.spec.every:
             raise SystemExit(143)
+        asked_before = keeper.stop_asked
+        keeper.ask_to_stop()
         if keeper.idle:
             keeper.save_now()
-        elif not keeper.stop_asked:
-            keeper.stop_asked = True
+        elif not asked_before:
             last.append(threading.Timer(keeper.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
             last[0].daemon = True
             last[0].start()

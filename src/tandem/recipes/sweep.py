@@ -14,8 +14,9 @@ from rich.console import Console
 
 from tandem.errors import DataError, RunError, SpecError
 from tandem.io import atomic
+from tandem.obs.history import read_status
 from tandem.obs.live import LiveView
-from tandem.recipes import run
+from tandem.recipes import resume, run
 from tandem.runs.run import Run
 from tandem.runs.sweep import SeedResult, Sweep, conclusion, read_seed, summarise, table
 from tandem.spec.load import parse_spec, to_toml
@@ -34,13 +35,14 @@ def sweep(
 ) -> Sweep:
     """Run `spec` with each seed in `directory`/seed-N, and say what they show together (sweep.json, sweep.md).
 
-    A seed that succeeded there is not run again; one that failed, or was cut off, is set aside and run anew.
+    A seed that succeeded there is not run again; one that was cut off goes on; one that failed is set aside and run
+    anew.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds = {list(seeds)}: name one or more, each once, as in 0, 1, 2")
     directory = directory or Run.new_directory(root, f"{spec.name}-sweep")
     console = console or Console(highlight=False)
-    specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}) for seed in seeds}
+    specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}).in_place() for seed in seeds}
     held = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}  # refused before hours of work
     results: list[SeedResult] = []
     statuses: list[Mapping[str, Any]] = []
@@ -73,10 +75,14 @@ def _succeeded(place: Path, spec: RunSpec) -> bool:
 
 def _play(spec: RunSpec, place: Path, console: Console) -> str:
     """Empty if it succeeded, else how it failed. A spec that is wrong is wrong for every seed, and ends the sweep."""
-    if place.exists() and any(place.iterdir()):
-        place.rename(_aside(place))
+    view = LiveView(f"{spec.name} seed {spec.seed}", console)
     try:
-        run(spec, place, view=LiveView(f"{spec.name} seed {spec.seed}", console))
+        if _cut_off(place, spec):
+            resume(place, view=view)
+            return ""
+        if place.exists() and any(place.iterdir()):
+            place.rename(_aside(place))
+        run(spec, place, view=view)
         return ""
     except (SpecError, DataError):
         raise
@@ -85,6 +91,13 @@ def _play(spec: RunSpec, place: Path, console: Console) -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         gc.collect()  # the model of a failed run hangs on frames that point at each other
+
+
+def _cut_off(place: Path, spec: RunSpec) -> bool:
+    """It was begun with this spec, and did not come to an end of its own."""
+    if not (place / "spec.toml").exists() or (place / "spec.toml").read_text(encoding="utf-8") != to_toml(spec):
+        return False
+    return read_status(place).get("state", "queued") not in ("succeeded", "failed")
 
 
 def _aside(place: Path) -> Path:

@@ -11,9 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import os
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +26,31 @@ from tandem.errors import CheckpointUnsaved, RunFenced
 from tandem.protocols import Kept, Trainer
 from tandem.runs.checkpoints import Checkpoints, Found
 from tandem.runs.run import Run
+from tandem.runs.uploads import CheckpointUploads
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.types import Group, Metrics
 
 _log = logging.getLogger(__name__)
 
+_WRITERS_NICENESS = 10
 _AGAIN_S = 1.0  # the last save of a stage has no step after it, at which it could be tried again
 
 
 class Keeper:
-    def __init__(self, spec: CheckpointSpec, shelf: Checkpoints, run: Run, found: Found | None) -> None:
-        """`found`: where to go on."""
+    def __init__(
+        self,
+        spec: CheckpointSpec,
+        shelf: Checkpoints,
+        run: Run,
+        found: Found | None,
+        uploads: CheckpointUploads | None = None,
+    ) -> None:
+        """`found`: where to go on. `uploads` hears of every save."""
         self.spec, self._shelf, self._run, self.found = spec, shelf, run, found
-        self.stop_asked = False
-        """The next mark is the last: it is saved, and the process ends."""
         self.idle = True
         """Nothing has been trained since the last mark: it can be saved at once."""
+        self._uploads = uploads
+        self._asked_at = math.inf
         self._evaluations: dict[str, Any] = dict(found.state["evaluations"]) if found else {}
         self._best: list[float] = list(found.state["best"]) if found else []
         """Version and value, more being better."""
@@ -49,9 +63,21 @@ class Keeper:
         self._saved = found.version if found else -1
         self._failures = 0
         self._uncontained: list[Group] = []
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=_yield_to_training)
         self._writing: Future[float] | None = None
         self._under_way: tuple[int, list[Group], float] = (0, [], 0.0)
+
+    @property
+    def stop_asked(self) -> bool:
+        """The next mark is the last: it is saved, and the process ends."""
+        return self._asked_at < math.inf
+
+    def ask_to_stop(self) -> None:
+        self._asked_at = min(self._asked_at, time.monotonic())
+
+    def left_s(self) -> float:
+        """Of the grace period; without end if nobody asked for the end."""
+        return max(1.0, self._asked_at + self.spec.grace_s - time.monotonic()) if self.stop_asked else math.inf
 
     # --- of a recipe
 
@@ -113,6 +139,8 @@ class Keeper:
         self._uncontained += groups
         self._state = self._whole_state()
         done = self._poll()
+        for upload in self._uploads.ended() if self._uploads else ():
+            self._run.event("upload", **asdict(upload))
         version, last = self._trainer.version, self._trainer.version >= self._last_version
         if metrics.get("train/set_aside"):
             due = False  # it is the version before, and its data comes again
@@ -143,7 +171,9 @@ class Keeper:
         started, done = time.perf_counter(), list[Group]()
         while True:
             if self._writing is not None:
-                await asyncio.wait([asyncio.wrap_future(self._writing)])
+                ended = asyncio.wrap_future(self._writing)
+                await asyncio.wait([ended])
+                ended.exception()  # looked at, or asyncio complains of it; what becomes of it is for _poll to say
                 done += self._poll()
             if self._trainer.version <= self._saved:
                 return done
@@ -178,6 +208,8 @@ class Keeper:
         error = writing.exception()
         if error is None:
             self._saved, self._failures = version, 0
+            if self._uploads is not None:
+                self._uploads.saved(version)
             self._run.event("checkpoint", step=version, stall_s=round(stall_s, 4), write_s=round(writing.result(), 4))
             return groups
         if isinstance(error, RunFenced):
@@ -225,4 +257,12 @@ class Keeper:
         kept = set(there[-self.spec.keep_last :])
         if self.spec.keep_every:
             kept |= {each for each in there if each % self.spec.keep_every == 0}
-        return kept | {int(self._best[0])} if self._best else kept
+        if self._best:
+            kept.add(int(self._best[0]))
+        return kept | (self._uploads.held() if self._uploads else set())
+
+
+def _yield_to_training() -> None:
+    """Of this thread alone, where threads have a priority of their own (Linux): digests can wait, steps cannot."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITERS_NICENESS)

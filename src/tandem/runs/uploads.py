@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -68,8 +69,14 @@ class Uploads:
             self._pending.append(name)
         self._asked.put((name, source, only))
 
+    def ended(self) -> list[Upload]:
+        """Since this was asked before."""
+        with self._lock:
+            done, self._done = self._done, []
+            return done
+
     def finish(self, timeout_s: float) -> list[Upload]:
-        """All that were begun; those that are not there in time have failed. Nothing can be begun afterwards."""
+        """All that `ended` has not told of; those that are not there in time have failed. Nothing can be begun then."""
         self._asked.put(None)
         self._thread.join(timeout_s)
         with self._lock:
@@ -84,12 +91,52 @@ class Uploads:
                 self._done.append(done)
 
 
-def push_artifacts(run_dir: Path, spec: ArtifactsSpec | None = None, *, url: str = "") -> list[Upload]:
+class CheckpointUploads:
+    """While a run goes on its checkpoints go up, one at a time. One that is overtaken while it waits stays behind."""
+
+    def __init__(self, run_dir: Path, spec: ArtifactsSpec) -> None:
+        self._run_dir, self._timeout_s = run_dir.absolute(), spec.timeout_s
+        self._uploads = Uploads(
+            ArtifactStore(spec.url, endpoint=spec.endpoint, limits=Limits(timeout_s=spec.timeout_s))
+        )
+        self._under_way = self._next = -1
+
+    def saved(self, version: int) -> None:
+        """Of the run's own thread, as all of these."""
+        self._next = version
+        self._go_on()
+
+    def held(self) -> set[int]:
+        """Versions whose directories must stay where they are."""
+        return {self._under_way, self._next} - {-1}
+
+    def ended(self) -> list[Upload]:
+        done = self._uploads.ended()
+        if done:
+            self._under_way = -1
+            self._go_on()
+        return done
+
+    def finish(self, timeout_s: float) -> list[Upload]:
+        """What waits is not begun any more: whoever pushes the run's artifacts takes it along."""
+        return self._uploads.finish(min(timeout_s, self._timeout_s))
+
+    def _go_on(self) -> None:
+        if self._under_way < 0 <= self._next:
+            self._under_way, self._next = self._next, -1
+            path = self._run_dir / "checkpoints" / f"step-{self._under_way}"
+            self._uploads.begin(f"{self._run_dir.name}.{path.name}", path)
+
+
+def push_artifacts(
+    run_dir: Path, spec: ArtifactsSpec | None = None, *, url: str = "", timeout_s: float = math.inf
+) -> list[Upload]:
     """Upload what `[artifacts]` of a run names, or what of it is not there yet; events.jsonl and status.json say how
-    that went. `url` takes the place of the spec's."""
+    that went. `url` takes the place of the spec's; `timeout_s`, of its own, if that is longer."""
     status = read_status(run_dir)
     spec = spec or _spec_of(run_dir, url)
-    limits = Limits(timeout_s=spec.timeout_s)
+    timeout_s = min(timeout_s, spec.timeout_s)
+    limits = Limits(timeout_s=timeout_s)
     run_dir = run_dir.absolute()
     try:
         uploads = Uploads(ArtifactStore(url or spec.url, endpoint=spec.endpoint, limits=limits))
@@ -98,7 +145,7 @@ def push_artifacts(run_dir: Path, spec: ArtifactsSpec | None = None, *, url: str
     else:
         for name, source, only in _parts(run_dir, spec):
             uploads.begin(name, source, only=only)
-        done = uploads.finish(spec.timeout_s)
+        done = uploads.finish(timeout_s)
     _report(run_dir, url or spec.url, done, dict(status))
     return done
 

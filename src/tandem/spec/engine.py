@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem.spec.base import Spec
+from tandem.spec.base import Place, Spec
 
 OnUpdate = Literal["continue", "finish", "restart"]
 
@@ -37,7 +37,7 @@ class HfEngineSpec(_Batching):
 class _Process(_Batching):
     url: str = ""
     """An engine that was started by somebody else, as `tandem engine serve` does. Left out: the run starts its own."""
-    token_file: str = ""
+    token_file: Annotated[str, Place()] = ""
     """With url: the file that holds its token."""
     start_deadline_s: float = Field(default=300.0, gt=0)
     """It must be ready by then."""
@@ -60,7 +60,7 @@ class VllmEngineSpec(_Process):
     """vLLM in a process and a Python environment of its own."""
 
     kind: Literal["vllm"] = "vllm"
-    python: str = ""
+    python: Annotated[str, Place()] = ""
     """The interpreter of its environment, as `tandem engine install vllm` makes one. Left out: where that puts it."""
     tensor_parallel: int = Field(default=1, ge=1, le=8)
     """GPUs that hold one copy of the model together."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tandem.spec.base import Spec
+from tandem.spec.base import Place, Spec
 
 
 class NoJudge(Spec):
@@ -43,7 +43,7 @@ JudgeSpec = Annotated[NoJudge | EngineJudge | HttpJudge, Field(discriminator="ki
 class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its own class."""
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, Place("file:Class")] = Field(min_length=1)
     """arithmetic, sort or guess; your own: package.module:Class, or a file path (path/to/env.py:Class); or another
     library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)

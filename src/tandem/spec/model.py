@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from tandem.spec.base import Spec
+from tandem.spec.base import Place, Spec
 
 
 class LoraSpec(Spec):
@@ -34,7 +34,7 @@ class _Model(Spec):
     activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
     """What backward needs of forward. keep: all of it. selective: matrix products and attention, the rest is computed
     again. recompute: the input of each layer. offload: all of it, in the host's memory."""
-    warm_start: str | None = None
+    warm_start: Annotated[str | None, Place()] = None
     """A run's export, any checkpoint of the same shape, or an adapter, to begin with. Left out: the model as it is."""
 
 
@@ -48,7 +48,7 @@ class PresetModel(_Model):
 class PathModel(_Model):
     """Weights that exist: a directory in Hugging Face format, or a hub id."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, Place()] = Field(min_length=1)
     """Directory or hub id that AutoModelForCausalLM can load."""
     revision: str = "main"
     """Branch, tag or commit of a hub id."""

@@ -44,8 +44,6 @@ class _Run(Spec):
     """Trackers that are told every step's numbers. Left out: none."""
     precision: PrecisionSpec = Float32Precision()
     """How many bits the weights have, and where the rest of each is kept."""
-    artifacts: ArtifactsSpec | None = None
-    """Where copies go that outlive this machine. Left out: nowhere."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """What is kept, so that the run can be taken up again."""
     artifacts: ArtifactsSpec | None = None
