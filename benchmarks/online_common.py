@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,16 @@ class OnlineServer:
         home.mkdir(parents=True, exist_ok=True)
         self.data_dir, self.spec = home / "data", home / "online.toml"
         self.spec.write_text(text)
+        self.command = [sys.executable, "-m", "tandem", "online", "serve", str(self.spec), "--port", "0"]
+        self.command += ["--data-dir", str(self.data_dir), "--ready-file", str(self.data_dir / "ready.json")]
         self.process: subprocess.Popen[bytes] | None = None
         self.client: httpx.Client | None = None
 
     def start(self, deadline_s: float = 120.0) -> OnlineServer:
         ready = self.data_dir / "ready.json"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tandem", "online", "serve", str(self.spec), "--port", "0"]
-        command += ["--data-dir", str(self.data_dir), "--ready-file", str(ready)]
         with (self.spec.parent / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT)
         until = time.monotonic() + deadline_s
         while not ready.exists():
             if self.process.poll() is not None or time.monotonic() > until:
@@ -99,10 +99,8 @@ class OnlineServer:
 
     def kill_trainer(self) -> None:
         if pid := self.get("/train/status")["trainer"]["pid"]:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, 9)
-            except ProcessLookupError:
-                pass
 
     def _forget(self) -> None:
         if self.client is not None:

@@ -1,11 +1,12 @@
 """Teaches a served model facts while it answers, and asks for them: how many it knows, what it forgot, what it cost.
 
-The model (tiny preset, from scratch) first learns to count, so that there is something to forget; a part of that is held
-out, and the gates watch it. Then the facts are taught in several jobs while other clients ask without pause. Every token
-that they were told is scored again with the weights of the version that it is stamped with, read from the disk: one that
-those weights do not say is counted as torn. Exit code 1 if less than 95 % are known, or any token is torn.
+The model (tiny preset, from scratch) first learns to greet, so that there is something to forget; guests that it never
+met are held out, and a gate watches its loss on them. Then the facts are taught in several jobs while other clients ask
+without pause. Every token that they were told is scored again with the weights of the version that it is stamped with,
+read from the disk: one that those weights do not say is counted as torn. Exit code 1 if less than 95 % are known, or
+any token is torn.
 
-python benchmarks/online_teach.py [--facts 20] [--jobs 4] [--steps 24] [--json]
+python benchmarks/online_teach.py [--facts 20] [--jobs 4] [--steps 32] [--json]
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from online_common import OnlineServer, fact
 
 SPEC = """
 [model]
 preset = "tiny"
 [train]
-lr = 3e-3
+lr = 2e-3
 batch_size = 24
 [gates]
 held_out = "{held_out}"
@@ -35,16 +37,21 @@ held_out_rise = 0.1
 kl = 30.0
 update_norm = 2.0
 [replay]
-share = 0.4
+share = 0.15
 """
 TORN_NATS = 1e-2
+TEMPERATURE = 2.0  # long answers, that cross updates
 CLIENTS = 2
 
 
-def counting(start: int) -> dict[str, Any]:
-    """What the model knows before: how to count on."""
-    answer = " ".join(str((start + n) % 100) for n in range(1, 4))
-    return {"messages": [{"role": "user", "content": f"count from {start}"}, {"role": "assistant", "content": answer}]}
+def greeting(number: int) -> dict[str, Any]:
+    """What the model knows before, of any number."""
+    return {
+        "messages": [
+            {"role": "user", "content": f"greet guest {number:02d}"},
+            {"role": "assistant", "content": "good day to you"},
+        ]
+    }
 
 
 class Asking:
@@ -68,14 +75,13 @@ class Asking:
             thread.join()
 
     def _ask(self, seed: int) -> None:
-        body = {"model": "online", "messages": [{"role": "user", "content": f"count from {seed}"}], "max_tokens": 48}
-        body |= {"temperature": 1.0, "logprobs": True, "return_token_ids": True}
+        body = {"model": "online", "messages": [{"role": "user", "content": f"greet guest {seed}"}], "max_tokens": 200}
+        body |= {"temperature": TEMPERATURE, "logprobs": True, "return_token_ids": True}
         with self._client() as client:
             while not self._end.is_set():
                 seed += CLIENTS
                 answer = client.post("/v1/chat/completions", json=body | {"seed": seed}).raise_for_status().json()
                 self.told.append(answer)
-                time.sleep(0.05)
 
     def _look(self) -> None:
         with self._client() as client:
@@ -92,9 +98,12 @@ class Asking:
 
 def torn_tokens(told: list[dict[str, Any]], server: OnlineServer) -> tuple[int, int, int]:
     """Of so many tokens, and how many answers cross an update: each is scored with the weights of its own version."""
+    import torch
+
     from tandem.online.versions import VersionStore
     from tandem.recipes import build_online
     from tandem.spec.online import load_online_spec
+    from tandem.train.pack import plain_row
 
     class NoEngine:
         version, receivers = 0, 1
@@ -111,7 +120,8 @@ def torn_tokens(told: list[dict[str, Any]], server: OnlineServer) -> tuple[int, 
         at = 0
         for version, count in choice["weight_versions"]:
             loaded[version].restore(dict(parts.policy.trainable()))
-            scored = parts.score([*prompt, *ids[: at + count]], len(prompt) + at)
+            row = plain_row([*prompt, *ids[: at + count]], len(prompt) + at, torch.device("cpu"))
+            scored = parts.policy.score(row, TEMPERATURE).tolist()
             torn += sum(abs(a - b) > TORN_NATS for a, b in zip(scored, logprobs[at : at + count], strict=True))
             at += count
         total += at
@@ -121,11 +131,11 @@ def torn_tokens(told: list[dict[str, Any]], server: OnlineServer) -> tuple[int, 
 
 def teach(home: Path, facts: int, jobs: int, steps: int) -> dict[str, Any]:
     held_out = home / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps(counting(n)) + "\n" for n in range(0, 100, 7)))
+    held_out.write_text("".join(json.dumps(greeting(n)) + "\n" for n in range(0, 100, 7)))
     server = OnlineServer(home, SPEC.format(held_out=held_out)).start()
     try:
         before = server.wait(
-            server.teach([counting(n) for n in range(100) if n % 7], steps=60, source="counting"), 300
+            server.teach([greeting(n) for n in range(100) if n % 7], steps=24, lr=3e-3, source="greetings"), 300
         )
         assert before["state"] == "published", before
         samples = [fact(n) for n in range(facts)]
@@ -161,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--facts", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:

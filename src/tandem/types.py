@@ -42,6 +42,9 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
+OnUpdate: TypeAlias = Literal["", "follow", "pin", "restart"]
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample one completion."""
@@ -57,6 +60,9 @@ class Sampling:
     """Added to the tokenizer's own end-of-turn ids."""
     seed: int = 0
     """Equal seeds give equal tokens, whatever else is in the batch."""
+    on_update: OnUpdate = ""
+    """What becomes of it when new weights come: it goes on under them (`follow`), ends under those that it began with
+    (`pin`), or is sampled again from its prompt (`restart`). Empty: as the engine does by itself."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

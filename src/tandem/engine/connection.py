@@ -75,9 +75,12 @@ class Connection:
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None, on_token: OnToken | None
     ) -> Completion:
         """EngineLost once the engine is. Where only the connection broke, it is asked again from the beginning."""
+        asked = asdict(sampling)
+        if wish := asked.pop("on_update"):
+            raise EngineError(f"engine: on_update = '{wish}': {self.url} treats all requests alike when weights come")
         body = {
             "prompt_ids": list(prompt_ids),
-            "sampling": asdict(sampling),
+            "sampling": asked,
             "session": session,
             "boot_id": self.boot_id,  # one that was started anew has other weights, and the watch sees it a beat late
         }

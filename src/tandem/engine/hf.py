@@ -5,7 +5,9 @@ produces: completions            one iteration at a time: admit and prefill, or 
 
 Weights change only between two iterations. What becomes of requests that are under way when a new version comes is
 `on_update`: they continue under it with their keys and values computed anew, they finish under the old one first, or
-they restart. In every case each token's logprob is exact for the version that its span names.
+they restart. A request may say otherwise for itself: one that is pinned ends on a twin of the module, whose weights are
+the old ones (engine/twin.py), while the others go on. In every case each token's logprob is exact for the version that
+its span names.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from tandem.engine.holding import Holding
 from tandem.engine.sample import Settings, draw
 from tandem.engine.slots import SlotCache
+from tandem.engine.twin import twin
 from tandem.errors import EngineError, SyncError
 from tandem.ops import digest, masks
 from tandem.ops.devices import device_name
@@ -42,6 +46,7 @@ OnUpdate: TypeAlias = Literal["continue", "finish", "restart"]
 # as fast as 2,048 (docs/LOG.md). Elsewhere it bounds memory.
 _PREFILL_TOKENS = {"cpu": 1024}
 _DRAIN_POLL_S = 0.002
+_MAX_TWINS = 3  # old versions in memory at a time, for requests that are pinned to them
 _PATIENCE = 4  # iterations that a request waits for others to share its prefill with
 
 
@@ -96,7 +101,9 @@ class EmbeddedEngine:
         kv_gib: float = 4.0,
         inline: bool = True,
         on_update: OnUpdate = "continue",
+        is_twin: bool = False,
     ) -> None:
+        """`is_twin`: the module is known to be understood."""
         masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
@@ -104,7 +111,13 @@ class EmbeddedEngine:
         config = module.config.get_text_config()
         self.max_context: int = max_context or config.max_position_embeddings
         self._module, self._head, self._config = module, Head(module, num_ids), module.config
-        self._head.check(module)
+        if not is_twin:
+            self._head.check(module)
+        self._twins: dict[EmbeddedEngine, asyncio.Task[None]] = {}
+        self._make_twin = partial(
+            EmbeddedEngine, num_ids=num_ids, end_ids=end_ids, decode=decode, max_running=max_running,
+            max_context=max_context, kv_gib=kv_gib, inline=inline, is_twin=True,
+        )  # fmt: skip
         self._end_ids, self._decode, self._inline = end_ids, decode, inline
         self._device = next(module.parameters()).device
         self._max_running, self._prefill_tokens = max_running, _PREFILL_TOKENS.get(self._device.type, 16384)
@@ -186,10 +199,11 @@ class EmbeddedEngine:
             phases.end("wait")
             staged = await self._call(self._holding.stage, weights)
             phases.end("verify")
+            old = await self._twin_for_pinned()
             await self._pause_for_update()
             phases.end("pause")
             served = self._holding.flip(staged)
-            self._forget()
+            self._forget(old)
             self.version = weights.version
             phases.end("apply")
         finally:
@@ -205,14 +219,44 @@ class EmbeddedEngine:
                 await asyncio.sleep(_DRAIN_POLL_S)
         await self.sleep()
 
-    def _forget(self) -> None:
-        """Keys and values of the old weights are worthless: whatever runs is prefilled again."""
-        if self._on_update == "restart":
-            for request in self._running:
-                request.begin_again()
+    async def _twin_for_pinned(self) -> EmbeddedEngine | None:
+        """Before the flip, if anybody is to stay with the weights that are served now."""
+        while len(self._twins) >= _MAX_TWINS:
+            await asyncio.wait(self._twins.values(), return_when=asyncio.FIRST_COMPLETED)
+        if not any(request.sampling.on_update == "pin" for request in (*self._running, *self._waiting)):
+            return None
+        return self._make_twin(await self._call(twin, self._module))
+
+    def _forget(self, old: EmbeddedEngine | None = None) -> None:
+        """Keys and values of the old weights are worthless: whatever runs is prefilled again. Pinned requests are
+        `old`'s from now on; those that came after it was made go on here."""
+        begun = [*self._running, *(request for request in self._waiting if request.ids)]
+        own: dict[str, str] = {"continue": "follow", "finish": "follow", "restart": "restart"}
+        pinned: list[_Request] = []
+        for request in begun:
+            match request.sampling.on_update or own[self._on_update]:
+                case "restart":
+                    request.begin_again()
+                case "pin" if old is not None:
+                    pinned.append(request)
+                case _:
+                    pass
         self._waiting.extendleft(reversed(self._running))
+        if pinned and old is not None:
+            self._waiting = deque(request for request in self._waiting if request not in pinned)
+            self._twins[old] = asyncio.create_task(old.answer_all(pinned, self.version), name="pinned requests")
+            self._twins[old].add_done_callback(lambda _: self._twins.pop(old))
         self._running = []
         self.cache_epoch += 1
+
+    async def answer_all(self, requests: list[_Request], version: int) -> None:
+        """A twin's life."""
+        self.version = version
+        self._waiting.extend(requests)
+        self._pump = asyncio.create_task(self._run(), name=f"engine of version {version}")
+        self._work.set()
+        await asyncio.wait([request.answer for request in requests])
+        await self.close()
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args) if self._inline else await asyncio.to_thread(function, *args)
@@ -241,6 +285,10 @@ class EmbeddedEngine:
         self._work.set()  # who waited while others drained
 
     async def close(self) -> None:
+        for each in [*self._twins.values()]:
+            each.cancel()
+        for each in [*self._twins]:
+            await each.close()
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)

@@ -41,6 +41,9 @@ from tandem.serve.openai_request import Strict, body_of, checked
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
 _MOST = 1000
+_NO_WISH = frozenset[str]()
+_WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
+"""Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
 
 class Speaks(Renderer, Renders, Protocol):
@@ -49,7 +52,10 @@ class Speaks(Renderer, Renders, Protocol):
 
 def online_service(conductor: Conductor, renderer: Speaks, *, model_id: str, context: int, num_ids: int) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist."""
-    openai = OpenAi(conductor.engine, renderer, Unkept(renderer), model_id, context, num_ids)
+    wishes = (
+        _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if conductor.spec.engine.kind == "server" else _NO_WISH
+    )
+    openai = OpenAi(conductor.engine, renderer, Unkept(renderer), model_id, context, num_ids, on_update=wishes)
     api, router = _Api(conductor, Model(renderer, context, num_ids)), APIRouter()
     router.include_router(openai.router("/v1"))
     gets = {

@@ -125,6 +125,8 @@ class OpenAi:
     context: int
     num_ids: int
     max_requests: int = 4096
+    on_update: frozenset[str] = frozenset()
+    """What a request may wish for when new weights come while it is answered."""
     running: int = 0
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -193,6 +195,7 @@ class OpenAi:
         """Refused, if it cannot be answered. `named`: what it calls its prompts."""
         for prompt in job.prompts:
             self._check_prompt(prompt, job.sampling.max_tokens, named)
+        self._check_on_update(job)
         self._check_load(len(job.opened.places))
 
     def _check_model(self, name: str) -> None:
@@ -211,6 +214,14 @@ class OpenAi:
         if len(prompt) + max_tokens > self.context:
             text = f"{len(prompt)} prompt tokens and max_tokens = {max_tokens} exceed the context of {self.context}"
             raise Refused(422, text, field="max_tokens", code="context_length_exceeded")
+
+    def _check_on_update(self, job: Job) -> None:
+        wish = job.sampling.on_update
+        if wish and wish not in self.on_update:
+            known = f"takes {', '.join(sorted(self.on_update))}" if self.on_update else "takes no wish"
+            raise Refused(422, f"on_update = '{wish}': this service {known}", field="on_update")
+        if wish == "restart" and job.stream:
+            raise Refused(422, "on_update = 'restart': what was streamed cannot be taken back", field="on_update")
 
     def _check_load(self, wanted: int) -> None:
         if wanted > self.max_requests:

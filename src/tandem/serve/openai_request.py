@@ -142,6 +142,7 @@ class Knobs(Strict):
     stop: Stop = []
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=256)
     seed: int | None = Field(None, ge=0, le=2**53)
+    on_update: Literal["follow", "pin", "restart"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -154,7 +155,7 @@ class Knobs(Strict):
         seed = secrets.randbits(48) if self.seed is None else self.seed
         return Sampling(
             max_tokens, self.temperature, self.top_p, self.top_k, stop=tuple(self.stop),
-            stop_ids=tuple(self.stop_token_ids), seed=seed,
+            stop_ids=tuple(self.stop_token_ids), seed=seed, on_update=self.on_update or "",
         )  # fmt: skip
 
 
