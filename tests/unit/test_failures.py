@@ -59,6 +59,14 @@ def test_what_a_user_must_change_is_never_retriable():
     assert not any(rule.retriable for rule in rules() if rule.failure_class in ("user", "data", "numerics"))
 
 
+def test_what_no_rule_knows_is_tried_again_only_if_no_code_raised_it():
+    assert not classify_error(RuntimeError("nobody knows")).retriable
+    assert not classify_end("Traceback (most recent call last):\nmy_env.NoSuchGameError: nobody knows", 1).retriable
+    assert classify_error(OSError("nobody knows")).retriable
+    assert classify_end("", 1).retriable
+    assert classify_end("Fatal Python error: Segmentation fault", -11).retriable
+
+
 def failed(work: Any) -> Failure:
     try:
         work()

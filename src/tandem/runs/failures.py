@@ -136,13 +136,23 @@ def rules() -> tuple[Rule, ...]:
 
 
 def _classify(cases: Sequence[Case]) -> Failure:
-    """The first rule that fits any of them; weak ones last."""
+    """The first rule that fits any of them, weak ones last. What is unknown and raised by code is not tried again."""
     for rule in sorted(rules(), key=lambda rule: rule.weak):
         if any(rule.fits(case) for case in cases):
             code = kinds()[rule.failure_class].exit_code
-            return Failure(rule.failure_class, rule.id, rule.next, rule.retriable, code)
-    unknown = kinds()["unknown"]
-    return Failure("unknown", "", "read log.txt, and report what no rule knows", unknown.retriable, unknown.exit_code)
+            again = rule.retriable and (rule.failure_class != "unknown" or not _raised_by_code(cases))
+            return Failure(rule.failure_class, rule.id, rule.next, again, code)
+    unknown, again = kinds()["unknown"], not _raised_by_code(cases)
+    return Failure("unknown", "", "read log.txt, and report what no rule knows", again, unknown.exit_code)
+
+
+def _raised_by_code(cases: Sequence[Case]) -> bool:
+    """Whether an exception is named that neither the system nor one of our processes raised: code gives the same again,
+    while a process that was gone without one may have met bad luck."""
+    return any(
+        not case.types & _OF_THE_SYSTEM and any(_EXCEPTION.search(name) for name in case.types - _OURS)
+        for case in cases
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -158,6 +168,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
+_EXCEPTION = re.compile(r"(Error|Exception|Fault|Invalid|Warning)$")
+_OF_THE_SYSTEM = frozenset({"OSError"} | {kind.__name__ for kind in OSError.__subclasses__()})
+_OURS = frozenset({"BaseException", "Exception", "TandemError", "EngineError", "SyncError", "ProducerDied"})
 _BASES = [name for name, value in vars(builtins).items() if isinstance(value, type) and name.endswith("Error")]
 _WARNINGS = re.compile(r"^.*(?:\bWARNING\b|Warning:).*$\n?", re.MULTILINE)
 _TYPE_IN_TEXT = re.compile(r"(?:^|[\s\].(\[])(?:\w+\.)*([A-Z]\w*)(?=:|\s*$)", re.MULTILINE)
