@@ -145,10 +145,13 @@ class Scripted(ThreadingHTTPServer):
 class _Answer(BaseHTTPRequestHandler):
     server: Scripted
 
+    def do_GET(self) -> None:
+        self.do_POST()
+
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        body = self.rfile.read(int(self.headers.get("content-length", "0")))
         count = sum(path == self.path for path, _, _ in self.server.asked)
-        self.server.asked.append((self.path, self.headers["idempotency-key"], body))
+        self.server.asked.append((self.path, self.headers.get("idempotency-key", ""), body))
         status, told = self.server.answers(self.path, count)
         if status == 0:
             self.close_connection = True
@@ -200,6 +203,30 @@ def test_what_a_service_says_no_with_is_a_named_error(tmp_path: Path, status, er
 def test_patience_ends(tmp_path: Path):
     with pytest.raises(StoreTimeout, match=r"did not answer within 0\.3 s: answered 503"):
         scripted(tmp_path, lambda _, __: (503, {}), lambda client: client.post("/v2/x", {}), patience_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "error"),
+    [
+        (404, {}, r"rollouts\.url = 'http://127\.0\.0\.1:\d+': something else answers there .* 404"),
+        (200, {"body_bytes": 1}, r"something else answers there than a rollout service \(GET /limits: 200\)"),
+        (401, {}, r"rollouts\.token_file = '.*/token' holds another service's token"),
+    ],
+)
+def test_what_is_no_rollout_service_or_another_one_is_refused_at_once(tmp_path: Path, status, told, error):
+    with pytest.raises(SpecError, match=error):
+        scripted(tmp_path, lambda _, __: (status, told), lambda client: client.meet())
+
+
+def test_a_service_that_is_not_there_yet_is_waited_for(tmp_path: Path):
+    answers = [(502, {}), (0, {}), (200, {"queued_groups": 1})]
+    _, asked = scripted(tmp_path, lambda _, count: answers[count], lambda client: client.meet())
+    assert [path for path, _, _ in asked] == ["/limits"] * 3
+
+
+def test_a_url_without_its_scheme_is_refused(tmp_path: Path):
+    with pytest.raises(SpecError, match="--rollouts = '127.0.0.1:8200' is no URL"):
+        ServiceClient("127.0.0.1:8200", tmp_path, url_option="--rollouts")
 
 
 def test_a_token_file_that_never_was_is_an_error_that_names_it(tmp_path: Path):

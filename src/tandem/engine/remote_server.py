@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from tandem.errors import EngineError, EngineLost, SpecError
+from tandem.io.retry_after import retry_after_s
 
 _CONNECT_S, _WRITE_S = 5.0, 30.0
 _ANSWER_BYTES = 4 * 2**20  # of one event, or of one answer that is no stream
@@ -187,11 +188,8 @@ def _authorization(key_env: str, key_file: str) -> dict[str, str]:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    try:
-        wait_s = float(response.headers.get("retry-after", _BUSY_S))
-    except ValueError:  # a date
-        return _BUSY_S
-    return min(max(wait_s, 0.1), _BUSY_MOST_S)
+    asked = retry_after_s(response.headers.get("retry-after", ""))
+    return _BUSY_S if asked is None else min(max(asked, 0.1), _BUSY_MOST_S)
 
 
 async def _drain(rest: AsyncIterator[bytes]) -> None:

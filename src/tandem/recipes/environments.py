@@ -54,7 +54,7 @@ def serve_environment(
         name=name, params=dict(params or {}), episode_timeout_s=episode_timeout_s, max_failed_share=max_failed_share,
         workers=workers, judge=judge or NoJudge(),
     )  # fmt: skip
-    client = ServiceClient(rollouts, token_file, token_option="--token-file")
+    client = ServiceClient(rollouts, token_file, url_option="--rollouts", token_option="--token-file")
     environment = build.environment(spec)
     try:
         path, _, _ = find_model(model)
@@ -89,7 +89,7 @@ async def _until_stopped(
     producer = EnvironmentProducer(
         setting, store, lambda _: True, group_size=registration.group_size, seed=seed, max_failed_share=max_failed_share
     )
-    playing = asyncio.ensure_future(_play(producer, store))
+    playing = asyncio.ensure_future(_play(producer, store, client))
     alive = asyncio.create_task(store.keep_alive())
     for number in (signal.SIGTERM, signal.SIGINT):
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: its owner has the signals
@@ -113,8 +113,9 @@ async def _until_stopped(
         await client.close()
 
 
-async def _play(producer: EnvironmentProducer, store: TicketStore) -> None:
+async def _play(producer: EnvironmentProducer, store: TicketStore, client: ServiceClient) -> None:
     """For ever, or until it is no use: an environment that fails too often ends it, an engine that went does not."""
+    await client.meet()
     while True:
         try:
             await producer.run()

@@ -6,12 +6,11 @@ It is asked by this process, which holds its address and its key; an environment
 from __future__ import annotations
 
 import asyncio
-import email.utils
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.errors import EpisodeFailed, TandemError
+from tandem.io.retry_after import retry_after_s
 from tandem.protocols import Engine
 from tandem.types import Message, Sampling
 
@@ -107,10 +106,5 @@ class HttpJudge:
 
 
 def _wait_s(response: httpx.Response, attempt: int) -> float:
-    said = response.headers.get("retry-after", "")
-    if said.isdigit():
-        return min(float(said), _MOST_WAIT_S)
-    when = email.utils.parsedate_tz(said) if said else None
-    if when is not None:
-        return min(max(0.0, email.utils.mktime_tz(when) - time.time()), _MOST_WAIT_S)
-    return 2.0**attempt / 4
+    asked = retry_after_s(response.headers.get("retry-after", ""))
+    return 2.0**attempt / 4 if asked is None else min(asked, _MOST_WAIT_S)

@@ -47,6 +47,8 @@ class RemoteStore:
         self._epoch: int | None = None
         self._held: dict[int, set[int]] = {}
         """By lease: its groups that are not acknowledged."""
+        self._acking: set[int] = set()
+        """Leases of groups whose acknowledgement is under way: the service may have forgotten them already."""
         self._ids: dict[int, tuple[int, int]] = {}
         """By the identity of a group that was taken: its lease and its number."""
         self._contained: list[int] = []
@@ -90,7 +92,9 @@ class RemoteStore:
     async def ack(self, groups: Sequence[Group]) -> None:
         numbers = [self._ids.pop(id(group)) for group in groups]
         body = {"epoch": await self._registered(), "groups": [number for _, number in numbers]}
+        self._acking = {lease for lease, _ in numbers}
         await self._unless_failed(self._client.post("/v2/ack", body))
+        self._acking = set()
         for lease, number in numbers:
             self._held[lease].discard(number)
             if not self._held[lease]:
@@ -139,6 +143,7 @@ class RemoteStore:
                     "tokenizer": spec.tokenizer, "max_dropped": spec.max_dropped, "lease_s": spec.lease_s,
                     "fresh": self._fresh,
                 }  # fmt: skip
+                await self._client.meet()
                 told = await self._client.post("/v2/trainer", body)
                 epoch = int(told["epoch"])
                 if self._contained:  # before anything is leased: whoever was killed held them, and they returned
@@ -152,7 +157,7 @@ class RemoteStore:
         try:
             await self._client.post(f"/v2/leases/{lease}/renew", {"epoch": epoch})
         except NotKnown as error:
-            if lease in self._held:  # or it was acknowledged meanwhile
+            if lease in self._held.keys() - self._acking:  # or it was acknowledged meanwhile
                 raise StoreError(f"store: {error}; was this process stopped?") from error
 
     def _opened(self, lease: Lease) -> list[Group]:

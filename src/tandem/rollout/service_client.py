@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, SpecError, Starved, StoreError, StoreTimeout
+from tandem.io.retry_after import retry_after_s
 
 if TYPE_CHECKING:
     import httpx
@@ -29,14 +30,24 @@ _TELL_EVERY_S = 30.0
 
 class ServiceClient:
     def __init__(
-        self, url: str, token_file: Path, *, patience_s: float = float("inf"), token_option: str = "rollouts.token_file"
+        self,
+        url: str,
+        token_file: Path,
+        *,
+        patience_s: float = float("inf"),
+        url_option: str = "rollouts.url",
+        token_option: str = "rollouts.token_file",
     ) -> None:
-        """`patience_s`: for a service that does not answer, or has no room; then StoreTimeout. `token_option`: what an
-        error calls `token_file`."""
+        """`patience_s`: for a service that does not answer, or has no room; then StoreTimeout. `url_option` and
+        `token_option`: what errors call the two."""
         import httpx
 
         self.url, self._token_file, self._patience_s = url.rstrip("/"), token_file, patience_s
-        self._token_option, self._was_let_in = token_option, False
+        self._url_option, self._token_option, self._was_let_in = url_option, token_option, False
+        if not url.startswith(("http://", "https://")):
+            raise SpecError(
+                f"{url_option} = '{url}' is no URL; give what `tandem rollouts serve` says: http://HOST:PORT"
+            )
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
@@ -45,6 +56,21 @@ class ServiceClient:
             trust_env=False,  # no proxy of the environment: the token is for this service alone
         )
         self._silent_since = self._told_at = float("-inf")
+
+    async def meet(self) -> None:
+        """Waits for whoever is not there yet. SpecError if it is there and is no rollout service, or if the token is
+        another one's: no repetition mends these."""
+        answer = await self._answer("GET", "/limits", None, {}, 0.0)
+        if answer.status_code == 401:
+            raise SpecError(
+                f"{self._token_option} = '{self._token_file}' holds another service's token: {self.url} refuses it; "
+                "the right one is in its data directory"
+            )
+        if answer.status_code != 200 or b'"queued_groups"' not in answer.content:
+            raise SpecError(
+                f"{self._url_option} = '{self.url}': something else answers there than a rollout service (GET /limits: "
+                f"{answer.status_code}); give the URL that `tandem rollouts serve` says"
+            )
 
     async def get(self, path: str) -> dict[str, Any]:
         return _object(await self._ask("GET", path, None, {}, 0.0))
@@ -75,6 +101,12 @@ class ServiceClient:
     async def _ask(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], wait_s: float
     ) -> httpx.Response:
+        return _checked(await self._answer(method, path, content, headers, wait_s))
+
+    async def _answer(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], wait_s: float
+    ) -> httpx.Response:
+        """Whatever is more than a sign to ask again."""
         import httpx
 
         since, attempt = time.monotonic(), 0
@@ -88,8 +120,9 @@ class ServiceClient:
             else:
                 self._was_let_in |= answer.status_code != 401
                 if answer.status_code not in _BUSY:
-                    return _checked(answer)
-                why, pause_s = f"answered {answer.status_code}: {_message(answer)}", _asked_pause_s(answer)
+                    return answer
+                why = f"answered {answer.status_code}: {_message(answer)}"
+                pause_s = retry_after_s(answer.headers.get("retry-after", "")) or 0.0
             if time.monotonic() - since > self._patience_s:
                 raise StoreTimeout(f"rollouts: {self.url} did not answer within {self._patience_s:g} s: {why}")
             self._tell(why)
@@ -158,8 +191,3 @@ def _message(answer: httpx.Response) -> str:
 
 def _field(answer: httpx.Response) -> str:
     return str(_error(answer).get("field") or "body")
-
-
-def _asked_pause_s(answer: httpx.Response) -> float:
-    said = answer.headers.get("retry-after", "")
-    return float(said) if said.isdigit() and len(said) < 6 else 0.0

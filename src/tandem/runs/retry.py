@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar, cast
 
 from tandem.errors import ArtifactError
+from tandem.io.retry_after import retry_after_s
 
 T = TypeVar("T")
 _COMES_RIGHT = (408, 409, 425, 429)
@@ -77,7 +76,7 @@ def retry_after(error: BaseException) -> float | None:
     for each in _causes(error):
         for headers in _headers(each):
             for name, value in headers.items():
-                if str(name).lower() == "retry-after" and (seconds := _seconds(str(value))) is not None:
+                if str(name).lower() == "retry-after" and (seconds := retry_after_s(str(value))) is not None:
                     return seconds
     return None
 
@@ -101,15 +100,3 @@ def _headers(error: BaseException) -> Iterator[Mapping[Any, Any]]:
     for found in candidates:
         if isinstance(found, Mapping):
             yield cast("Mapping[Any, Any]", found)
-
-
-def _seconds(value: str) -> float | None:
-    """Of a Retry-After: a number, or a date."""
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return None
