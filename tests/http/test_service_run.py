@@ -1,5 +1,5 @@
-"""A run whose groups come from a rollout service: service, engine, environment and trainer are processes of their own,
-and each but the engine is killed once."""
+"""A run whose groups come from a rollout service: service, engine, environment and trainer are processes of their own.
+Trainer and service are killed; the trainer is resumed, and no group is trained on twice."""
 
 from __future__ import annotations
 
@@ -84,15 +84,18 @@ groups_per_step = {GROUPS}
 group_size = 4
 max_tokens = 6
 max_lag = {MAX_LAG}
+[checkpoint]
+every = 1
+keep_every = 1
 """
 
 
 @contextmanager
-def trainer_of(spec: Path, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+def trainer_of(run_dir: Path, *command: object) -> Iterator[subprocess.Popen[bytes]]:
     log = run_dir.with_suffix(".txt")
-    with log.open("wb") as told:
+    with log.open("ab") as told:
         running = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "train", str(spec), "--run-dir", str(run_dir)],
+            [sys.executable, "-m", "tandem", *map(str, command)],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=told, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
@@ -105,6 +108,18 @@ def trainer_of(spec: Path, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def trained_on(run_dir: Path) -> list[list[int]]:
+    """By step, numbers of groups: those that its checkpoint has and none before it had."""
+    seen: set[int] = set()
+    found: list[list[int]] = []
+    for version in range(1, STEPS + 1):
+        state = json.loads((run_dir / "checkpoints" / f"step-{version}" / "state.json").read_text())
+        new = set(state["parts"]["store"]["contained"]) - seen
+        found.append(sorted(new))
+        seen |= new
+    return found
 
 
 def test_a_run_trains_on_what_the_service_hands_out_whoever_is_killed(tmp_path: Path) -> None:
@@ -127,19 +142,21 @@ def test_a_run_trains_on_what_the_service_hands_out_whoever_is_killed(tmp_path: 
             "--groups", 4,
         )  # fmt: skip
         with program("env", "serve", tmp_path / "letters.py", *asked) as environment:
-            with trainer_of(spec, tmp_path / "killed") as trainer:
-                wait_for(lambda: len(rows(tmp_path / "killed")) >= 2, 90, trainer, environment)
+            run = tmp_path / "run"
+            with trainer_of(run, "train", spec, "--run-dir", run) as trainer:
+                wait_for(lambda: (run / "checkpoints" / "step-2").exists(), 90, trainer, environment)
                 trainer.send_signal(signal.SIGKILL)
-            with trainer_of(spec, tmp_path / "run") as trainer:
-                wait_for(lambda: len(rows(tmp_path / "run")) >= 2, 90, trainer, environment)
+            with trainer_of(run, "resume", run) as trainer:
+                wait_for(lambda: (run / "checkpoints" / "step-4").exists(), 90, trainer, environment)
                 first.send_signal(signal.SIGKILL)
                 first.wait()
                 with service.running():
                     assert trainer.wait(timeout=90) == 0, (tmp_path / "run.txt").read_text()
                     told = status()["queue"]
-    trained = rows(tmp_path / "run")
+    trained = rows(run)
     assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
     assert all(row["lag/max"] <= MAX_LAG for row in trained)
     assert all(row["groups/played"] == GROUPS for row in trained)
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "succeeded"
+    assert [len(groups) for groups in trained_on(run)] == [GROUPS] * STEPS
+    assert json.loads((run / "status.json").read_text())["state"] == "succeeded"
     assert told["leased"] == 0, "all of it was acknowledged"

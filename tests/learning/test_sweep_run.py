@@ -101,7 +101,20 @@ def test_a_failed_seed_does_not_stop_the_others_and_is_run_again_alone(tmp_path:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_was_cut_off_is_set_aside(tmp_path: Path):
+def test_what_was_cut_off_goes_on(tmp_path: Path):
+    raw, place = spec_of(tmp_path), tmp_path / "sweep"
+    swept(raw, [0], place)
+    status = json.loads((place / "seed-0" / "status.json").read_text())
+    (place / "seed-0" / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    found, _ = swept(raw, [0], place)
+    assert found.seeds[0].state == "succeeded"
+    assert [each.name for each in place.glob("seed-*")] == ["seed-0"]
+    events = [json.loads(line) for line in (place / "seed-0" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["stage"] == "resume"] == [1]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_is_no_run_of_this_spec_is_set_aside(tmp_path: Path):
     place = tmp_path / "sweep"
     (place / "seed-0").mkdir(parents=True)
     (place / "seed-0" / "status.json").write_text('{"state": "running"}')
