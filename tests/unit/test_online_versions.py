@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
@@ -146,6 +147,18 @@ def test_an_anchor_of_other_weights_than_the_version_s_is_refused(rig: Rig):
     with pytest.raises(CheckpointError, match="anchor 5: these weights have digest"):
         rig.store.anchor(5, rig.bits[4])
     assert not rig.store.known()[5].anchored
+
+
+def test_an_anchor_that_holds_other_weights_than_it_says_is_refused(rig: Rig):
+    """Sealed all the same: whoever wrote it made the mistake."""
+    path = rig.store.directory / "anchor-000000"
+    manifest.remove(path)
+    with manifest.sealed(path) as directory:
+        save_file(rig.bits[1], directory / "weights.safetensors")
+        save_file(state(0), directory / "state.safetensors")
+        (directory / "version.json").write_text(json.dumps({"version": 0, "digest": "0" * 16, "notes": {}}))
+    with pytest.raises(CheckpointDamaged, match="its weights have digest"):
+        VersionStore(rig.store.directory).load(1)
 
 
 def test_a_write_that_fails_leaves_the_version_before(rig: Rig, monkeypatch: pytest.MonkeyPatch):

@@ -269,7 +269,7 @@ class VersionStore:
     def _read_anchor(self, version: int, device: str | torch.device) -> tuple[Held, dict[str, Any]]:
         path = self._anchor(version)
         head = self._head(path)
-        held = Held.copy_of(version, load_file(path / _WEIGHTS, device=str(device)))  # not of the file's own pages
+        held = Held.of(version, load_file(path / _WEIGHTS, device=str(device)))  # private pages: files stay as they are
         if held.digest != head["digest"]:
             raise CheckpointDamaged(f"{path}: its weights have digest {held.digest} instead of {head['digest']}")
         return held, head["notes"]
