@@ -61,6 +61,9 @@ def make_run(directory: Path, status: dict | None = None, *, attack: str = "hell
                     "time/step_s": 0.5,
                     "time/generate_s": 0.3,
                     "time/train_s": 0.1,
+                    "memory/weights": 0.5,
+                    "memory/activations": step / 10,
+                    "memory/peak": 4.5,
                     **({"eval/accuracy": 0.5} if step == 20 else {}),
                 }
             )
@@ -77,9 +80,10 @@ def make_run(directory: Path, status: dict | None = None, *, attack: str = "hell
                 }
             )
     with JsonlWriter(directory / "samples.jsonl") as writer:
-        for when, reward in (("before_rl", 0.0), ("after", 1.0)):
+        for when, version, reward in (("before_rl", 10, 0.0), ("after", 30, 1.0), ("step 20", 20, 0.5)):
             turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": attack}]
-            writer.write({"when": when, "task": f"sum-{attack}", "messages": turns, "reward": reward})
+            row = {"when": when, "version": version, "task": f"sum-{attack}", "messages": turns, "reward": reward}
+            writer.write(row)
     return directory
 
 
@@ -241,3 +245,15 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path):
     text = printed(make_run(tmp_path / "run", failed), failed)
     assert "\x1b" not in text
     assert "[red]x[/red]" in text
+
+
+def test_samples_stand_by_version_and_memory_by_size(tmp_path: Path):
+    page = page_of(make_run(tmp_path / "run"))
+    samples = page.text.partition("version by version")[2]
+    places = [samples.index(when) for when in ("before RL (version 10)", "step 20", "after (version 30)")]
+    assert places == sorted(places)
+    assert re.search(r"activations\s*3\s*weights\s*0.5\s*measured peak, of the process or on the GPU\s*4.5", page.text)
+    empty = tmp_path / "empty"
+    make_run(empty)
+    (empty / "metrics.jsonl").write_text("")
+    assert "Memory" not in page_of(empty).text

@@ -66,6 +66,7 @@ def _content(history: History) -> dict[str, Any]:
         "timing": timing(history),
         "planned": against_plan(history),
         "drops": drops(history),
+        "memory": _memory(history),
         "sync": _sync(history),
         "samples": _samples(history.samples),
         "spec": history.spec,
@@ -151,20 +152,47 @@ def _sync(history: History) -> list[tuple[str, str]]:
     return facts
 
 
+def _memory(history: History) -> list[dict[str, Any]]:
+    """The largest of each component over the steps, in GiB; then their sum at its peak, and what was measured."""
+    named = {key.removeprefix("memory/"): largest(history.rows, key) for key in _memory_keys(history)}
+    found = {name: value for name, value in named.items() if value}
+    if not found:
+        return []
+    totals = [("accounted", "accounted for, at the peak"), ("peak", "measured peak, of the process or on the GPU")]
+    parts = sorted((name for name in found if name not in dict(totals)), key=lambda name: -found[name])
+    labelled = [(name, name.replace("_", " ")) for name in parts] + [(name, text) for name, text in totals]
+    scale = max(found.values())
+    return [
+        {"label": label, "gib": f"{found[name]:.3g}", "width": 100 * found[name] / scale, "total": name in dict(totals)}
+        for name, label in labelled
+        if name in found
+    ]
+
+
+def _memory_keys(history: History) -> list[str]:
+    return sorted({key for row in history.rows for key in row if key.startswith("memory/")})
+
+
 def _samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same task before and after, side by side; the first few tasks."""
+    """The same task by one version after the other, side by side; the first few tasks."""
     by_task: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: number(row.get("version")) or 0.0):
         reward = number(row.get("reward"))
         turns = [turn for turn in row.get("messages") or () if isinstance(turn, Mapping)]
         by_task.setdefault(str(row.get("task", "?")), []).append(
             {
-                "when": str(row.get("when", "")).replace("_rl", " RL").replace("_", " "),
+                "when": _when(row),
                 "reward": "–" if reward is None else f"{reward:g}",
                 "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
             }
         )
     return [{"task": task, "plays": plays} for task, plays in list(by_task.items())[:_SHOWN_TASKS]]
+
+
+def _when(row: Mapping[str, Any]) -> str:
+    when = str(row.get("when", "")).replace("_rl", " RL").replace("_", " ")
+    version = number(row.get("version"))
+    return when if version is None or when.startswith("step ") else f"{when} (version {version:.0f})"
 
 
 def _cut(text: str) -> str:

@@ -169,8 +169,6 @@ class RlRun:
         result = await self._play_held_out(trainer.version, name)
         self.keeper.remember(name, {"scores": result.scores, "failed": result.failed})
         self.run.evaluated(name, label, result.accuracy)
-        for trajectory in result.played[:_SAMPLES_KEPT]:
-            self.run.sample(name, trajectory.task_id, trajectory.messages, trajectory.reward)
         return result
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
@@ -180,4 +178,6 @@ class RlRun:
         tasks = [task.id for task in self.eval_tasks]
         kept = StoredEval(version, name, "accuracy", played_as(self.spec), tasks, found.scores, found.failed)
         store_eval(self.run.directory, kept)
+        for trajectory in found.played[:_SAMPLES_KEPT]:
+            self.run.sample(name, version, trajectory.task_id, trajectory.messages, trajectory.reward)
         return found

@@ -177,10 +177,9 @@ class Run:
         """What the engines said of themselves when they were attached."""
         atomic.write_json(self.directory / "sync-map.json", meeting)
 
-    def sample(self, when: str, task: str, messages: Sequence[Message], reward: float) -> None:
-        self._samples.write(
-            {"when": when, "task": task, "messages": [dict(message) for message in messages], "reward": reward}
-        )
+    def sample(self, when: str, version: int, task: str, messages: Sequence[Message], reward: float) -> None:
+        turns = [dict(message) for message in messages]
+        self._samples.write({"when": when, "version": version, "task": task, "messages": turns, "reward": reward})
 
     def note_option(self, option: str, requested: Any, engaged: bool, note: str = "") -> None:
         """Every optimisation says whether it was had; under `strict`, one that was not ends the run.
