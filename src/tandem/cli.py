@@ -334,6 +334,9 @@ def env_serve(
     params: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")
     ] = None,
+    judge: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="kind=engine; or kind=http, url, model, key_env.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Episodes at once, each in its own process; 0: in this one.")] = 0,
     groups: Annotated[int, typer.Option(min=1, help="Groups under way at most.")] = 16,
     group_size: Annotated[int, typer.Option(min=1, help="Siblings of a group.")] = 8,
@@ -347,7 +350,7 @@ def env_serve(
 ) -> None:
     """Play an environment for a rollout service, with an engine that somebody keeps in step with the trainer."""
     from tandem.recipes.environments import serve_environment
-    from tandem.spec.load import parse_overrides
+    from tandem.spec.load import parse_judge, parse_overrides
     from tandem.types import Sampling
 
     serve_environment(
@@ -367,6 +370,7 @@ def env_serve(
         min_share=min_share,
         seed=seed,
         episode_timeout_s=episode_timeout,
+        judge=parse_judge(judge or ()),
     )
 
 

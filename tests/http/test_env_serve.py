@@ -24,6 +24,8 @@ from tandem.errors import Conflict, GroupRefused, NotKnown, SpecError, StoreErro
 from tandem.rollout import wire
 from tandem.rollout.service_client import ServiceClient
 from tandem.rollout.ticket_store import Registration, TicketStore
+from tandem.spec.environment import HttpJudge, NoJudge
+from tandem.spec.load import parse_judge
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Ticket, Trajectory
@@ -222,6 +224,17 @@ def test_a_service_that_is_not_there_yet_is_waited_for(tmp_path: Path):
     answers = [(502, {}), (0, {}), (200, {"queued_groups": 1})]
     _, asked = scripted(tmp_path, lambda _, count: answers[count], lambda client: client.meet())
     assert [path for path, _, _ in asked] == ["/limits"] * 3
+
+
+def test_a_judge_is_told_to_the_command_as_a_spec_tells_it():
+    assert parse_judge([]) == NoJudge()
+    assert parse_judge(["kind=http", "url=http://h/v1", "model=m"]) == HttpJudge(
+        kind="http", url="http://h/v1", model="m"
+    )
+    with pytest.raises(SpecError, match="--judge url = "):
+        parse_judge(["kind=http", "model=m"])
+    with pytest.raises(SpecError, match="--judge kind = .*'none', 'engine', 'http'"):
+        parse_judge(["kind=htp"])
 
 
 def test_a_url_without_its_scheme_is_refused(tmp_path: Path):

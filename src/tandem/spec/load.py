@@ -7,20 +7,23 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import tomli_w
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tandem.errors import SpecError
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
+from tandem.spec.environment import JudgeSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 Table: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 _ENGINE: TypeAdapter[ServerEngineSpec | VllmEngineSpec] = TypeAdapter(
     Annotated[ServerEngineSpec | VllmEngineSpec, Field(discriminator="kind")]
 )
+_JUDGE: TypeAdapter[JudgeSpec] = TypeAdapter(JudgeSpec)
 _ADAPTER: TypeAdapter[RlSpec | SftSpec | PreferenceSpec] = TypeAdapter(RunSpec)
 _NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
@@ -63,13 +66,21 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 def parse_engine(kind: str, overrides: Sequence[str]) -> ServerEngineSpec | VllmEngineSpec:
     """An engine that serves alone, from a command line: what a spec's `[engine]` would say."""
-    raw = {"kind": kind, **parse_overrides(overrides)}
+    return _of_options(_ENGINE, {"kind": kind, **parse_overrides(overrides)}, "--set")
+
+
+def parse_judge(overrides: Sequence[str]) -> JudgeSpec:
+    """Whom an environment asks, from a command line: what a spec's `[environment.judge]` would say."""
+    return _of_options(_JUDGE, {"kind": "none", **parse_overrides(overrides)}, "--judge")
+
+
+def _of_options(kind: TypeAdapter[T], raw: Mapping[str, Any], option: str) -> T:
     try:
-        return _ENGINE.validate_python(raw)
+        return kind.validate_python(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"][1:])
-        raise SpecError(f"--set {field} = {_show(first['input'])}: {first['msg']}") from error
+        field = ".".join(str(part) for part in first["loc"][1:]) or "kind"
+        raise SpecError(f"{option} {field} = {_show(first['input'])}: {first['msg']}") from error
 
 
 def parse_seeds(text: str) -> list[int]:
