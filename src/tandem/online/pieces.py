@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem.online import planes
-from tandem.online.planes import Planes
+from tandem.online.planes import Planes, Ready
 from tandem.ops import digest
 
 UNKNOWN = -1
@@ -45,9 +45,6 @@ class Piece:
     @property
     def count(self) -> int:
         return sum(count for _, _, count in self.parts)
-
-    def inflated(self) -> Piece:
-        return Piece(self.coded, self.parts, planes.inflated(self.planes))
 
 
 @dataclass(slots=True)
@@ -116,15 +113,15 @@ def coded(lot: Lot) -> Piece:
     return Piece("some", parts, found)
 
 
-def move(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
-    """An inflated piece. `numbers` go along, or become UNKNOWN."""
+def move(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
+    """`ready`: its planes, inflated where the tensors are. `numbers` go along, or become UNKNOWN."""
     if piece.coded == "all":
-        return _flip(piece, tensors, numbers)
+        return _flip(piece, ready, tensors, numbers)
     device = tensors[piece.parts[0][0]].device
     counts = [count for _, _, count in piece.parts]
-    end_N = (planes.read_words(piece.planes, "gap", piece.count, device).to(torch.int64) + 1).cumsum(0)
-    by_N = planes.read_words(piece.planes, "size", piece.count, device) + 1  # it wraps, and so does what it is added to
-    down_N = planes.read_bits(piece.planes, "sign", piece.count, device)
+    end_N = (planes.read_words(ready, "gap", piece.count, device).to(torch.int64) + 1).cumsum(0)
+    by_N = planes.read_words(ready, "size", piece.count, device) + 1  # it wraps, and so does what it is added to
+    down_N = planes.read_bits(ready, "sign", piece.count, device)
     by_N = torch.where(down_N if forward else ~down_N, -by_N, by_N)
     changes: list[digest.Change] = []
     passed = end_N.new_zeros(1)
@@ -144,9 +141,9 @@ def move(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int], *
         numbers[change.name] = (numbers[change.name] + moved) & _MASK
 
 
-def _flip(piece: Piece, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
+def _flip(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
     device = tensors[piece.parts[0][0]].device
-    bits_N = planes.read_words(piece.planes, "bits", piece.count, device)
+    bits_N = planes.read_words(ready, "bits", piece.count, device)
     at = 0
     for name, start, count in piece.parts:
         found = integers(tensors[name])

@@ -10,15 +10,16 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
+from tandem.online import planes
 from tandem.online.pieces import UNKNOWN, Piece, coded, lots, move, side_by_side
-from tandem.online.planes import Planes
+from tandem.online.planes import Planes, Ready
 from tandem.ops import digest
 from tandem.ops.finite import Finite
 from tandem.ops.tensors import check_alike
@@ -114,10 +115,6 @@ class Update:
     """Of all tensors, after."""
     notes: Mapping[str, Any]
 
-    def inflated(self) -> Update:
-        """Ready to be walked."""
-        return replace(self, pieces=[piece.inflated() for piece in self.pieces])
-
     def head(self) -> dict[str, Any]:
         """All but the planes, as JSON; digests have 64 bits, which JSON's numbers do not."""
         return {
@@ -154,25 +151,42 @@ def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[st
 @torch.no_grad()
 def walk(held: Held, updates: Iterable[Callable[[], Update]], threads: int = 1) -> None:
     """One after the other: forward where `held` is an update's parent, back where it is its version. They are read and
-    inflated by threads, while those before them are walked."""
+    inflated by threads, while what comes before them is walked."""
     start, numbers = held.version, dict(held.numbers)
     wanted = dict(numbers)
-    done: list[Update] = []
+    done: list[tuple[Piece, bool]] = []
+    device = next(iter(held.tensors.values())).device
+
+    def inflate(item: tuple[Update, Piece | None]) -> tuple[Update, Piece | None, Ready]:
+        update, piece = item
+        return update, piece, planes.ready(piece.planes, device) if piece else {}
+
     try:
-        for update, whole in ahead(_read, updates, threads):
-            wanted |= _ends(update, held, wanted)
-            _step(whole, held)
-            done.append(update)
+        for update, piece, ready in ahead(inflate, _taken_apart(ahead(_read, updates, threads)), threads):
+            if piece is None:  # its first; what follows it is its pieces
+                forward = held.version == update.parent
+                wanted |= _ends(update, held, wanted)
+                held.version = update.version if forward else update.parent
+                continue
+            forward = held.version == update.version
+            move(piece, ready, held.tensors, held.numbers, forward=forward)
+            done.append((piece, forward))
         _check(held, wanted, start)
     except CheckpointError:
-        for update in reversed(done):
-            _step(update.inflated(), held)
-        held.numbers = numbers
+        for piece, forward in reversed(done):
+            move(piece, planes.ready(piece.planes, device), held.tensors, held.numbers, forward=not forward)
+        held.version, held.numbers = start, numbers
         raise
 
 
-def _read(source: Callable[[], Update]) -> tuple[Update, Update]:
-    return (update := source()), update.inflated()
+def _read(source: Callable[[], Update]) -> Update:
+    return source()
+
+
+def _taken_apart(updates: Iterable[Update]) -> Iterator[tuple[Update, Piece | None]]:
+    for update in updates:
+        yield update, None
+        yield from ((update, piece) for piece in update.pieces)
 
 
 def _ends(update: Update, held: Held, now: Mapping[str, int]) -> dict[str, int]:
@@ -192,20 +206,6 @@ def _ends(update: Update, held: Held, now: Mapping[str, int]) -> dict[str, int]:
                 f"here: {found}; these weights are of another model, or were written to: load them again"
             )
     return {name: after if forward else before for name, (before, after) in update.touched.items()}
-
-
-def _step(update: Update, held: Held) -> None:
-    forward = held.version == update.parent
-    done: list[Piece] = []
-    try:
-        for piece in update.pieces:
-            move(piece, held.tensors, held.numbers, forward=forward)
-            done.append(piece)
-    except CheckpointError:
-        for piece in done:
-            move(piece, held.tensors, held.numbers, forward=not forward)
-        raise
-    held.version = update.version if forward else update.parent
 
 
 def _check(held: Held, wanted: Mapping[str, int], start: int, anew: Collection[str] = ()) -> None:
