@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hub_store import hub_serving
 from object_server import ObjectServer, served
 
 from tandem.errors import ArtifactError
@@ -242,3 +243,19 @@ def test_a_full_disk_damages_no_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert store.find("run") == first
     assert len(list((tmp_path / "store" / "run" / "parts").iterdir())) == 1  # room was given back
+
+
+def test_a_repository_of_the_hub_is_a_store_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    with hub_serving("me/runs") as hub:
+        store = ArtifactStore("hf://me/runs/tandem", endpoint=hub.url, limits=QUICK)
+        source = made(tmp_path / "a")
+        hub.refuse = 1
+        first = store.push("run.export", source)
+        assert content(store.fetch("run.export", tmp_path / "back")) == content(source)
+        assert store.push("run.export", source) == first
+        assert store.names() == ["run.export"]
+        assert all(name.startswith("tandem/run.export/") for name in hub.files)
+        assert hub.commits == 3  # two files and their manifest
+        with pytest.raises(ArtifactError, match="no artifact 'other'"):
+            store.find("other")

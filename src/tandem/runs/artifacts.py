@@ -245,7 +245,7 @@ def _file_system(url: str, endpoint: str) -> tuple[Any, str, bool]:
     if not separator or protocol == "file":
         root = os.path.abspath(rest if separator else url)
         return fsspec.filesystem("file", auto_mkdir=True, skip_instance_cache=True), root, True
-    options: dict[str, Any] = {"endpoint_url": endpoint} if endpoint else {}
+    options: dict[str, Any] = {"endpoint" if protocol == "hf" else "endpoint_url": endpoint} if endpoint else {}
     if protocol == "s3":  # one place tries again, ours: two of them multiply, and hide what the server asked for
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "connect_timeout": 20, "read_timeout": 60}
     try:
