@@ -4,8 +4,8 @@ Elements are compared and moved as the integers that their bits are. A step is t
 weight that an optimizer nudged, almost always 1 up or down. Steps are added going forward and subtracted going back;
 bits are flipped either way. So one piece serves both ways, and its cost grows with what changed, not with the model.
 
-Weights of one exponent change about equally often, and to count gaps within each exponent would save a third of the
-bytes (docs/LOG.md). But who goes back does not have those exponents, and to find the elements of one is a look at all.
+Small weights change more often, and gaps counted for each exponent apart would take a quarter less (docs/LOG.md). But
+who goes back does not have those exponents, and to find the elements of one is a look at all.
 
 Shapes: N elements.
 """
