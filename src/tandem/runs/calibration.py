@@ -21,10 +21,14 @@ class Machine:
     asleep_gib: float
     bandwidth_gb_s: float
     train_flops: float
-    train_flops_lora: float
+    attention_flops: float
+    passed_gb_s: float
+    layer_s: float
+    updated_per_s: float
     answer_share: float
     decode_step_s: float
     decode_step_lora_s: float
+    decode_row_s: float
     prefill_flops: float
     source: str
     sync: dict[str, tuple[float, float]]

@@ -107,7 +107,7 @@ def plan_run(
 
 def _least(found: Sequence[Phase]) -> float:
     train = next(phase for phase in found if phase.name == "train")
-    sure = ("weights", "master", "optimizer", "reference", "gradients", "process")
+    sure = ("weights", "master", "optimizer", "reference", "teacher", "gradients", "process")
     return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
 
 

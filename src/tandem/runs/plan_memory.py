@@ -10,7 +10,7 @@ from tandem.ops import sizes
 from tandem.ops.layer_sizes import Pass, activation_bytes, backward_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
-from tandem.runs.plan_model import adapter_numbers, trained_tensors
+from tandem.runs.plan_model import adapter_numbers, read_teacher, trained_tensors
 from tandem.runs.plan_work import Work
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import LoraSpec
@@ -124,8 +124,11 @@ def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict
         "master": (_master(spec.precision, shape.total) if lora is None else 0) / _GIB,
         "optimizer": state / _GIB,
     }
+    teacher = read_teacher(spec)
     compares = not isinstance(spec, RlSpec) or getattr(spec.algorithm, "kl_coef", 0) > 0
-    if compares and spec.recipe != "sft" and lora is None:
+    if teacher is not None:
+        found["teacher"] = teacher.total * width / _GIB
+    elif compares and spec.recipe != "sft" and lora is None:
         found["reference"] = shape.total * width / _GIB
     return found
 
@@ -135,7 +138,7 @@ def _train(
 ) -> Phase:
     lora, width = spec.model.lora, width_of(spec.precision)
     kept = "keep" if spec.model.activations == "offload" and not machine.on_gpu else spec.model.activations
-    how = Pass(width, lora.rank if lora else 0, kept, work.row_tokens if work.masked else 0)
+    how = Pass(width, lora.rank if lora else 0, kept, work.trained_row if work.masked else 0)
     tensors = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
     grad_width = 4 if lora or width == 4 or work.num_micro > 1 else width
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))

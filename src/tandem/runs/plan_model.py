@@ -11,8 +11,10 @@ from typing import Any
 
 from tandem.errors import SpecError
 from tandem.ops.sizes import Dims, Shape
+from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import LoraSpec, ModelSpec, PresetModel
 from tandem.spec.presets import preset_config
+from tandem.spec.run import RunSpec
 
 
 class NoPlan(SpecError):
@@ -29,6 +31,14 @@ def read_shape(spec: ModelSpec) -> Shape:
     if isinstance(spec, PresetModel):
         return shape_of({"model_type": "qwen3", **preset_config(spec.preset, BYTE_VOCABULARY)}, spec.preset)
     return shape_of(read_config(spec.path, spec.revision), spec.path)
+
+
+def read_teacher(spec: RunSpec) -> Shape | None:
+    """Of distillation's teacher, which is there beside the policy."""
+    algorithm = getattr(spec, "algorithm", None)
+    if not isinstance(algorithm, DistillSpec):
+        return None
+    return shape_of(read_config(algorithm.teacher, algorithm.teacher_revision), algorithm.teacher)
 
 
 def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from tandem.ops import sizes
+from tandem.ops.layer_sizes import Pass, layer_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
 from tandem.runs.plan_memory import sync_bytes, width_of
+from tandem.runs.plan_model import adapter_numbers, read_teacher
 from tandem.runs.plan_work import PROMPT_TOKENS, Work
 from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.train import Stage
 
-_PASSES = {"keep": 6, "offload": 6, "selective": 6.5, "recompute": 8}
-"""Operations a parameter and token, forward and backward; adapters need no gradient of their base."""
+_AGAIN = {"recompute": 1, "selective": 0}
+"""Forward passes that backward does once more, products included."""
+_MASKED_ATTENTION, _CAUSAL_ATTENTION = 1.0, 0.25
+"""Under a mask every pair is computed; without one half of them, by kernels that are twice as fast."""
+_LORA_LAUNCHES = 1.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +40,44 @@ class Times:
 
 
 def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
-    train = _train_s(spec, shape, work.step_tokens, machine)
+    train = _train_s(spec, spec.train, shape, work, machine)
     rollout = sync = warmup = 0.0
     if isinstance(spec, RlSpec):
         rollout, sync = _rollout_s(spec, shape, work, machine), _sync_s(spec, shape, machine)
         if spec.warmup is not None:
-            tokens = spec.warmup.batch_size * (PROMPT_TOKENS + machine.answer_share * spec.train.max_tokens)
-            warmup = spec.warmup.steps * _train_s(spec, shape, tokens, machine)
+            credited = spec.warmup.batch_size * machine.answer_share * spec.train.max_tokens
+            tokens = credited + spec.warmup.batch_size * PROMPT_TOKENS
+            shown = replace(work, step_tokens=tokens, credited_tokens=credited, masked=True)
+            warmup = spec.warmup.steps * _train_s(spec, spec.warmup, shape, shown, machine)
     step = rollout + train + sync
     return Times(rollout, train, sync, warmup + spec.train.steps * step, work.step_tokens / step)
 
 
-def _train_s(spec: RunSpec, shape: Shape, tokens: float, machine: Machine) -> float:
-    lora = spec.model.lora is not None
-    operations = _PASSES[spec.model.activations] - (2 if lora else 0)
+def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Machine) -> float:
+    """Products, attention, what passes through memory, launches, and the update."""
+    lora, kept = spec.model.lora, spec.model.activations
+    passes = (2 if lora else 3) + _AGAIN.get(kept, 0)
+    linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
+    products = 2 * linears * work.step_tokens * passes
+    products += 2 * shape.vocab * shape.hidden * work.credited_tokens * (3 if lora else 4)
     if spec.recipe == "preference":
-        operations += 2  # the reference
-    attention = 2 * operations * shape.layers * shape.query  # beside the weights, for each token seen: half a row
-    a_token = operations * shape.total + attention * PROMPT_TOKENS
-    return a_token * tokens / (machine.train_flops_lora if lora else machine.train_flops)
+        products += 2 * shape.total * work.step_tokens  # the reference
+    if (teacher := read_teacher(spec)) is not None:
+        products += 2 * teacher.total * work.step_tokens
+    pairs = 4 * shape.query * shape.layers * work.step_tokens * work.trained_row
+    pairs *= (3.5 + _AGAIN.get(kept, 0)) * (_MASKED_ATTENTION if work.masked else _CAUSAL_ATTENTION)
+    how = Pass(width_of(spec.precision), lora.rank if lora else 0, "keep", work.trained_row if work.masked else 0)
+    passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
+    micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro_tokens, stage.micro_tokens))))
+    launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
+    updated = adapter_numbers(shape, lora) if lora else shape.total
+    return (
+        products / machine.train_flops
+        + pairs / machine.attention_flops
+        + passed / (machine.passed_gb_s * 1e9)
+        + launches * machine.layer_s
+        + updated / machine.updated_per_s
+    )
 
 
 def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> float:
@@ -64,9 +90,10 @@ def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> floa
     read_s = (shape.total * width + seen) / (machine.bandwidth_gb_s * 1e9)
     computed_s = 2 * shape.total * rows / machine.prefill_flops
     launch = machine.decode_step_s if spec.model.lora is None else machine.decode_step_lora_s
+    launch += rows * machine.decode_row_s
     prompts = work.sequences / spec.train.group_size * (work.row_tokens - work.answer_tokens)
     prefill_s = 2 * shape.total * prompts / machine.prefill_flops
-    decode_s = waves * work.answer_tokens * (launch + max(read_s, computed_s))
+    decode_s = waves * work.answer_tokens * max(launch, read_s, computed_s)
     return (prefill_s + decode_s) / replicas
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.ops import sizes
 from tandem.ops.sizes import Shape
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import RlStage, Stage
 
 PROMPT_TOKENS = 64
 LONGEST_RECORDED = 2048
+_LONGEST_TREE = 1.25
+"""Of a group whose prompt is shared, against the mean one. Source: lengths that an end of turn of one chance makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,12 @@ class Work:
     """Of the longest sequence."""
     answer_tokens: int
     """At most sampled in a row; 0 where nothing is sampled."""
+    trained_row: int
+    """Of a row that is trained on: a sequence, or several."""
     step_tokens: float
-    """Expected in a step."""
+    """Expected to be computed in a step."""
+    credited_tokens: float
+    """Of these, what has a logprob."""
     micro_tokens: int
     """At most in one forward and backward."""
     num_micro: int
@@ -55,7 +62,9 @@ def work_of(
     if not row_tokens:
         assumed = (*assumed, f"an example has {longest // 2} tokens on average")
     micro, number = _micro(stage, most, longest)
-    return Work(sequences, longest, 0, most * share, micro, number, 0, not row_tokens, assumed)
+    return Work(
+        sequences, longest, 0, longest, most * share, most * share, micro, number, 0, not row_tokens, assumed
+    )  # fmt: skip
 
 
 def _rl(
@@ -67,15 +76,24 @@ def _rl(
         assumed = (f"a prompt has {PROMPT_TOKENS} tokens, and an episode is one turn (--prompt-tokens says otherwise)",)
     longest = min(prompt_tokens + stage.max_tokens, shape.context or 2**31)
     sequences = stage.groups_per_step * stage.group_size
-    most = sequences * longest
     if not answer_tokens:
         answer_tokens = answer_share * stage.max_tokens
         assumed = (*assumed, f"an answer has {answer_share:.0%} of train.max_tokens on average (--answer-tokens)")
-    expected = sequences * (prompt_tokens + answer_tokens)
-    micro, number = _micro(stage, most, longest)
+    credited = sequences * answer_tokens
+    expected, row, most = credited + sequences * prompt_tokens, longest, sequences * longest
+    lengths = [prompt_tokens + answer_tokens] * stage.group_size
+    tree = prompt_tokens + stage.group_size * answer_tokens
+    masked = sizes.sharing_pays(shape.hidden, lengths, tree) and tree <= stage.micro_tokens
+    if masked:
+        expected = stage.groups_per_step * tree
+        row = min(int(tree * _LONGEST_TREE), stage.micro_tokens)
+        most = stage.groups_per_step * row
+    micro, number = _micro(stage, most, row)
     under_way = sequences * (stage.max_lag + 1)
     rows = min(getattr(spec.engine, "max_running", 256), max(under_way, spec.eval.tasks))
-    return Work(sequences, longest, stage.max_tokens, expected, micro, number, rows, False, assumed)
+    return Work(
+        sequences, longest, stage.max_tokens, row, expected, credited, micro, number, rows, masked, assumed
+    )  # fmt: skip
 
 
 def _micro(stage: Stage, most: int, longest: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.ops import host_memory
 from tandem.ops.sizes import Parts, peak
 from tandem.protocols import Optimizer, Policy
 from tandem.types import Metrics, MicroBatch
@@ -33,7 +34,22 @@ class Memory:
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
 
     @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Around what may be the peak of a step: a host's memory that is free is given back, so that it does not add
+        to what is held. On a GPU nothing, whose peak is of what is held."""
+        if self._on_gpu:
+            yield
+            return
+        with host_memory.exact():
+            yield
+
+    @contextmanager
     def forward(self, micro: MicroBatch) -> Iterator[None]:
+        with self.exact(), self._looked_at(micro):
+            yield
+
+    @contextmanager
+    def _looked_at(self, micro: MicroBatch) -> Iterator[None]:
         size = micro.ids_BT.numel()
         if size <= self._largest_micro:
             yield

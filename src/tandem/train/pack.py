@@ -14,6 +14,7 @@ from itertools import takewhile
 
 import torch
 
+from tandem.ops.sizes import sharing_pays
 from tandem.protocols import Algorithm
 from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
@@ -90,7 +91,7 @@ def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatc
 
 
 def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int, *, together: bool) -> list[_Item]:
-    """One tree, if that computes less: a layer costs 24 h^2 a token, and 4 h L^2 a masked row of length L."""
+    """One tree, if that computes less."""
     alone = [_Item(samples)] if together and samples else [_Item([sample]) for sample in samples]
     if len(samples) < 2:
         return alone
@@ -101,9 +102,8 @@ def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int, *,
         zip(*(trajectory.ids[:first_trained] for trajectory in trajectories), strict=True),
     )
     tree = _Item(samples, sum(1 for _ in same))
-    saved = sum(item.length for item in alone) - tree.length
-    extra_pairs = tree.length**2 - sum(item.length**2 for item in alone) / 2
-    cheaper = 6 * hidden_size * saved > extra_pairs and tree.length <= micro_tokens
+    pays = sharing_pays(hidden_size, [item.length for item in alone], tree.length)
+    cheaper = pays and tree.length <= micro_tokens
     return [tree] if cheaper else alone
 
 

@@ -150,7 +150,8 @@ class PolicyTrainer:
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return None
         memory = self._memory.metrics(size_bytes(gradients.values()), len(batch.micro))
-        self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
+        with self._memory.exact():
+            self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
         self._collected.clear()
         return {**metrics, **memory, "grad/norm": norm}
 
