@@ -1,7 +1,8 @@
 """What a version costs an online server: bytes and seconds of an update beside a full checkpoint, and of going back.
 
 python benchmarks/online_updates.py                        a tiny model that really trains, and 1M parameters
-python benchmarks/online_updates.py --params 1.7e9 --device cuda --threads 8     any size, with updates like Adam's
+python benchmarks/online_updates.py --params 1.7e9 --device cuda --threads 8     any size, with updates like Adam's; it
+                                                           needs torch and safetensors alone
 """
 
 from __future__ import annotations
@@ -19,20 +20,9 @@ import torch
 from torch import Tensor
 
 from common import note, table
-from tandem.algo import sft
-from tandem.model.policy import CausalPolicy
-from tandem.model.precision import narrow
-from tandem.model.presets import make_model
 from tandem.online.updates import Held
 from tandem.online.versions import VersionStore, Written
-from tandem.optim.adamw import AdamW
 from tandem.optim.master import Split
-from tandem.optim.optimizer import Optimizer
-from tandem.spec.optim import AdamWSpec
-from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
-from tandem.train.trainer import PolicyTrainer
-from tandem.types import Trajectory
 
 VERSIONS = 10
 ROWS, LENGTH = 8, 128
@@ -78,6 +68,18 @@ class Row:
 
 def real(lr: float) -> Learner:
     """The tiny preset in bf16 with a split master, on pieces of this project's documentation."""
+    from tandem.algo import sft
+    from tandem.model.policy import CausalPolicy
+    from tandem.model.precision import narrow
+    from tandem.model.presets import make_model
+    from tandem.optim.adamw import AdamW
+    from tandem.optim.optimizer import Optimizer
+    from tandem.spec.optim import AdamWSpec
+    from tandem.text.tokenizer import byte_tokenizer
+    from tandem.train.pack import make_batch
+    from tandem.train.trainer import PolicyTrainer
+    from tandem.types import Trajectory
+
     tokenizer, master = byte_tokenizer(), Split()
     module = make_model("tiny", tokenizer, seed=0)
     narrow(module, torch.device("cpu"), master.adopt)

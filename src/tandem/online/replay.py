@@ -82,11 +82,3 @@ class Reservoir(Generic[T]):
 
     def _rank(self, key: str) -> int:
         return int.from_bytes(hashlib.blake2b(f"{self._seed}|{key}".encode(), digest_size=8).digest())
-
-
-def replay_count(fresh: int, share: float, *, seed: int, step: int) -> int:
-    """How many to add to so many fresh ones, that replay is `share` of the batch: on average, where it is no whole
-    number."""
-    wanted = fresh * share / (1 - share)
-    whole = math.floor(wanted)
-    return whole + (random.Random(f"{seed}|count|{step}").random() < wanted - whole)
