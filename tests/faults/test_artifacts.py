@@ -197,7 +197,7 @@ def test_a_finished_run_is_not_failed_by_a_store_that_breaks_and_can_be_pushed_a
         assert {upload.state for upload in push_artifacts(run, spec)} == {"failed"}
         status = json.loads((run / "status.json").read_text())
         assert (status["state"], status["verdict"], status["artifacts"]["state"]) == ("succeeded", "improved", "failed")
-        server.share = 0.0
+        server.share, spec = 0.0, spec.model_copy(update={"timeout_s": 60.0})
         assert [upload.name for upload in push_artifacts(run, spec)] == ["run.export", "run.results"]
         assert s3(server).names() == ["run.export", "run.results"]
     status = json.loads((run / "status.json").read_text())
@@ -205,6 +205,14 @@ def test_a_finished_run_is_not_failed_by_a_store_that_breaks_and_can_be_pushed_a
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [event["number"] for event in events] == [4, 5, 6, 7, 8]
     assert [event["state"] for event in events[1:]] == ["failed", "failed", "published", "published"]
+
+
+def test_what_is_pushed_of_a_run_that_goes_on_changes_nothing_in_it(tmp_path: Path):
+    run = run_dir(tmp_path / "run")
+    write_json(run / "status.json", {"state": "running"})
+    before = content(run)
+    assert {upload.state for upload in push_artifacts(run, ArtifactsSpec(url=str(tmp_path / "store")))} == {"published"}
+    assert content(run) == before
 
 
 def test_a_store_that_cannot_be_opened_is_reported_too(tmp_path: Path):

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 from small_runs import resume, rl, rows, sft, torch_as_it_was, train
 
+from tandem.errors import RunFenced
 from tandem.io.manifest import digest_of, verify
 from tandem.recipes import build
 from tandem.runs.artifacts import fetch_artifact
 from tandem.runs.checkpoints import Checkpoints
+from tandem.runs.lease import Lease
 from tandem.runs.resume import digest_run
 
 __all__ = ["torch_as_it_was"]
@@ -113,6 +115,31 @@ def test_sigterm_saves_ends_with_0_and_the_run_goes_on_to_the_same_bytes_from_an
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert resume(run)["state"] == "succeeded"
     assert digest_run(run) == digest_run(tmp_path / "whole")
+
+
+def test_a_run_that_was_taken_over_leaves_everything_to_whoever_has_it_now(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spec = sft(tmp_path) | {"artifacts": {"url": str(tmp_path / "store"), "what": ["results"]}}
+
+    def take_over() -> None:
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
+            time.sleep(0.005)
+        leases.append(Lease(run, take_over=True))
+        kept.append((run / "status.json").read_bytes())
+
+    leases: list[Lease] = []
+    kept: list[bytes] = []
+    taking = threading.Thread(target=take_over)
+    taking.start()
+    with pytest.raises(RunFenced):
+        train(spec, run)
+    taking.join()
+    assert (run / "status.json").read_bytes() == kept[0]
+    assert not (run / "report.html").exists()
+    assert not (run / "export").exists()
+    assert not (tmp_path / "store").exists()
+    leases[0].close()
+    assert resume(run)["state"] == "succeeded"
 
 
 def test_a_run_that_succeeded_is_left_as_it_is_and_lacks_nothing(tmp_path: Path) -> None:

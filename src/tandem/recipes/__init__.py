@@ -98,11 +98,12 @@ def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: Li
                 finally:
                     keeper.close()
         finally:
-            _conclude(made)
             if uploads is not None:
                 uploads.finish(keeper.left_s())
-            if spec.artifacts is not None:
-                _keep(directory, spec.artifacts, view, keeper.left_s())
+            if lease.holds():  # or else the run is somebody else's: its report, too
+                _conclude(made)
+                if spec.artifacts is not None:
+                    _keep(directory, spec.artifacts, view, keeper.left_s())
     finally:
         build.close(environment)
         lease.close()

@@ -34,12 +34,14 @@ class Lease:
 
     def check(self) -> None:
         """Before every write that somebody else may read. RunFenced: another one holds the run now."""
-        told = _told(self._directory)
-        if self._lock < 0 or told.get("epoch") != self.epoch:
+        if not self.holds():
             raise RunFenced(
-                f"{self._directory}: was taken over (epoch {told.get('epoch')}, this process has {self.epoch}); "
-                "nothing more is written here"
+                f"{self._directory}: was taken over (epoch {_told(self._directory).get('epoch')}, this process has "
+                f"{self.epoch}); nothing more is written here"
             )
+
+    def holds(self) -> bool:
+        return self._lock >= 0 and _told(self._directory).get("epoch") == self.epoch
 
     def close(self) -> None:
         if self._lock >= 0:

@@ -132,7 +132,7 @@ def push_artifacts(
     run_dir: Path, spec: ArtifactsSpec | None = None, *, url: str = "", timeout_s: float = math.inf
 ) -> list[Upload]:
     """Upload what `[artifacts]` of a run names, or what of it is not there yet; events.jsonl and status.json say how
-    that went. `url` takes the place of the spec's; `timeout_s`, of its own, if that is longer."""
+    that went, if the run has ended. `url` takes the place of the spec's; `timeout_s`, of its own, if that is longer."""
     status = read_status(run_dir)
     spec = spec or _spec_of(run_dir, url)
     timeout_s = min(timeout_s, spec.timeout_s)
@@ -146,7 +146,8 @@ def push_artifacts(
         for name, source, only in _parts(run_dir, spec):
             uploads.begin(name, source, only=only)
         done = uploads.finish(timeout_s)
-    _report(run_dir, url or spec.url, done, dict(status))
+    if status.get("state") not in ("queued", "running"):  # its files are another process's to write
+        _report(run_dir, url or spec.url, done, dict(status))
     return done
 
 
