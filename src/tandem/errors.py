@@ -72,7 +72,11 @@ class EpisodeFailed(TandemError):
 
 
 class StoreError(TandemError):
-    pass
+    """`field` is what of the request it is about, where that is one thing."""
+
+    def __init__(self, text: str, *, field: str = "") -> None:
+        super().__init__(text)
+        self.field = field
 
 
 class Starved(StoreError):
@@ -116,7 +120,8 @@ class Fenced(Conflict):
 
 
 class KeyReused(Conflict):
-    pass
+    def __init__(self, text: str) -> None:
+        super().__init__(text, field="idempotency-key")
 
 
 class GroupRefused(StoreError, ValueError):
@@ -125,8 +130,8 @@ class GroupRefused(StoreError, ValueError):
     exit_code = 2
 
     def __init__(self, field: str, text: str) -> None:
-        super().__init__(f"{field}: {text}" if field else text)
-        self.field, self.text = field, text
+        super().__init__(f"{field}: {text}" if field else text, field=field)
+        self.text = text
 
 
 class EngineError(TandemError):

@@ -293,3 +293,28 @@ def test_a_client_that_sends_slowly_delays_nobody(client: RolloutClient):
     for each in slow:
         each.close()
     assert longest < 0.25
+
+
+def test_what_does_not_fit_the_state_names_its_field_too(client: RolloutClient):
+    old, group = client.epoch, wire.decode(GOOD_FRAME)
+    frame, strange = (
+        bytes(wire.encode(group, **head).frame) for head in ({"environment": 1, "ticket": 77}, {"environment": 9})
+    )
+    asked: list[tuple[str, Any, int, str]] = [
+        ("trainer", {"run_id": "another", "groups_per_step": 4}, 409, "run_id"),
+        ("environments", {"name": "e", "min_share": 0.7}, 200, ""),
+        ("environments", {"name": "e", "min_share": 0.7}, 409, "min_share"),
+        ("tickets", {"environment": 9}, 404, "environment"),
+        ("groups", frame, 409, "groups.0.ticket"),
+        ("groups", strange, 404, "groups.0.environment"),
+        ("tickets/77/drop", {"environment": 1, "reason": "dull"}, 409, "ticket"),
+        ("release", {"epoch": old, "count": 5}, 409, "count"),
+        ("trainer/version", {"epoch": old, "version": 3}, 200, ""),
+        ("trainer/version", {"epoch": old, "version": 2}, 409, "version"),
+        ("leases", {"epoch": old + 1, "groups": 1}, 409, "epoch"),
+    ]
+    for path, body, status, field in asked:
+        answer = client.send(f"/v2/{path}", body)
+        assert (answer.status_code, answer.json().get("error", {}).get("field", "")) == (status, field), path
+    client.post("/v2/release", {"epoch": old, "count": 0}, key="k")
+    assert client.send("/v2/ack", {"epoch": old}, key="k").json()["error"]["field"] == "idempotency-key"

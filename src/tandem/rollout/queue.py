@@ -74,7 +74,7 @@ class RolloutQueue(Intake, HandOut):
         """One that is queued or under lease, to look at."""
         entry = self._state.entries.get(group)
         if entry is None or entry.place is None:
-            raise NotKnown(f"group {group} is not here; it was trained on, was dropped, or never was")
+            raise NotKnown(f"group {group} is not here; it was trained on, was dropped, or never was", field="id")
         return self._taken([entry], await self._frames([entry]))[0]
 
     async def answer(self, once: Once) -> Any:

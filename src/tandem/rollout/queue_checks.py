@@ -69,7 +69,8 @@ def check_environment(
     live = [each for each in known if each.live]
     if (shares := sum(each.spec.min_share for each in live) + spec.min_share) > 1 + 1e-9:
         raise Conflict(
-            f"min_share {spec.min_share:g} does not fit: those of all environments would add up to {shares:g}"
+            f"min_share {spec.min_share:g} does not fit: those of all environments would add up to {shares:g}",
+            field="min_share",
         )
     if len(live) >= limits.max_environments:
         raise QueueFull(f"{len(live)} environments are registered, and that is the most")
@@ -86,16 +87,17 @@ def check_take(trainer: TrainerSpec, count: int, sequences: int) -> None:
         raise GroupRefused("groups" if count else "sequences", f"{2**16} is the most at a time")
 
 
-def check_ticket(state: QueueState, environment: int, ticket: int) -> Entry:
+def check_ticket(state: QueueState, environment: int, ticket: int, field: str = "ticket") -> Entry:
     """The ticket's entry, if its group may still come."""
     entry = state.playing.get(ticket)
     if entry is None or entry.environment != environment:
         raise Conflict(
             f"ticket {ticket} of environment {environment} is not being played; its group was put or dropped before, "
-            "or it lapsed"
+            "or it lapsed",
+            field=field,
         )
     if entry.busy:
-        raise Conflict(f"ticket {ticket} is being put or dropped at this moment")
+        raise Conflict(f"ticket {ticket} is being put or dropped at this moment", field=field)
     return entry
 
 
@@ -112,7 +114,9 @@ def check_groups(
             raise GroupRefused(f"{field}.environment", "name the environment that made it, as registration gave it")
         each = state.environments.get(maker)
         if each is None or not each.connected:
-            raise NotKnown(f"{field}: environment {maker} is not registered here; register it again")
+            raise NotKnown(
+                f"environment {maker} is not registered here; register it again", field=f"{field}.environment"
+            )
         longest = [most for most in (trainer.max_tokens, each.spec.max_tokens) if most]
         check(group, Rules(trainer.num_ids, min(longest, default=0), each.spec.group_size), field)
         if trainer.sequences_per_step and group.size > trainer.sequences_per_step:
@@ -120,7 +124,7 @@ def check_groups(
                 f"{field}.trajectories", f"{group.size} siblings never fit a batch of {trainer.sequences_per_step}"
             )
         if (ticket := group.head.ticket) is not None:
-            check_ticket(state, maker, ticket)
+            check_ticket(state, maker, ticket, f"{field}.ticket")
             if ticket in tickets:
                 raise GroupRefused(f"{field}.ticket", f"ticket {ticket} comes twice in this post")
             tickets.add(ticket)

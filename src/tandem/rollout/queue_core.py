@@ -187,7 +187,7 @@ class Core:
     def _environment(self, environment: int) -> EnvironmentState:
         each = self._state.environments.get(environment)
         if each is None or not each.connected:
-            raise NotKnown(f"environment {environment} is not registered here; register it again")
+            raise NotKnown(f"environment {environment} is not registered here; register it again", field="environment")
         return each
 
     def _environment_lives(self, environment: int) -> bool:
@@ -202,5 +202,6 @@ class Core:
         if epoch != self._state.epoch or self._state.trainer is None:
             raise Fenced(
                 f"epoch {epoch} is not the trainer's: the last registration has {self._state.epoch}, and whoever holds "
-                "that one is the trainer now"
+                "that one is the trainer now",
+                field="epoch",
             )

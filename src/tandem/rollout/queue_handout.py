@@ -95,7 +95,8 @@ class HandOut(Seats):
 
     async def _same_lease(self, id: int) -> Lease:
         if id not in self._state.leases:
-            raise Conflict(f"lease {id} was given for this key, and it ended since: use a new key for a new batch")
+            why = f"lease {id} was given for this key, and it ended since: use a new key for a new batch"
+            raise Conflict(why, field="idempotency-key")
         lease = self._state.leases[id]
         taken = self._taken(lease.entries, await self._frames(lease.entries))
         return Lease(lease.id, lease.version, lease.expires - self._clock(), tuple(taken))
@@ -104,7 +105,9 @@ class HandOut(Seats):
         """Seconds that it holds from now. NotKnown if it lapsed: its groups are in the queue again."""
         self._check_epoch(epoch)
         if lease not in self._state.leases:
-            raise NotKnown(f"lease {lease} is not held; it was acknowledged, or it lapsed and its groups returned")
+            raise NotKnown(
+                f"lease {lease} is not held; it was acknowledged, or it lapsed and its groups returned", field="id"
+            )
         seconds = self._trainer().lease_s
         self._state.leases[lease].expires = self._clock() + seconds
         return seconds
@@ -122,7 +125,7 @@ class HandOut(Seats):
             if earlier is not None:
                 return
             if not 0 <= count <= len(holding):
-                raise Conflict(f"release of {count}, but only {len(holding)} taken groups hold slots")
+                raise Conflict(f"release of {count}, but only {len(holding)} taken groups hold slots", field="count")
             freed = [holding.popleft() for _ in range(count)]
             acked = sum(entry is None or entry.id not in self._state.entries for entry in holding)
 

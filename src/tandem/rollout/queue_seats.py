@@ -35,7 +35,8 @@ class Seats(Core):
                 assert state.trainer is not None
                 raise Conflict(
                     f"this service holds groups of run '{state.trainer.run_id}'; register with fresh = true to drop "
-                    "them and begin another run"
+                    "them and begin another run",
+                    field="run_id",
                 )
             if other:
                 await self._begin_again()
@@ -91,7 +92,8 @@ class Seats(Core):
             if earlier is not None or version == self._state.version:
                 return
             if version < self._state.version:
-                raise Conflict(f"version {version}, but this registration was at {self._state.version} already")
+                was = self._state.version
+                raise Conflict(f"version {version}, but this registration was at {was} already", field="version")
             await self._calls.write(lambda db: rows.say(db, version=version), once, [])
             self._state.version = max(version, self._state.version)
             self._leave_out(self._stale_in_lines(), "stale")

@@ -302,9 +302,9 @@ class Sessions:
         given = (reward, dict(metrics))
         if branch:
             if branch not in session.turns:
-                raise NotKnown(f"branch: session '{session.id}' has no turn '{branch:.80}'")
+                raise NotKnown(f"session '{session.id}' has no turn '{branch:.80}'", field="branch")
             if branch not in leaves:
-                raise Conflict(f"branch: turn '{branch}' was gone on from; a branch is named by its last turn")
+                raise Conflict(f"turn '{branch}' was gone on from; a branch is named by its last turn", field="branch")
             return {**session.rewards, branch: given}
         return {leaf: session.rewards.get(leaf, given) for leaf in leaves}
 

@@ -168,7 +168,8 @@ def as_refused(error: Exception) -> Refused:
         case GroupRefused(field=field, text=text):
             return Refused(422, text, field=field)
         case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken() | Starved():
-            return Refused(_STORE_STATUS.get(type(error), 409), str(error), code=_STORE_CODES.get(type(error), ""))
+            status, code = _STORE_STATUS.get(type(error), 409), _STORE_CODES.get(type(error), "")
+            return Refused(status, str(error), field=error.field, code=code)
         case TandemError() if isinstance(error, ValueError):
             return Refused(422, str(error))
         case HTTPException(status_code=status):
