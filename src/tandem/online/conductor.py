@@ -32,7 +32,7 @@ from tandem.types import Fingerprints, Sampling
 
 _log = logging.getLogger(__name__)
 
-_STOP_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S = 3.0, 1.0, 0.2, 10.0, 2.0
+_STOP_S, _LAST_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S = 0.3, 2.2, 1.0, 0.2, 10.0, 2.0
 _DRAWN_TOKENS, _TRIES = 16, 3
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class Conductor:
         self._source: EngineEnd | None = None
         self._restarts, self._why, self._why_no_trainer = 0, "", ""
         self._running: Job | None = None
+        self._called_off: set[str] = set()
         self._progress: dict[str, Any] = {}
         self._wishes: asyncio.Queue[_Wish] = asyncio.Queue()
         self._news = asyncio.Event()
@@ -123,11 +124,23 @@ class Conductor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._last_checkpoint()
         await self._end_trainer()
         await self.engine.close()
         if self._source is not None:
             self._source.close()
         self.store.close()
+
+    async def _last_checkpoint(self) -> None:
+        """Where there is time for it: without it, a restart has the same weights and an older optimizer. A job that is
+        under way is not waited for; it is begun again."""
+        busy = self._running is not None or self._needs_trainer()
+        if not self.spec.checkpoint.at_shutdown or busy or self._checkpointed == self.store.active:
+            return
+        try:
+            await self._ask(Checkpoint(self.store.usable()), _LAST_S)
+        except TandemError as error:
+            _log.warning("no checkpoint at the end: %s", error)
 
     def why_unfit(self) -> str:
         if self.store.broken:
@@ -162,7 +175,8 @@ class Conductor:
     async def cancel(self, id: str, who: str) -> dict[str, Any]:
         """A job that waits is cancelled; one that is trained ends after the step at hand."""
         state = await self.store.cancel(id, who)
-        if state == "running" and self._running is not None and self._running.id == id and self._half is not None:
+        if state == "running" and self._half is not None:
+            self._called_off.add(id)
             await self._half.peer.ask(Cancel(id), self.spec.publish_deadline_s)
             return {"id": id, "state": "cancelling"}
         if state == "cancelled":
@@ -293,7 +307,9 @@ class Conductor:
     async def _queue_again(self) -> None:
         """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""
         for job in self.store.jobs(2, ["running"]):
-            if job.attempt >= self.spec.train.attempts:
+            if job.id in self._called_off:
+                await self.store.end(job.id, "cancelled", "it was called off")
+            elif job.attempt >= self.spec.train.attempts:
                 why = f"the trainer half died {job.attempt} times over it: {self._why:.2000}"
                 await self.store.end(job.id, "failed", why)
             else:

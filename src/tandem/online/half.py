@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,8 +131,8 @@ class TrainerHalf:
         self._make_parts, self._tell = make_parts, tell
         self._parts: Parts | None = None
         self._turn = asyncio.Lock()
-        self._cancelled = threading.Event()
-        self._job = ""
+        self._called_off: set[str] = set()
+        """Jobs, also those that have not come yet: whoever calls one off may be quicker than the job."""
         self._before: _Before | None = None
         self._stale = False
         """The optimizer's state is of another version than the weights: it is read from the disk before it is used."""
@@ -141,9 +140,8 @@ class TrainerHalf:
     async def handle(self, what: Asked) -> dict[str, Any]:
         match what:
             case Cancel(job=job):
-                if job == self._job:
-                    self._cancelled.set()
-                return {"running": job == self._job}
+                self._called_off.add(job)
+                return {}
             case _:
                 async with self._turn:
                     return msgspec.to_builtins(await self._in_turn(what))
@@ -197,8 +195,6 @@ class TrainerHalf:
     # --- a job
 
     async def _train(self, asked: Train) -> Trained:
-        self._job = asked.job
-        self._cancelled.clear()
         loop = asyncio.get_running_loop()
 
         def tell(progress: Progress) -> None:
@@ -207,7 +203,7 @@ class TrainerHalf:
         try:
             return await asyncio.to_thread(self._train_here, asked, tell)
         finally:
-            self._job = ""
+            self._called_off.discard(asked.job)
 
     def _train_here(self, asked: Train, tell: Callable[[Progress], None]) -> Trained:
         if self._teacher.version != asked.parent:
@@ -240,7 +236,7 @@ class TrainerHalf:
         if not passed:
             self._back()
             return Trained("rejected", why, rows, metrics)
-        if self._cancelled.is_set():
+        if asked.job in self._called_off:
             raise Cancelled("it was called off before it was published")
         written = self._store.update(asked.version, self._held, dict(self._open_parts.policy.trainable()))
         self._teacher.version = asked.version
@@ -256,7 +252,7 @@ class TrainerHalf:
         again = groups_from_wire(asked.replay, "replay")
         metrics: Metrics = {}
         for step in range(teaching.steps):
-            if self._cancelled.is_set():
+            if asked.job in self._called_off:
                 raise Cancelled(f"it was called off before step {step + 1}")
             groups = [*next(fresh), *again[step % max(1, asked.replay_rounds) :: max(1, asked.replay_rounds)]]
             metrics = trainer.step(parts.make_batch(groups, algorithm, trainer.version))

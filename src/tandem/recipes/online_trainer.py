@@ -39,7 +39,7 @@ def main() -> None:
 
     die_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server half's to deal with
-    os.nice(5)  # who waits for an answer goes first
+    os.nice(10)  # who waits for an answer goes first
     asyncio.run(_until_the_end(socket.socket(fileno=int(sys.argv[1]))))
 
 

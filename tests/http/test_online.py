@@ -1,0 +1,197 @@
+"""`tandem online serve` over HTTP: what is taught is served, what is refused changes nothing, who may do what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from online_served import SPEC, OnlineServer, fact, online_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
+    with online_server(tmp_path_factory.mktemp("online"), SPEC) as server:
+        yield server
+
+
+def served(server: OnlineServer) -> tuple[int, str]:
+    told = server.get("/versions/served")
+    return told["version"], told["digest"]
+
+
+def post(server: OnlineServer, path: str, body: Any, **headers: str) -> httpx.Response:
+    return server.http.post(path, json=body, headers={"Idempotency-Key": "some-key", **headers})
+
+
+def test_a_job_becomes_a_version_that_the_next_answer_is_made_by(server: OnlineServer):
+    before, digest = served(server)
+    row = server.wait(server.teach([fact(1), fact(2)], source="me"))
+    assert (row["state"], row["parent"], row["attempt"]) == ("published", before, 1)
+    assert {gate["gate"] for gate in row["gates"]} == {"finite", "update_norm", "kl"}
+    assert all(gate["passed"] for gate in row["gates"])
+    after, other = served(server)
+    assert after == row["version"] > before
+    assert other != digest
+    with openai.OpenAI(
+        base_url=f"{server.http.base_url}/v1", api_key=server.http.headers["authorization"][7:]
+    ) as client:
+        told: Any = client.chat.completions.create(
+            model="online", messages=[{"role": "user", "content": "code?"}], max_tokens=4
+        )
+    assert told.weight_version == after
+    assert {version for version, _ in told.choices[0].weight_versions} == {after}
+    told = server.get(f"/versions/{after}/provenance")
+    assert told["served_digest"] == other
+    assert (told["samples"], told["job"]["who"], told["job"]["source"]) == ([fact(1), fact(2)], "admin", "me")
+
+
+def test_token_ids_pairs_and_rewards_are_taught_too(server: OnlineServer):
+    ids = {"context_ids": [5], "continuation_ids": [6]}  # one token each: nothing of it is lost
+    pair = {"prompt": "hello", "chosen": "good day", "rejected": "what?"}
+    jobs = [
+        server.teach([ids]),
+        server.teach([ids], context_grad="none"),
+        server.teach([pair]),
+        server.teach([{**fact(3), "reward": 1.0}, {**fact(4), "reward": -1.0}], kl_coef=0.1),
+    ]
+    rows = [server.wait(job) for job in jobs]
+    assert [row["state"] for row in rows] == ["published"] * 4
+    assert [row["teaching"]["algorithm"] for row in rows] == ["sft", "sft", "dpo", "reward"]
+    trained = [row["metrics"]["tokens/trained"] for row in rows[:2]]
+    assert trained == [4.0, 4.0], "one, and the three of a fact that is replayed"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "samples"),
+        ({"samples": []}, "samples"),
+        ({"samples": [{}]}, "samples.0"),
+        ({"samples": [{"context_ids": [1], "continuation_ids": []}]}, "samples.0"),
+        ({"samples": [{"context_ids": [], "continuation_ids": [1]}]}, "samples.0.context_ids"),
+        ({"samples": [{"context_ids": [1], "continuation_ids": [10**6]}]}, "samples.0.continuation_ids"),
+        ({"samples": [{"messages": [{"role": "user", "content": "x"}]}]}, "samples.0"),
+        ({"samples": [fact(1), {"messages": [{"role": "assistant", "content": "y" * 4000}]}]}, "samples.1"),
+        ({"samples": [fact(1), {"prompt": "a", "chosen": "b", "rejected": "c"}]}, "samples.1"),
+        ({"samples": [fact(1)], "lr": 0.5}, "lr"),
+        ({"samples": [fact(1)], "steps": 10**6}, "steps"),
+        ({"samples": [fact(1)], "rank": 8}, "rank"),
+        ({"samples": [fact(1)], "algorithm": "dpo"}, "samples.0"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused_with_its_field(server: OnlineServer, body: Any, field: str):
+    jobs = len(server.get("/train/jobs?most=1000")["jobs"])
+    answer = post(server, "/train", body, **{"Idempotency-Key": f"bad-{field}-{abs(hash(json.dumps(body)))}"})
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"]["field"] == field
+    assert len(server.get("/train/jobs?most=1000")["jobs"]) == jobs
+
+
+def test_a_job_that_a_gate_rejects_leaves_every_bit_as_it_was(server: OnlineServer):
+    server.post("/checkpoint")
+    before = served(server)
+    row = server.wait(server.teach([fact(9)], lr=1e-2, steps=10))
+    assert row["state"] == "rejected"
+    assert "update_norm" in row["why"]
+    (gate,) = [gate for gate in row["gates"] if not gate["passed"]]
+    assert gate["value"] > gate["limit"] == 0.3
+    assert served(server) == before
+    again = server.post("/checkpoint")
+    assert again["already"], "nothing is there to be saved"
+
+
+def test_a_key_means_one_job_and_another_body_is_refused(server: OnlineServer):
+    body = {"samples": [fact(5)]}
+    first, again = (post(server, "/train", body, **{"Idempotency-Key": "once"}) for _ in range(2))
+    assert (first.status_code, first.json()) == (202, again.json())
+    other = post(server, "/train", {"samples": [fact(6)]}, **{"Idempotency-Key": "once"})
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "key_reused")
+    assert server.http.post("/train", json=body).status_code == 422
+    assert server.wait(first.json()["id"])["state"] == "published"
+
+
+def test_rollback_and_forward_again_are_bit_identical(server: OnlineServer):
+    first = served(server)
+    server.wait(server.teach([fact(7)]))
+    second = served(server)
+    assert server.post(f"/versions/{first[0]}/activate", {"why": "try"})["version"] == first[0]
+    assert served(server) == first
+    assert server.post(f"/versions/{second[0]}/activate")["version"] == second[0]
+    assert served(server) == second
+    row = server.get("/audit")["audit"][1]
+    assert (row["what"], row["version"], row["why"], row["who"]) == ("activate", first[0], "try", "admin")
+    server.post(f"/versions/{first[0]}/activate")
+    branch = server.wait(server.teach([fact(8)]))
+    assert branch["parent"] == first[0]
+    assert branch["version"] > second[0]
+    assert post(server, "/versions/999/activate", {}).status_code == 404
+
+
+def test_a_waiting_job_and_a_running_one_are_cancelled(server: OnlineServer):
+    before = served(server)
+    long, waiting = (server.teach([fact(n)], steps=1000, lr=1e-6) for n in (1, 2))
+    assert server.post(f"/train/jobs/{waiting}/cancel")["state"] == "cancelled"
+    while server.get(f"/train/jobs/{long}")["state"] == "queued":
+        pass  # it may not even have reached the trainer half
+    assert server.post(f"/train/jobs/{long}/cancel")["state"] in ("cancelling", "cancelled")
+    assert server.wait(long)["state"] == server.wait(waiting)["state"] == "cancelled"
+    assert served(server) == before
+    published = server.get("/train/jobs?most=1000")["jobs"][-1]["id"]
+    assert post(server, f"/train/jobs/{published}/cancel", {}).status_code == 409
+
+
+def test_events_tell_a_job_to_its_end(server: OnlineServer):
+    job = server.teach([fact(1)], steps=3)
+    with server.http.stream("GET", f"/train/jobs/{job}/events") as events:
+        lines = [json.loads(line[6:]) for line in events.iter_lines() if line.startswith("data: ")]
+    assert lines[-1]["state"] == "published"
+    assert {line["id"] for line in lines} == {job}
+
+
+def test_keys_do_what_they_are_for_and_nothing_else(server: OnlineServer):
+    chat = {"model": "online", "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+    wanted = {
+        "infer": {"/v1/chat/completions": 200, "/train": 403, "/versions/0/activate": 403, "/checkpoint": 403},
+        "train": {"/v1/chat/completions": 200, "/train": 202, "/versions/0/activate": 403, "/checkpoint": 403},
+    }
+    for name, answers in wanted.items():
+        file = server.data_dir / f"token-{name}"
+        assert file.stat().st_mode & 0o777 == 0o600
+        with server.connect(file.read_text()) as client:
+            for path, status in answers.items():
+                body = chat if path.startswith("/v1") else {"samples": [fact(2)]} if path == "/train" else {}
+                answer = client.post(path, json=body, headers={"Idempotency-Key": f"{name}{path}"})
+                assert answer.status_code == status, (name, path, answer.text)
+            assert client.get("/audit").status_code == client.get("/a-route-to-come").status_code == 403
+    with server.connect("none") as client:
+        for path in ("/train/status", "/versions", "/audit", "/v1/models"):
+            assert client.get(path).status_code == 401
+    job = server.get("/train/jobs")["jobs"][0]
+    assert job["who"] == "train"
+    server.wait(job["id"])
+
+
+def test_a_request_may_be_pinned_or_begin_again(server: OnlineServer):
+    for wish in ("follow", "pin", "restart"):
+        told = server.ask("hello", on_update=wish)
+        assert len(told["choices"][0]["weight_versions"]) == 1
+    chat = {"model": "online", "messages": [{"role": "user", "content": "?"}], "on_update": "restart", "stream": True}
+    answer = server.http.post("/v1/chat/completions", json=chat)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "on_update")
+
+
+def test_a_stopped_server_goes_on_with_the_same_bytes(server: OnlineServer):
+    """The last one: the server is started again."""
+    before = served(server)
+    job = server.get("/train/jobs")["jobs"][0]
+    assert server.stop() == 0
+    server.start()
+    assert served(server) == before
+    assert server.get(f"/train/jobs/{job['id']}") == job
+    saved = server.get("/train/status")["checkpointed"] == before[0]
+    assert saved or "no checkpoint at the end" in server.log(), "there are two seconds for it"
+    assert server.wait(server.teach([fact(11)]))["parent"] == before[0]
