@@ -19,6 +19,10 @@ DATA = Path(__file__).with_name("data")
 Labelled = tuple[str, dict[str, Any]]
 
 
+class Unheard(Exception):
+    """Of no kind that a rule knows."""
+
+
 def labelled(name: str) -> list[Labelled]:
     table = tomllib.loads((DATA / name).read_text())
     return [(label, case) for label, cases in table.items() for case in cases]
@@ -60,7 +64,7 @@ def test_what_a_user_must_change_is_never_retriable():
 
 
 def test_what_no_rule_knows_is_tried_again_only_if_no_code_raised_it():
-    assert not classify_error(RuntimeError("nobody knows")).retriable
+    assert not classify_error(Unheard("nobody knows")).retriable
     assert not classify_end("Traceback (most recent call last):\nmy_env.NoSuchGameError: nobody knows", 1).retriable
     assert classify_error(OSError("nobody knows")).retriable
     assert classify_end("", 1).retriable
@@ -104,7 +108,8 @@ def test_real_exceptions():
         (raises(EngineError("engine: 'vllm serve' ended while it started: torch.OutOfMemoryError: CUDA out of memory")),
          "out_of_memory"),
         (raises(ExceptionGroup("two", [ConnectionResetError(104, "reset")])), "infra_retriable"),
-        (raises(RuntimeError("nobody knows")), "unknown"),
+        (raises(RuntimeError("nobody knows")), "user"),
+        (raises(Unheard("nobody knows")), "unknown"),
     ):  # fmt: skip
         assert failed(work).failure_class == expected
 

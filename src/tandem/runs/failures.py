@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from tandem.errors import SpecError, TandemError
+from tandem.errors import EngineError, ProducerDied, SpecError, SyncError, TandemError
 
 RULES = Path(__file__).with_name("failure_rules.toml")
 _LONGEST_TEXT = 65536  # of a text; the end is kept, where the cause stands
@@ -150,7 +150,9 @@ def _raised_by_code(cases: Sequence[Case]) -> bool:
     """Whether an exception is named that neither the system nor one of our processes raised: code gives the same again,
     while a process that was gone without one may have met bad luck."""
     return any(
-        not case.types & _OF_THE_SYSTEM and any(_EXCEPTION.search(name) for name in case.types - _OURS)
+        not case.types & _OF_THE_SYSTEM
+        and ("Exception" in case.types or any(_EXCEPTION.search(name) for name in case.types))
+        and bool(case.types - _OURS)
         for case in cases
     )
 
@@ -170,7 +172,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 _EXCEPTION = re.compile(r"(Error|Exception|Fault|Invalid|Warning)$")
 _OF_THE_SYSTEM = frozenset({"OSError"} | {kind.__name__ for kind in OSError.__subclasses__()})
-_OURS = frozenset({"BaseException", "Exception", "TandemError", "EngineError", "SyncError", "ProducerDied"})
+_OURS = frozenset(
+    {kind.__name__ for ours in (EngineError, SyncError, ProducerDied) for kind in ours.__mro__}  # and all that they are
+)
 _BASES = [name for name, value in vars(builtins).items() if isinstance(value, type) and name.endswith("Error")]
 _WARNINGS = re.compile(r"^.*(?:\bWARNING\b|Warning:).*$\n?", re.MULTILINE)
 _TYPE_IN_TEXT = re.compile(r"(?:^|[\s\].(\[])(?:\w+\.)*([A-Z]\w*)(?=:|\s*$)", re.MULTILINE)
