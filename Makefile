@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut bench-atropos lint format types bench sync-kills rollouts-kills run-kills env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut bench-atropos lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -70,6 +70,10 @@ rollouts-kills: install
 # Runs under 150 kills, each resumed to the same bytes; about half an hour. Exit code 1 if a figure is missed.
 run-kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_kills.py
+
+# How long a save keeps the training thread; a few minutes. Exit code 1 if it is over a twentieth of a step.
+checkpoint-stall: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint_stall.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -58,6 +59,7 @@ class Run:
         if earlier is not None:
             self.status |= earlier["status"]
             self._started -= earlier["seconds"]
+        self._numbering = threading.Lock()
         self._event_number = self._cut_back(earlier["files"] if earlier is not None else {})
         self._metrics, self._ledger, self._samples, self._events = (
             JsonlWriter(directory / f"{name}.jsonl") for name in _FILES
@@ -116,15 +118,10 @@ class Run:
 
     def event(self, stage: str, **data: Any) -> None:
         """Numbered, in order; `at` is this machine's clock and nothing is decided by it."""
-        self._event_number += 1
-        self._events.write(
-            {
-                "number": self._event_number,
-                "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "stage": stage,
-                **data,
-            }
-        )
+        with self._numbering:  # the watchdog tells of stalls from a thread of its own
+            self._event_number += 1
+            at = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self._events.write({"number": self._event_number, "at": at, "stage": stage, **data})
 
     def stage(self, name: str, steps: int, note: str = "") -> None:
         self.current_stage = name
