@@ -146,7 +146,17 @@ class JobStore:
         return _version(rows[0])
 
     def usable(self) -> list[int]:
-        return [int(row[0]) for row in self._durable.read("SELECT version FROM versions WHERE state = 'kept'")]
+        """Oldest first."""
+        sql = "SELECT version FROM versions WHERE state = 'kept' ORDER BY version"
+        return [int(row[0]) for row in self._durable.read(sql)]
+
+    def line(self, version: int) -> set[int]:
+        """What it comes from, itself included, back to the first."""
+        sql = (
+            "WITH RECURSIVE line(version) AS (SELECT ? UNION SELECT versions.parent FROM versions JOIN line "
+            "ON versions.version = line.version WHERE versions.parent IS NOT NULL) SELECT version FROM line"
+        )
+        return {int(row[0]) for row in self._durable.read(sql, (version,))}
 
     def audit(self, most: int) -> list[dict[str, Any]]:
         rows = self._durable.read("SELECT at, who, what, detail FROM audit ORDER BY number DESC LIMIT ?", (most,))

@@ -6,6 +6,7 @@ Nothing of it is kept: at a start it is made anew from the job store, and is the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -29,6 +30,8 @@ class JobMemory:
         self._by_algorithm = {
             name: Reservoir[list[Sequence1]](spec.capacity, per_source=spec.per_source, seed=seed) for name in _REPLAYED
         }
+        self._versions: defaultdict[str, set[int]] = defaultdict(set)
+        """That each sample was taught to."""
         for job in store.jobs(_JOBS_READ, ["published"]):
             self.remember(job, store.groups(job.id))
 
@@ -38,11 +41,16 @@ class JobMemory:
     def remember(self, job: Job, groups: Groups) -> None:
         """Of a job that was published."""
         reservoir = self._by_algorithm.get(job.teaching.algorithm)
-        for group in groups if reservoir is not None and self._spec.share else ():
-            reservoir.add(_key(group), job.source, list(group))  # pyright: ignore[reportOptionalMemberAccess]
+        if reservoir is None or not self._spec.share or job.version is None:
+            return
+        for group in groups:
+            key = _key(group)
+            self._versions[key].add(job.version)
+            reservoir.add(key, job.source, list(group))
 
     def draw(self, job: Job, groups: Groups) -> tuple[list[list[Sequence1]], int]:
-        """What the job trains on again, and in how many parts: each step takes one of them."""
+        """What the job trains on again, and in how many parts: each step takes one of them. What was taken back is not
+        taught again: only samples of versions that this one comes from."""
         reservoir = self._by_algorithm.get(job.teaching.algorithm)
         if reservoir is None or not len(reservoir) or not self._spec.share:
             return [], 1
@@ -50,7 +58,9 @@ class JobMemory:
         a_step = max(1, math.floor(fresh * self._spec.share / (1 - self._spec.share) + 0.5))
         drawn: list[list[Sequence1]] = []
         left = _MOST_TOKENS
+        line = self._store.line(job.parent if job.parent is not None else self._store.active)
         keys = {_key(group) for group in groups}
+        keys |= {key for key, versions in self._versions.items() if versions.isdisjoint(line)}
         for group in reservoir.draw(a_step * job.teaching.steps, step=job.number, without=keys):
             left -= sum(len(each.ids) for each in group)
             if left < 0:
