@@ -157,7 +157,7 @@ def test_an_answer_under_another_version_s_name_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("mode", ["disk", "adapter", "inproc"])
 def test_an_engine_that_does_not_forget_is_refused(mode: str, tmp_path: Path) -> None:
     def remembering(rig: Rig) -> None:
-        rig.engine._forget = lambda: None
+        rig.engine._forget = lambda *_: None
 
     words = ("the engine's cache epoch is still 2", "older weights may be in use")
     plant_and_refuse(Rig(mode, tmp_path), remembering, SyncError, *words)

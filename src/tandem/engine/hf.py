@@ -197,8 +197,7 @@ class EmbeddedEngine:
         try:
             weights = await self._call(self._source.receive, version)  # it waits for the other end
             phases.end("wait")
-            staged = await self._call(self._holding.stage, weights)
-            phases.end("verify")
+            staged = await self._call(self._holding.stage, weights, phases)
             old = await self._twin_for_pinned()
             await self._pause_for_update()
             phases.end("pause")

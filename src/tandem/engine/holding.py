@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.engine.adapter import Adapter
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
+from tandem.ops.phases import Phases
 from tandem.ops.tensors import live_tensors, move_in, whereabouts
 from tandem.types import Fingerprints, WeightKind, Weights
 
@@ -40,11 +41,12 @@ class Holding:
     def house(self, storage: Mapping[str, Tensor]) -> None:
         move_in(self._live().items(), storage)
 
-    def stage(self, weights: Weights) -> Staged:
+    def stage(self, weights: Weights, phases: Phases) -> Staged:
         """Everything that can go wrong goes wrong here."""
         arrived = dict(weights.tensors())
         if weights.kind == "live":
             self._check_identity(arrived)
+            phases.end("verify")
             return Staged("live", {}, dict(weights.expected))
         self._check_apart(arrived)
         if weights.kind == "full":
@@ -54,12 +56,14 @@ class Holding:
         device = next(self._module.parameters()).device
         apart = bool(weights.path)  # who writes over the files later, or cuts them, must not reach what is served
         staged = {name: tensor.to(device, copy=apart) for name, tensor in arrived.items()}
+        phases.end("stage")
         found = fingerprints(staged)
         if odd := [name for name in found if found[name] != weights.expected.get(name)]:
             raise SyncError(
                 f"version {weights.version}: what arrived of '{odd[0]}' is not what was sent ({len(odd)} of "
                 f"{len(found)} tensors); the version before goes on serving"
             )
+        phases.end("verify")
         return Staged(weights.kind, staged, found)
 
     def flip(self, staged: Staged) -> Fingerprints:
