@@ -20,4 +20,8 @@ steps = 2
 [gates]
 kl = 50.0
 update_norm = 0.3
+[watch]
+metric = "rating"
+window = 8
+min_samples = 3
 """

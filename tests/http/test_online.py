@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_token_ids_pairs_and_rewards_are_taught_too(server: OnlineServer):
     assert [row["teaching"]["algorithm"] for row in rows] == ["sft", "sft", "dpo", "reward"]
     trained = [row["metrics"]["tokens/trained"] for row in rows[:2]]
     assert trained == [4.0, 4.0], "one, and the three of a fact that is replayed"
+
+
+def test_a_demonstration_may_be_learned_by_answering_and_being_judged(server: OnlineServer):
+    ids = {"context_ids": [5], "continuation_ids": [6]}
+    answer = post(server, "/train", {"samples": [ids], "algorithm": "self_distill"}, **{"Idempotency-Key": "distill"})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "samples.0")
+    row = server.wait(server.teach([fact(21), fact(22)], algorithm="self_distill", steps=2))
+    assert (row["state"], row["teaching"]["algorithm"]) == ("published", "self_distill"), row["why"]
+    assert row["metrics"]["tokens/trained"] >= 8, "four answers to each, of a token at least"
+    assert abs(row["metrics"]["loss/kl"]) > 0
+    assert row["metrics"]["sync/logprob_gap"] < 1e-3, "the engine's own tokens, of the version that it served"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +185,38 @@ def test_keys_do_what_they_are_for_and_nothing_else(server: OnlineServer):
     job = server.get("/train/jobs")["jobs"][0]
     assert job["who"] == "train"
     server.wait(job["id"])
+
+
+def test_a_conversation_is_taught_by_its_reward(server: OnlineServer):
+    named = server.post("/sessions")
+    chat = {"model": "online", "messages": [{"role": "user", "content": "say"}], "max_tokens": 6, "n": 2}
+    with server.connect(server.http.headers["authorization"].removeprefix("Bearer "), named["base_url"]) as client:
+        told = client.post("chat/completions", json=chat).raise_for_status().json()
+    assert told["session_id"] == named["id"]
+    row = server.wait(server.post("/train", {"session": named["id"], "reward": 0.5})["id"])
+    assert (row["state"], row["teaching"]["algorithm"]) == ("published", "reward")
+    sampled = told["usage"]["completion_tokens"]
+    assert row["metrics"]["tokens/trained"] == sampled, "what was sampled, and nothing is replayed with it"
+    assert post(server, "/train", {"session": named["id"], "reward": 1.0}).status_code == 404
+    both = post(server, "/train", {"session": "x", "reward": 1.0, "samples": [fact(1)]})
+    assert both.status_code == post(server, "/train", {"session": "x"}).status_code == 422
+
+
+def test_a_version_that_is_rated_worse_is_taken_back_by_itself(server: OnlineServer):
+    before = served(server)
+    for value in (1.0, 0.9, 1.0, 0.9):
+        assert server.post("/feedback", {"metric": "rating", "version": before[0], "value": value})["watched"]
+    assert not server.post("/feedback", {"metric": "else", "version": before[0], "value": 0.0})["watched"]
+    worse = server.wait(server.teach([fact(3)]))["version"]
+    for value in (0.1, 0.2, 0.1):
+        server.post("/feedback", {"metric": "rating", "version": worse, "value": value})
+    until = time.monotonic() + 10
+    while served(server) != before:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    row = server.get("/audit")["audit"][0]
+    assert (row["what"], row["who"], row["before"], row["version"]) == ("activate", "watch", worse, before[0])
+    assert "'rating' went from 0.95 to 0.1333" in row["why"]
 
 
 def test_a_request_may_be_pinned_or_begin_again(server: OnlineServer):

@@ -22,9 +22,11 @@ from tandem.errors import Conflict, EngineError, NotKnown, StoreFull, SyncError,
 from tandem.io.engine_wire import served_as_json
 from tandem.online import wire
 from tandem.online.child import TrainerProcess
+from tandem.online.demonstrations import answered
 from tandem.online.events import Events
 from tandem.online.jobs import ENDED, Job, JobStore
 from tandem.online.peer import HalfLost, Peer
+from tandem.online.watch import Fall, Watch
 from tandem.online.wire import Activate, Asked, Attach, Cancel, Checkpoint, Load, Open, Progress, Publish, Sample
 from tandem.protocols import Engine, WeightSource
 from tandem.spec.online import OnlineSpec
@@ -90,6 +92,8 @@ class Conductor:
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
         self._open_source, self._start_trainer, self._versions = open_source, start_trainer, versions
         self._memory = memory
+        self._watch = Watch(spec.watch) if spec.watch is not None else None
+        self._falls: asyncio.Task[None] | None = None
         self.serving = -1
         """The last version that this engine was proven to hold."""
         self._half: _Half | None = None
@@ -191,6 +195,30 @@ class Conductor:
     async def checkpoint(self) -> dict[str, Any]:
         """Master and optimizer of what is served, on the disk when this returns."""
         return await self._when_idle(self._checkpoint)
+
+    def feedback(self, metric: str, version: int, value: float) -> bool:
+        """What an answer of this version was worth; whether anybody watches that. A fall brings the version before
+        back, as soon as nothing else is under way."""
+        watch, spec = self._watch, self.spec.watch
+        if watch is None or spec is None or spec.metric != metric:
+            return False
+        fall = watch.add(version, value)
+        parent = None if fall is None else self.store.version(fall.version)["parent"]
+        if fall is not None and parent is not None:
+            _log.warning("version %d is taken back: %s", fall.version, fall.text)
+            self._falls = asyncio.create_task(self._take_back_fallen(fall, int(parent)), name="a fall")
+        return True
+
+    async def _take_back_fallen(self, fall: Fall, parent: int) -> None:
+        async def work() -> dict[str, Any]:
+            if self.store.active != fall.version:  # somebody was quicker
+                return {}
+            return await self._activate(parent, "watch", fall.text, fell=True)
+
+        try:
+            await self._when_idle(work)
+        except TandemError as error:
+            _log.error("version %d could not be taken back: %s", fall.version, error)
 
     async def _when_idle(self, work: Callable[[], Awaitable[T]]) -> T:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -340,7 +368,8 @@ class Conductor:
         groups = self.store.groups(job.id)
         replayed, rounds = self._memory.draw(job, groups)
         drawn = await self._drawn(groups)
-        asked = wire.Train(job.id, job.version or 0, job.parent or 0, groups, replayed, rounds, drawn, job.teaching)
+        taught = await answered(self.engine, groups) if job.teaching.algorithm == "self_distill" else groups
+        asked = wire.Train(job.id, job.version or 0, job.parent or 0, taught, replayed, rounds, drawn, job.teaching)
         trained = msgspec.convert(await self._ask(asked), wire.Trained)
         result = msgspec.to_builtins(trained)
         if trained.outcome != "passed":
@@ -394,6 +423,8 @@ class Conductor:
             raise SyncError(f"online: version {version} is served with digest {proof['digest']}, and was {served}")
         await self.store.served(version, proof["digest"])
         self.serving = version
+        if self._watch is not None:
+            self._watch.activated(version)
         self.events.put("version", {"version": version, "digest": proof["digest"], "seconds": proof["seconds"]})
 
     async def _take_back(self, job: Job, why: str) -> None:
@@ -404,18 +435,25 @@ class Conductor:
         if self.serving != self.store.active:
             await self._publish(self.store.active)
 
-    async def _activate(self, version: int, who: str, why: str) -> dict[str, Any]:
+    async def _activate(self, version: int, who: str, why: str, *, fell: bool = False) -> dict[str, Any]:
         started = time.perf_counter()
         if self.store.version(version)["state"] != "kept":
             raise Conflict(f"version {version} is {self.store.version(version)['state']}, and cannot be served")
         if version != self.store.active:
             await self._ask(Activate(version))
             await self.store.activate(version, who, why)
+            if fell and self._watch is not None:
+                self._watch.activated(version, fell=True)
             await self._ensure_served()
         return {"version": version, "seconds": time.perf_counter() - started}
 
     async def _checkpoint(self) -> dict[str, Any]:
-        written = msgspec.convert(await self._ask(Checkpoint(self.store.usable())), wire.Written)
+        usable = self.store.usable()
+        keep = sorted({*usable[-self.spec.updates.keep :], max(self.store.active, 0)})
+        if gone := [version for version in usable if version not in keep]:  # said first: then their files may go
+            why = f"updates.keep = {self.spec.updates.keep} newer ones are kept"
+            await self.store.mark(gone, "forgotten", why)
+        written = msgspec.convert(await self._ask(Checkpoint(keep)), wire.Written)
         self._checkpointed, self._checkpoint_at = written.version, time.monotonic()
         if not written.already:
             self.events.put("checkpoint", msgspec.to_builtins(written))

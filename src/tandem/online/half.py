@@ -23,6 +23,7 @@ import msgspec
 
 from tandem.errors import NonFinite, TandemError
 from tandem.online import gates
+from tandem.online.demonstrations import Judged
 from tandem.online.gates import Verdict
 from tandem.online.rewind import Rewind
 from tandem.online.updates import Held, size_of_change
@@ -77,7 +78,8 @@ class Parts:
     optimizer: Optimizer
     trainer: Callable[[Algorithm, Teaching, int], Trainer]
     """Of an algorithm, for one job, at a version."""
-    algorithm: Callable[[Teaching], Algorithm]
+    algorithm: Callable[[Teaching, Judged | None], Algorithm]
+    """With whatever judges each token, where the algorithm needs it."""
     make_batch: Callable[[list[Group], Algorithm, int], Batch]
     score: Callable[[Sequence[int], int], list[float]]
     """Logprobs of ids[first:]."""
@@ -171,7 +173,10 @@ class TrainerHalf:
         self._teacher = Teacher(parts)
         trained = dict(parts.policy.trainable())
         self._store = VersionStore(
-            Path(asked.versions), anchor_every=spec.updates.anchor_every, anchor_share=spec.updates.anchor_share
+            Path(asked.versions),
+            anchor_every=spec.updates.anchor_every,
+            anchor_share=spec.updates.anchor_share,
+            threads=spec.trainer_threads,
         )
         self._store.sweep()
         self._store.forget(set(asked.known) & self._store.known().keys())
@@ -246,9 +251,13 @@ class TrainerHalf:
 
     def _steps(self, asked: Train, tell: Callable[[Progress], None]) -> Metrics:
         parts, teaching = self._open_parts, asked.teaching
-        algorithm = parts.algorithm(teaching)
+        groups, judge = groups_from_wire(asked.groups, asked.job), None
+        if teaching.algorithm == "self_distill":
+            judge = Judged(groups, parts.score)
+            groups = judge.groups
+        algorithm = parts.algorithm(teaching, judge)
         trainer = parts.trainer(algorithm, teaching, asked.parent)
-        fresh = _rounds(groups_from_wire(asked.groups, asked.job), self._spec.train.batch_size, teaching.seed)
+        fresh = _rounds(groups, self._spec.train.batch_size, teaching.seed)
         again = groups_from_wire(asked.replay, "replay")
         metrics: Metrics = {}
         for step in range(teaching.steps):
@@ -322,7 +331,8 @@ class TrainerHalf:
         return msgspec.to_builtins(proof)
 
     def _activate(self, version: int) -> dict[str, Any]:
-        self._store.move(self._held, version)
+        if why := self._store.move(self._held, version):
+            _log.warning("version %d was read from an anchor: %s", version, why)
         self._held.restore(dict(self._open_parts.policy.trainable()))
         self._teacher.version, self._before, self._stale = version, None, True
         return {"version": version, "digest": self._held.digest}

@@ -10,6 +10,7 @@ from tandem.online.conductor import Conductor
 from tandem.online.jobs import JobStore
 from tandem.online.memory import JobMemory
 from tandem.recipes import build_online
+from tandem.rollout.session_store import SessionStore
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.online import OnlineSpec
 
@@ -38,8 +39,9 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
         listen.data_dir / "versions",
         JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
     )
+    sessions = SessionStore(listen.data_dir / "sessions")
     service = online_service(
-        conductor, alone.renderer, model_id=spec.name, context=alone.context, num_ids=alone.num_ids
+        conductor, alone.renderer, sessions, model_id=spec.name, context=alone.context, num_ids=alone.num_ids
     )
     app = create_app(service, token=token, hosts=listen.hosts)
     app.add_middleware(KeyRing, keys=Keys.of(listen.data_dir, token))

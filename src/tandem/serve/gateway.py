@@ -62,7 +62,7 @@ def gateway_service(
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
     sessions = Sessions(renderer, store, bounds)
-    openai = OpenAi(engine, renderer, _Recorded(sessions), model_id, context, num_ids, max_requests)
+    openai = OpenAi(engine, renderer, Recorded(sessions), model_id, context, num_ids, max_requests)
     _count(sessions, store, openai.books.registry)
     api = _Api(sessions, store, _Delivery(sessions, store, deliver, openai.books.registry))
     router = APIRouter()
@@ -101,7 +101,7 @@ def _count(sessions: Sessions, store: SessionStore, registry: CollectorRegistry)
         Gauge(name, text, registry=registry).set_function(number)
 
 
-class _Recorded:
+class Recorded:
     """Requests go on from turns that were recorded, and are recorded as turns."""
 
     def __init__(self, sessions: Sessions) -> None:

@@ -1,6 +1,6 @@
 """An online server's routes: OpenAI's, and those by which the model is taught, watched and taken back.
 
-POST /train                       samples; a job that is durable when this answers 202
+POST /train                       samples, or a session and its reward; a job that is durable when this answers 202
 GET  /train/status                what is served, what is trained, whether the trainer lives; never waits for it
 GET  /train/jobs  /train/jobs/{id}         what became of jobs, with every gate's verdict
 POST /train/jobs/{id}/cancel      before it is published
@@ -9,6 +9,8 @@ POST /checkpoint                  master and optimizer, on the disk when this an
 GET  /versions  /versions/served  all that were published; what the engine holds, digested now
 GET  /versions/{v}/provenance     which samples, whose, which gates
 POST /versions/{v}/activate       serves it: rollback, or forward again
+POST /feedback                    what an answer was worth, for the metric that is watched
+POST /sessions                    a conversation by name; every answer names its session
 GET  /audit                       who did what
 
 Every write carries an Idempotency-Key. Keys (serve/online_keys.py) say who may do which.
@@ -26,16 +28,20 @@ from typing import Any, Protocol
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import Gauge
+from pydantic import Field
 
 from tandem.errors import EngineError
 from tandem.online.conductor import Conductor
 from tandem.online.events import Event
 from tandem.online.jobs import ENDED, Once
 from tandem.rollout.recorder import Renders
+from tandem.rollout.session_store import SessionStore
+from tandem.rollout.sessions import Sessions
 from tandem.serve.app import Refused, Service
+from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.online_keys import WHO
-from tandem.serve.online_request import Model, TrainBody, lesson
-from tandem.serve.openai import OpenAi, Renderer, Unkept
+from tandem.serve.online_request import Model, TrainBody, lesson, lesson_of_session
+from tandem.serve.openai import OpenAi
 from tandem.serve.openai_request import Strict, body_of, checked
 
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -46,25 +52,40 @@ _WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue"
 """Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
 
-class Speaks(Renderer, Renders, Protocol):
-    """A renderer that answers requests, and reads recordings."""
+class Speaks(Recording, Renders, Protocol):
+    """A renderer that answers requests, joins turns, and reads recordings."""
 
 
-def online_service(conductor: Conductor, renderer: Speaks, *, model_id: str, context: int, num_ids: int) -> Service:
+def online_service(
+    conductor: Conductor, renderer: Speaks, kept: SessionStore, *, model_id: str, context: int, num_ids: int
+) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist."""
-    wishes = (
-        _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if conductor.spec.engine.kind == "server" else _NO_WISH
-    )
-    openai = OpenAi(conductor.engine, renderer, Unkept(renderer), model_id, context, num_ids, on_update=wishes)
-    api, router = _Api(conductor, Model(renderer, context, num_ids)), APIRouter()
-    router.include_router(openai.router("/v1"))
+    embedded = conductor.spec.engine.kind == "server"
+    wishes = _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if embedded else _NO_WISH
+    sessions = Sessions(renderer, kept)
+    openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=wishes)
+    api, router = _Api(conductor, Model(renderer, context, num_ids), sessions), APIRouter()
+    for prefix in ("/v1", "/sessions/{session}/v1"):
+        router.include_router(openai.router(prefix))
+
+    async def start() -> None:
+        for session in kept.open_sessions(sessions.now()):
+            sessions.take_back(session)
+        await conductor.start()
+
+    async def close() -> None:
+        await conductor.close()
+        kept.close()
+
     gets = {
         "/train/status": api.status, "/train/jobs": api.jobs, "/train/jobs/{id}": api.job, "/train/events": api.events,
         "/train/jobs/{id}/events": api.events, "/versions": api.versions, "/versions/served": api.served,
         "/versions/{version}/provenance": api.provenance, "/audit": api.audit,
     }  # fmt: skip
     posts = {
-        "/train": api.train, "/train/jobs/{id}/cancel": api.cancel, "/checkpoint": api.checkpoint,
+        "/train": api.train,
+        "/feedback": api.feedback,
+        "/sessions": api.open, "/train/jobs/{id}/cancel": api.cancel, "/checkpoint": api.checkpoint,
         "/versions/{version}/activate": api.activate,
     }  # fmt: skip
     for path, answer in gets.items():
@@ -81,10 +102,17 @@ def online_service(conductor: Conductor, renderer: Speaks, *, model_id: str, con
         router,
         limits={**openai.limits, **limits},
         registry=registry,
-        close=conductor.close,
+        close=close,
         why_unfit=conductor.why_unfit,
-        start=conductor.start,
+        start=start,
     )
+
+
+class FeedbackBody(Strict):
+    metric: str = Field(min_length=1, max_length=128)
+    version: int = Field(ge=0)
+    """That made the answer: `weight_version` says so."""
+    value: float
 
 
 class ActivateBody(Strict):
@@ -92,8 +120,8 @@ class ActivateBody(Strict):
 
 
 class _Api:
-    def __init__(self, conductor: Conductor, model: Model) -> None:
-        self.conductor, self.store, self.model = conductor, conductor.store, model
+    def __init__(self, conductor: Conductor, model: Model, sessions: Sessions) -> None:
+        self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
 
     # --- teaching
 
@@ -103,6 +131,8 @@ class _Api:
             return JSONResponse(reply, 202)
         data = await body_of(request)
         body = checked(TrainBody, data)
+        if body.session is not None:
+            return await self._train_session(request, body, once)
 
         def read() -> Any:
             return lesson(body, self.conductor.spec.train, self.model)
@@ -113,6 +143,39 @@ class _Api:
         )
         self.conductor.wake()
         return JSONResponse(reply, 202)
+
+    async def _train_session(self, request: Request, body: TrainBody, once: Once) -> Response:
+        assert body.session is not None
+        assert body.reward is not None
+        session = self.sessions.find(body.session)
+        rewards = self.sessions.judge(session, body.reward, {})
+        trajectories = [each for _, each in self.sessions.trajectories(session, rewards)]
+        taught = lesson_of_session(body, trajectories, self.conductor.spec.train)
+        said = [{"messages": [dict(message) for message in each.messages]} for each in trajectories]
+        reply = await self.store.add(
+            taught.groups, taught.teaching, who=_who(request), source=body.source, said=said, once=once
+        )
+        for each in trajectories:
+            self.conductor.feedback("reward", max(each.versions), each.reward)
+        self.sessions.drop(session)
+        self.conductor.wake()
+        return JSONResponse(reply, 202)
+
+    async def feedback(self, request: Request) -> Response:
+        body = checked(FeedbackBody, await body_of(request))
+
+        async def take() -> Mapping[str, Any]:
+            return {"watched": self.conductor.feedback(body.metric, body.version, body.value)}
+
+        return await self._repeatable(request, take)
+
+    async def open(self, request: Request) -> Response:
+        async def open() -> Mapping[str, Any]:
+            session = self.sessions.new(group="", group_size=0, task_id="")
+            self.sessions.open(session)
+            return {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
+
+        return await self._repeatable(request, open)
 
     async def status(self) -> Response:
         return JSONResponse(self.conductor.status())

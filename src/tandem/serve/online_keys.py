@@ -21,10 +21,12 @@ SCOPES = ("infer", "train")
 WHO = "tandem.who"
 
 _MAY: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "infer": (("GET", "/v1/"), ("POST", "/v1/"), ("GET", "/limits"), ("GET", "/train/status")),
+    "infer": (
+        ("GET", "/v1/"), ("POST", "/v1/"), ("GET", "/limits"), ("GET", "/train/status"), ("POST", "/feedback"),
+    ),
     "train": (
         ("GET", "/v1/"), ("POST", "/v1/"), ("GET", "/limits"), ("GET", "/metrics"), ("GET", "/train"),
-        ("POST", "/train"), ("GET", "/versions"), ("GET", "/sessions"), ("POST", "/sessions"), ("POST", "/generate"),
+        ("POST", "/train"), ("GET", "/versions"), ("GET", "/sessions"), ("POST", "/sessions"), ("POST", "/feedback"),
     ),
 }  # fmt: skip
 """Method, and what the path begins with; a path that ends in a slash or is followed by one, or whole."""

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from tandem.data.conversation import BadRow, parse_row
 from tandem.data.preference import parse_pair
 from tandem.errors import TandemError
+from tandem.online.demonstrations import judge_messages, most_tokens
 from tandem.online.wire import Sequence1, Teaching, to_wire
 from tandem.rollout.recorded import record, record_pair
 from tandem.rollout.recorder import Renders
@@ -55,9 +56,14 @@ class SampleBody(Strict):
 
 
 class TrainBody(Strict):
-    samples: Annotated[list[SampleBody], Field(min_length=1, max_length=65536)]
-    algorithm: Literal["sft", "dpo", "reward"] | None = None
-    """Left out: what fits the samples."""
+    samples: Annotated[list[SampleBody], Field(min_length=1, max_length=65536)] | None = None
+    session: str | None = Field(default=None, max_length=64)
+    """A conversation that was held here, instead of samples."""
+    reward: Annotated[float, Field(ge=-100, le=100)] | None = None
+    """What it was worth; its branches share it."""
+    algorithm: Literal["sft", "self_distill", "dpo", "reward"] | None = None
+    """Left out: what fits the samples. `self_distill`: the model answers by itself, judged by itself with the sample's
+    last turn in its prompt."""
     lr: float | None = Field(default=None, gt=0, lt=1)
     steps: int | None = Field(default=None, ge=1)
     context_grad: Literal["full", "none"] | None = None
@@ -66,6 +72,14 @@ class TrainBody(Strict):
     seed: int = Field(default=0, ge=0, lt=2**31)
     source: str = Field(default="", max_length=128)
     """Who or what the samples come from: replay keeps its share of each source below a cap."""
+
+    @model_validator(mode="after")
+    def _samples_or_session(self) -> TrainBody:
+        if (self.samples is None) == (self.session is None):
+            raise ValueError("samples or session: send one of them")
+        if (self.session is None) != (self.reward is None):
+            raise ValueError("reward: a session is sent with it, and samples have their own")
+        return self
 
 
 @dataclass(frozen=True)
@@ -86,19 +100,35 @@ class Lesson:
 
 def lesson(body: TrainBody, spec: TeachSpec, model: Model) -> Lesson:
     """In token space, within bounds; Refused with the field."""
+    assert body.samples is not None
     if len(body.samples) > spec.max_samples:
         text = f"{len(body.samples)} samples; train.max_samples = {spec.max_samples} allows fewer in one job"
         raise Refused(422, text, field="samples")
     algorithm = body.algorithm or _fitting(body.samples)
     for index, sample in enumerate(body.samples):
-        if _fitting([sample]) != algorithm:
+        if (_fitting([sample]), algorithm) != ("sft", "self_distill") and _fitting([sample]) != algorithm:
             text = f"algorithm '{algorithm}' does not learn from such a sample; all of a job are of one kind"
             raise Refused(422, text, field=f"samples.{index}")
-    groups = [_group(sample, f"samples.{index}", model) for index, sample in enumerate(body.samples)]
+    shown = algorithm == "self_distill"
+    groups = [_group(sample, f"samples.{index}", model, shown) for index, sample in enumerate(body.samples)]
     num_tokens = sum(len(each.ids) for group in groups for each in group)
     if num_tokens > MAX_TOKENS:
         raise Refused(422, f"{num_tokens} tokens; one job may have {MAX_TOKENS}", field="samples")
-    teaching = Teaching(
+    teaching = teaching_of(algorithm, body, spec)
+    return Lesson([[to_wire(each) for each in group] for group in groups], teaching, num_tokens)
+
+
+def lesson_of_session(body: TrainBody, trajectories: Sequence[Trajectory], spec: TeachSpec) -> Lesson:
+    """What was sampled here. Branches whose rewards differ are compared; otherwise each counts by its own."""
+    differ = len({each.reward for each in trajectories}) > 1
+    teaching = teaching_of("group" if differ else "reward", body, spec)
+    group = [to_wire(each) for each in trajectories]
+    groups = [group] if differ else [[each] for each in group]
+    return Lesson(groups, teaching, sum(len(each.ids) for each in group))
+
+
+def teaching_of(algorithm: str, body: TrainBody, spec: TeachSpec) -> Teaching:
+    return Teaching(
         algorithm,
         _bounded("lr", body.lr or spec.lr, spec.max_lr),
         int(_bounded("steps", body.steps or spec.steps, spec.max_steps)),
@@ -106,7 +136,6 @@ def lesson(body: TrainBody, spec: TeachSpec, model: Model) -> Lesson:
         body.seed,
         body.kl_coef,
     )
-    return Lesson([[to_wire(each) for each in group] for group in groups], teaching, num_tokens)
 
 
 def _bounded(field: str, value: float, most: float) -> float:
@@ -120,9 +149,9 @@ def _fitting(samples: Sequence[SampleBody]) -> str:
     return "dpo" if first.kind == "pair" else "sft" if first.reward is None else "reward"
 
 
-def _group(sample: SampleBody, field: str, model: Model) -> Group:
+def _group(sample: SampleBody, field: str, model: Model, shown: bool) -> Group:
     try:
-        group = _read(sample, field, model)
+        group = _shown(sample, field, model) if shown else _read(sample, field, model)
     except BadRow as error:
         raise Refused(422, str(error), field=field) from error
     except TandemError as error:
@@ -148,6 +177,24 @@ def _read(sample: SampleBody, field: str, model: Model) -> Group:
         trajectory = _of_ids(sample.context_ids or [], sample.continuation_ids or [], field, model)
     trajectory.reward = sample.reward or 0.0
     return [trajectory]
+
+
+def _shown(sample: SampleBody, field: str, model: Model) -> Group:
+    """The last turn of a conversation twice: after its context, and after that with the turn itself shown in it."""
+    if sample.kind != "messages":
+        raise BadRow("self_distill shows the model what it is to learn as text; give messages")
+    messages = parse_row({"messages": sample.messages})
+    last = messages[-1]
+    if last.get("tool_calls") or not last["content"].strip():
+        raise BadRow("self_distill shows the last turn as text, and this one is none")
+    judged = judge_messages(messages[:-1], last["content"])
+    pair = [record(model.renderer, [*context, last], field) for context in (messages[:-1], judged)]
+    for each in pair:  # earlier turns of the assistant's are context
+        begins = max(at for at, trained in enumerate(each.trained) if trained and not each.trained[at - 1])
+        each.trained[:begins] = [False] * begins
+        if begins + most_tokens(each.num_trained) > model.context:
+            raise BadRow(f"the model's context of {model.context} tokens has no room for answers beside what is shown")
+    return pair
 
 
 def _of_ids(context: list[int], continuation: list[int], field: str, model: Model) -> Trajectory:
