@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from small_runs import resume, rl, rows, sft, torch_as_it_was, train
 from tandem.errors import RunFenced
 from tandem.io.manifest import digest_of, verify
 from tandem.recipes import build
-from tandem.runs.artifacts import fetch_artifact
+from tandem.runs import uploads
+from tandem.runs.artifacts import Artifact, ArtifactStore, fetch_artifact
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.lease import Lease
 from tandem.runs.resume import digest_run
@@ -160,14 +161,28 @@ def test_a_run_that_succeeded_is_left_as_it_is_and_lacks_nothing(tmp_path: Path)
     assert digest_run(tmp_path / "run")
 
 
-def test_checkpoints_go_up_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_checkpoints_go_up_while_the_run_goes_on_and_stay_as_long_as_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = tmp_path / "store"
+
+    class Slow(ArtifactStore):
+        """The first goes up when it would be long gone by `keep_last`."""
+
+        def push(self, name: str, source: Path, *, only: Sequence[str] = ()) -> Artifact:
+            until = time.monotonic() + 30
+            while not (tmp_path / "run" / "checkpoints" / "step-8").exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            return super().push(name, source, only=only)
+
+    monkeypatch.setattr(uploads, "ArtifactStore", Slow)
     spec = sft(tmp_path) | {"artifacts": {"url": str(store), "what": ["checkpoints"]}}
     train(spec, tmp_path / "run")
     events = rows(tmp_path / "run" / "events.jsonl")
     done = next(number for number, event in enumerate(events) if event["stage"] == "done")
     during = [event["name"] for event in events[:done] if event["stage"] == "upload"]
-    assert during
+    assert during[0] == "run.step-1"
+    assert {event["state"] for event in events if event["stage"] == "upload"} == {"published"}
     there = {path.name for path in store.iterdir()}
     assert there >= {*during, "run.step-11", "run.step-12"}  # and those that are kept, at the end
     back = fetch_artifact(str(store), during[0], tmp_path / "back")
