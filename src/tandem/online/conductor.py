@@ -378,7 +378,6 @@ class Conductor:
             await self.store.commit(job, trained.digest, trained.bytes, result)
             self._say(job.id)
             await self._ensure_served()
-            self._memory.remember(job, groups)
         self._running, self._progress = None, {}
         self._say(job.id)
 
@@ -408,6 +407,7 @@ class Conductor:
         for job in publishing:
             settled = await self._ask(wire.Settle(job.version or 0, True))
             await self.store.end(job.id, "published")
+            self._memory.remember(self.store.job(job.id), self.store.groups(job.id))
             self._say(job.id)
             if settled["anchor_due"]:
                 await self._checkpoint()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
+from tandem.online.demonstrations import Judged
 from tandem.online.half import Canary, Parts
 from tandem.online.wire import Teaching
 from tandem.protocols import Algorithm, Engine, Trainer
@@ -24,8 +25,9 @@ from tandem.types import Batch, Group, Trajectory
 if TYPE_CHECKING:
     from tandem.protocols import WeightBridge
 
-ALGORITHMS = ("sft", "dpo", "reward", "group")
-"""By what a job's samples are: shown, compared, each with a reward of its own, siblings with rewards."""
+ALGORITHMS = ("sft", "self_distill", "dpo", "reward", "group")
+"""By what a job's samples are: shown (to imitate, or to judge by), compared, each with a reward of its own, siblings
+with rewards."""
 
 
 # --- the trainer half
@@ -106,13 +108,16 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
     )
 
 
-def algorithm(teaching: Teaching) -> Algorithm:
-    from tandem.algo import rewarded
+def algorithm(teaching: Teaching, judge: Judged | None) -> Algorithm:
+    from tandem.algo import rewarded, self_distill
     from tandem.spec.algorithm import DrGrpoSpec
 
     match teaching.algorithm:
         case "sft":
             made = build.sft_algorithm()
+        case "self_distill":
+            assert judge is not None, "self_distill: nobody judges"
+            made = self_distill.make(judge)
         case "dpo":
             made = build.preference_algorithm(DpoSpec())
         case "reward":
