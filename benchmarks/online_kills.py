@@ -1,6 +1,7 @@
 """An online server whose halves are killed while it learns: is what is served the version before or after, and is no
 job trained twice?
 
+The optimizer has no memory (betas 0): a restart after a commit has an older one, and bytes would tell of that alone.
 Jobs are taught one by one; at a random instant after each was sent, one of the halves is killed with SIGKILL. Another
 server, which nobody kills, is taught the same: after each job both must serve the same bytes. Exit code 1 otherwise.
 
@@ -29,6 +30,8 @@ preset = "tiny"
 lr = 1e-3
 steps = 4
 attempts = 10
+[optimizer]
+betas = [0.0, 0.0]
 [gates]
 kl = 50.0
 update_norm = 5.0
