@@ -13,16 +13,10 @@ from atropos_served import TRAINER, Client, seeds, sequences, serving_atropos
 from tandem.rollout.atropos_wire import KEYS
 
 
-@pytest.fixture(scope="module")
-def _client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with serving_atropos(tmp_path_factory.mktemp("atropos")) as client:
-        yield client
-
-
 @pytest.fixture
-def client(_client: Client) -> Client:
-    assert _client.http.get("/reset_data").text == "Reset successful"
-    return _client
+def client(tmp_path: Path) -> Iterator[Client]:
+    with serving_atropos(tmp_path) as client:
+        yield client
 
 
 def test_before_anybody_registered(client: Client):

@@ -6,6 +6,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,16 +15,10 @@ from atropos_served import TRAINER, Client, seeds, sequences, serving_atropos
 from served import wait_until
 
 
-@pytest.fixture(scope="module")
-def _client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with serving_atropos(tmp_path_factory.mktemp("atropos")) as client:
-        yield client
-
-
 @pytest.fixture
-def client(_client: Client) -> Client:
-    _client.http.get("/reset_data")
-    return _client
+def client(tmp_path: Path) -> Iterator[Client]:
+    with serving_atropos(tmp_path) as client:
+        yield client
 
 
 def score(seed: int, size: int = 2) -> float:
@@ -234,3 +229,16 @@ def test_minima_of_more_than_a_batch_are_cut_to_one(client: Client):
         client.put(env_id=second, seed=100 + seed)
     assert sequences(client.get("/batch")["batch"]) == 8
     assert client.get("/status-env", {"env_id": first})["unallocated_fraction"] == pytest.approx(0)
+
+
+def test_a_post_that_comes_after_a_reset_is_not_another_environments(client: Client):
+    client.begin(batch_size=4)
+    assert [client.join(), client.join()] == [0, 1]
+    client.put(env_id=1)
+    assert client.http.get("/reset_data").text == "Reset successful"
+    client.begin(batch_size=4)
+    assert client.join() == 2
+    late = client.send(encoded(env_id=1))
+    assert (late.status_code, late.json()["error"]["field"]) == (422, "env_id")
+    client.put(env_id=2)
+    assert client.get("/status-env?env_id=2")["self_queue_size"] == 1

@@ -34,7 +34,7 @@ class Process:
         ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         wait_until(ready.exists, 30)
-        self.token = (data_dir / "token").read_text()
+        self.token, self.env_id = (data_dir / "token").read_text(), -1
         self.http = httpx.Client(base_url=json.loads(ready.read_text())["url"], timeout=30)
 
     def get(self, path: str) -> Any:
@@ -49,7 +49,7 @@ class Process:
         assert self.http.get("/reset_data").text == "Reset successful"
         assert self.http.post("/register", json=TRAINER | {"batch_size": batch_size}).status_code == 200
         assert self.get("/batch") == {"batch": None}
-        assert self.http.post("/register-env", json=ENVIRONMENT).json()["env_id"] == 0
+        self.env_id = self.http.post("/register-env", json=ENVIRONMENT).json()["env_id"]
 
     @property
     def memory_mb(self) -> float:
@@ -109,7 +109,7 @@ def test_nobody_is_let_in_without_a_token_from_elsewhere(tmp_path: Path):
 
 def test_a_compressed_post_is_the_same_post(process: Process):
     process.begin(4)
-    body = encoded(seed=1)
+    body = encoded(env_id=process.env_id, seed=1)
     answer = process.send(gzip.compress(body), **{"Content-Encoding": "gzip"})
     assert (answer.status_code, answer.json()) == (200, {"status": "received"})
     time.sleep(1.1)  # the head of a gzip stream holds the time
@@ -120,14 +120,14 @@ def test_a_compressed_post_is_the_same_post(process: Process):
 
 def test_a_bomb_is_refused_before_it_is_large(process: Process):
     process.begin(4)
-    assert process.send(encoded(seed=1)).status_code == 200
+    assert process.send(encoded(env_id=process.env_id, seed=1)).status_code == 200
     before = process.memory_mb
     bomb = gzip.compress(b'{"tokens": [[' + b"0," * 2**26, compresslevel=1)
     started = time.monotonic()
     answer = process.send(bomb, **{"Content-Encoding": "gzip"})
     assert (answer.status_code, time.monotonic() - started < 2) == (413, True)
     assert process.memory_mb - before < 300
-    cut = process.send(gzip.compress(encoded(seed=2))[:-9], **{"Content-Encoding": "gzip"})
+    cut = process.send(gzip.compress(encoded(env_id=process.env_id, seed=2))[:-9], **{"Content-Encoding": "gzip"})
     assert (cut.status_code, "field" in cut.json()["error"]) == (422, True)
     assert process.get("/status")["queue_size"] == 1
 
@@ -135,16 +135,17 @@ def test_a_bomb_is_refused_before_it_is_large(process: Process):
 def test_a_kill_loses_no_acknowledged_group_and_the_run_goes_on(process: Process, killed: Callable[[], Process]):
     process.begin(4)
     for seed in range(50):
-        assert process.send(encoded(seed=seed)).status_code == 200
+        assert process.send(encoded(env_id=process.env_id, seed=seed)).status_code == 200
     assert len(process.get("/batch")["batch"]) == 2
     assert seeds(process.get("/batch")["batch"]) == [group(seed=seed)["scores"][0] for seed in (2, 3)]
-    process = killed()
+    env_id, process = process.env_id, killed()
     assert process.get("/info") == {"batch_size": 4, "max_token_len": 512}
     assert process.get("/status") == {"current_step": 1, "queue_size": 46}
-    assert process.send(encoded(seed=49)).status_code == 200  # repeated by a client that saw no answer
-    assert process.get("/status")["queue_size"] == 46
-    assert process.send(encoded(seed=99)).status_code == 200  # by the environment that was registered before
-    assert process.get("/status-env?env_id=0")["self_queue_size"] == 47
+    again = process.send(encoded(env_id=env_id, seed=49))  # repeated by a client that saw no answer
+    assert (again.status_code, process.get("/status")["queue_size"]) == (200, 46)
+    known = process.send(encoded(env_id=env_id, seed=99))  # by the environment that was registered before
+    assert known.status_code == 200
+    assert process.get(f"/status-env?env_id={env_id}")["self_queue_size"] == 47
     seen = [seeds(process.get("/batch")["batch"]) for _ in range(23)]
     assert [each for batch in seen for each in batch] == [group(seed=seed)["scores"][0] for seed in range(4, 50)]
     assert process.get("/status") == {"current_step": 24, "queue_size": 1}
@@ -164,13 +165,16 @@ def test_their_environments_feed_a_trainer_of_ours(process: Process):
     assert process.http.post("/register", json=TRAINER).status_code == 409
     environment = process.http.post("/register-env", json=ENVIRONMENT).json()
     assert (environment["status"], environment["starting_step"]) == ("success", 3)
+    process.env_id = environment["env_id"]
     assert process.get("/info") == {"batch_size": 4, "max_token_len": -1}
-    assert process.send(encoded(seed=1)).status_code == 200
-    missing = process.send(encoded(seed=2, inference_logprobs=None))
+    assert process.send(encoded(env_id=process.env_id, seed=1)).status_code == 200
+    missing = process.send(encoded(env_id=process.env_id, seed=2, inference_logprobs=None))
     assert (missing.status_code, missing.json()["error"]["field"]) == (422, "inference_logprobs")
     ours("trainer/version", epoch=epoch, version=4)
-    assert process.send(encoded(seed=3)).status_code == 200  # was told of version 3 when it began
-    assert process.get("/status-env?env_id=0")["current_step"] == 4
+    assert (
+        process.send(encoded(env_id=process.env_id, seed=3)).status_code == 200
+    )  # was told of version 3 when it began
+    assert process.get(f"/status-env?env_id={process.env_id}")["current_step"] == 4
     lease = ours("leases", epoch=epoch, groups=2)
     assert [each["lag"] for each in lease["groups"]] == [1, 1]
     first = lease["groups"][0]["group"]

@@ -233,12 +233,12 @@ def test_a_judge_is_told_to_the_command_as_a_spec_tells_it():
     )
     with pytest.raises(SpecError, match="--judge url = "):
         parse_judge(["kind=http", "model=m"])
-    with pytest.raises(SpecError, match="--judge kind = .*'none', 'engine', 'http'"):
+    with pytest.raises(SpecError, match=r"--judge kind = .*'none', 'engine', 'http'"):
         parse_judge(["kind=htp"])
 
 
 def test_a_url_without_its_scheme_is_refused(tmp_path: Path):
-    with pytest.raises(SpecError, match="--rollouts = '127.0.0.1:8200' is no URL"):
+    with pytest.raises(SpecError, match=r"--rollouts = '127\.0\.0\.1:8200' is no URL"):
         ServiceClient("127.0.0.1:8200", tmp_path, url_option="--rollouts")
 
 

@@ -7,7 +7,7 @@ Its clients say nothing of leases, versions or keys; these are derived. A batch 
 acknowledges, if the one before was handed over to its last byte: otherwise it is the same batch again. The version is
 the number of batches acknowledged. A post is stamped with the version that its environment was last told, and equal
 bytes within two minutes are one post: its clients send again what was not answered in time. Its environments count
-from 0 after every reset, the queue's go on over all runs.
+from 0, and on over resets: a post that comes late is not taken for one of an environment that came since.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ LEASE_S = 86400.0
 """Whoever asks for a status renews it; it ends with the next fetch, or with the next registration."""
 _INLINE_BYTES, _HASHED_INLINE_BYTES = 4 << 20, 1 << 20
 _COUNTED_S = 0.1
+_FIRST = 1  # of the queue's environments
 _NAMELESS = "nameless"
 
 
@@ -163,9 +164,9 @@ class Atropos:
             extra={"group_size": group_size, "max_token_length": max_token_length},
         )
         seat = await self.queue.register_environment(spec)
-        self._told[seat.id - self.queue.first_environment] = self.step
+        self._told[seat.id - _FIRST] = self.step
         self.forget_counts()
-        return seat.id - self.queue.first_environment, name + seat.name.removeprefix(plain)
+        return seat.id - _FIRST, name + seat.name.removeprefix(plain)
 
     async def reset(self) -> None:
         """Wipes everything, as far as anybody who speaks this protocol can see."""
@@ -180,7 +181,7 @@ class Atropos:
 
     def id_of(self, env_id: int) -> int:
         """The queue's number of one of theirs."""
-        return env_id + self.queue.first_environment
+        return env_id + _FIRST
 
     def _environment(self, env_id: int, field: str = "env_id") -> EnvironmentSpec:
         try:
@@ -191,7 +192,7 @@ class Atropos:
     async def _nameless(self) -> int:
         if self.notes.nameless < 0:
             seat = await self.queue.register_environment(EnvironmentSpec(_NAMELESS, lapse_s=LAPSE_S))
-            self.notes.nameless = seat.id - self.queue.first_environment
+            self.notes.nameless = seat.id - _FIRST
             await self._save()
         return self.notes.nameless
 
@@ -293,8 +294,7 @@ class Atropos:
         return self._as_batch(self.notes.lease, [await self.queue.group(each) for each in self.notes.groups])
 
     def _as_batch(self, lease: int, groups: Sequence[Any]) -> Batch:
-        first = self.queue.first_environment
-        posted = tuple(wire.posted(each.frame, each.environment - first) for each in groups)
+        posted = tuple(wire.posted(each.frame, each.environment - _FIRST) for each in groups)
         return Batch(lease, posted, sum(each.size for each in groups))
 
     async def _acknowledge(self) -> None:

@@ -41,11 +41,6 @@ class RolloutQueue(Intake, HandOut):
         return self._state.version
 
     @property
-    def first_environment(self) -> int:
-        """The lowest number of this run's; those of the runs before are below it."""
-        return self._state.first_environment
-
-    @property
     def queued(self) -> int:
         """Groups that wait to be taken."""
         return self._state.queued
