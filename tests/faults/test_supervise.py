@@ -195,5 +195,15 @@ def test_a_smaller_micro_batch_leaves_the_effective_batch(tmp_path: Path):
     smaller: Any = load_spec(tmp_path / "spec.toml")
     assert smaller.train.micro_tokens == 512
     assert smaller.train.groups_per_step == quickstart.train.groups_per_step  # type: ignore[union-attr]
-    assert "512 -> 256" in smaller_micro_batch(tmp_path)
+    (tmp_path / "plan.json").write_text('{"largest_micro_tokens": 300}')
+    assert "512 -> 256" in smaller_micro_batch(tmp_path)  # the plan's is more: that was not enough
     assert smaller_micro_batch(tmp_path) == ""
+
+
+def test_a_smaller_micro_batch_is_the_plan_s_where_that_is_less_than_half(tmp_path: Path):
+    quickstart = load_spec(Path(__file__).parents[2] / "examples" / "quickstart.toml", ("train.micro_tokens=2048",))
+    (tmp_path / "spec.toml").write_text(to_toml(quickstart))
+    (tmp_path / "plan.json").write_text('{"largest_micro_tokens": 300}')
+    assert "2048 -> 300" in smaller_micro_batch(tmp_path)
+    smaller: Any = load_spec(tmp_path / "spec.toml")
+    assert smaller.train.micro_tokens == 300

@@ -158,6 +158,7 @@ class Keeper:
         if self._writing is not None:
             self._writing.exception()
         if self._trainer is not None and self._state and self._trainer.version > self._saved_for_sure():
+            self._run.settle()
             self._shelf.write(self._trainer.version, self._trainer.snapshot(), self._state)
 
     def close(self) -> None:
