@@ -57,12 +57,17 @@ def train(
     spec: SpecFile,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run lives; default runs/<name>-<time>.")] = None,
     supervise: Supervise = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Before: the largest micro-batches and a sync, against the plan.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Train a model as SPEC says; watch it live; get a verdict."""
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())  # before anything heavy: a wrong spec is refused at once
+    if supervise and rehearse:
+        raise typer.BadParameter("--rehearse goes without --supervise: rehearse once, then start the supervised run")
     if supervise:
         from tandem.runs.run import Run
         from tandem.runs.supervise import supervise_run
@@ -73,7 +78,7 @@ def train(
     from tandem.runs.failures import exits_by_class
 
     with exits_by_class():
-        run(checked, run_dir)
+        run(checked, run_dir, rehearse=rehearse)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from tandem.errors import SpecError
 from tandem.obs.history import read_history
 from tandem.obs.planned import against_plan
 from tandem.recipes import planning
+from tandem.runs.resume import digest_run
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RunSpec
 
@@ -67,3 +68,26 @@ def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(tmp_path, 
     tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     assert not (tmp_path / "run/plan.json").exists()
     assert [event["why_not"] for event in events(tmp_path / "run") if event["stage"] == "plan"]
+
+
+def test_a_rehearsal_says_how_it_differs_from_the_plan_and_leaves_the_run_as_it_was(tmp_path):
+    plain = tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "plain")
+    rehearsed = tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "rehearsed", rehearse=True)
+    told = next(event for event in events(tmp_path / "rehearsed") if event["stage"] == "rehearsed")
+    assert 128 < float(str(told["tokens"])) <= 4096  # two micro-batches, or all of a step
+    assert 0.5 < float(str(told["peak_gib"])) / float(str(told["planned_gib"])) < 1.5
+    assert digest_run(plain.directory) == digest_run(rehearsed.directory)
+
+
+def test_a_rehearsal_that_does_not_go_through_ends_the_run_before_it_begins(tmp_path):
+    vllm = {"kind": "vllm", "python": str(tmp_path / "no-python")}
+    train = {"steps": 1, "lr": 1e-3, "groups_per_step": 2, "group_size": 2, "max_tokens": 8}
+    asked = parse_spec(
+        {
+            "recipe": "rl", "device": "cpu", "model": {"preset": "tiny"}, "environment": {"name": "sort"},
+            "engine": vllm, "sync": {"bridge": "disk"}, "train": train, "eval": {"tasks": 2},
+        }
+    )  # fmt: skip
+    with pytest.raises(SpecError, match=r"--rehearse: it did not go through: .*no-python"):
+        tandem.run(asked, tmp_path / "run", rehearse=True)
+    assert "load" not in [event["stage"] for event in events(tmp_path / "run")]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import ArtifactError
+from tandem.errors import ArtifactError, SpecError
 from tandem.obs.history import read_status
 from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
@@ -31,8 +31,16 @@ from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 _log = logging.getLogger(__name__)
 
 
-def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs"), view: LiveView | None = None) -> Run:
-    """Do what the spec asks, in a directory of its own; the run that is returned says how it went."""
+def run(
+    spec: RunSpec,
+    run_dir: Path | None = None,
+    *,
+    root: Path = Path("runs"),
+    view: LiveView | None = None,
+    rehearse: bool = False,
+) -> Run:
+    """Do what the spec asks, in a directory of its own; the run that is returned says how it went. `rehearse`: tries
+    the largest micro-batches and a sync before, against the plan."""
     from tandem.recipes import build
 
     # Before torch: wrong parameters of an environment are refused at once.
@@ -40,7 +48,7 @@ def run(spec: RunSpec, run_dir: Path | None = None, *, root: Path = Path("runs")
     directory = run_dir or Run.new_directory(root, spec.name)
     spec = spec.in_place()  # whoever resumes it may stand elsewhere
     begin(directory, to_toml(spec))
-    return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name))
+    return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
 
 
 def resume(directory: Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
@@ -71,7 +79,9 @@ def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
     return not (directory / "report.html").exists() or (spec.artifacts is not None and "artifacts" not in status)
 
 
-def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: LiveView) -> Run:
+def _go(
+    spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: LiveView, *, rehearse: bool = False
+) -> Run:
     from tandem.recipes import build
 
     try:
@@ -94,7 +104,7 @@ def _go(spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: Li
                     made.event("resume", step=found.version, epoch=lease.epoch)
                     view.say(f"   goes on from the checkpoint of step {found.version}")
                 try:
-                    asyncio.run(_train(spec, made, environment, keeper))
+                    asyncio.run(_train(spec, made, environment, keeper, rehearse=rehearse))
                 finally:
                     keeper.close()
         finally:
@@ -144,8 +154,8 @@ def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float
         view.say(f"   `tandem artifacts push {directory}` tries again; the run itself is not affected")
 
 
-async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper) -> None:
-    from tandem.recipes import build
+async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, rehearse: bool) -> None:
+    from tandem.recipes import build, rehearsal
     from tandem.recipes.planning import keep_plan
     from tandem.recipes.preference import train_preference
     from tandem.recipes.rl import RlRun
@@ -155,7 +165,11 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper) -> N
         names = {"directory": str(run.directory), "name": run.directory.name}
         run.tracking = Feed(openers(track.to, **names, project=track.project, url=track.url))
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
-    keep_plan(spec, run)
+    plan = keep_plan(spec, run)
+    if rehearse:
+        if plan is None:
+            raise SpecError("--rehearse: the planner does not know this model, so there is nothing to compare with")
+        await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run, keeper)

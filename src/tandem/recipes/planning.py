@@ -14,15 +14,15 @@ from tandem.spec.run import RunSpec
 _GIB = 2**30
 
 
-def keep_plan(spec: RunSpec, run: Run) -> None:
-    """Writes plan.json. Refuses what cannot fit whatever a step's tokens are; what would not fit in the worst case is
-    said, and refused under `strict`."""
+def keep_plan(spec: RunSpec, run: Run) -> Plan | None:
+    """Writes plan.json; returns the plan, if there is one. Refuses what cannot fit whatever a step's tokens are; what
+    would not fit in the worst case is said, and refused under `strict`."""
     kind, total_gib, free_gib = live_memory(spec)
     try:
         plan = plan_run(spec, gpu=kind, memory_gib=total_gib)
     except NoPlan as error:
         run.event("plan", why_not=str(error))
-        return
+        return None
     atomic.write_json(run.directory / "plan.json", {**plan.as_json(), "free_gib": free_gib})
     run.event("plan", gpu=kind, peak_gib=plan.peak_gib, least_gib=plan.least_gib, free_gib=free_gib)
     if plan.least_gib > free_gib:
@@ -33,6 +33,7 @@ def keep_plan(spec: RunSpec, run: Run) -> None:
     if plan.peak_gib > free_gib:
         worst = f"with full micro-batches it takes {plan.peak_gib:.2f} GiB, and {free_gib:.2f} GiB are free"
         run.note_option("the plan", f"{free_gib:.2f} GiB", False, f"{worst}; {_way_out(plan)}")
+    return plan
 
 
 def live_memory(spec: RunSpec) -> tuple[str, float, float]:

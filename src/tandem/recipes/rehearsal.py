@@ -1,0 +1,162 @@
+"""A run rehearsed: micro-batches as large as they come, an update and a sync, in a process that is gone afterwards.
+
+The run itself begins untouched: with its own seed, on an empty GPU. What was measured lies in rehearsal.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import SpecError
+from tandem.io import atomic
+from tandem.recipes import build, build_engine
+from tandem.runs.plan import Plan, plan_run
+from tandem.runs.plan_work import Work
+from tandem.runs.resume import spec_of
+from tandem.runs.run import Run
+from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec
+from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
+from tandem.types import NO_VERSION, Group, Proof, Trajectory
+
+_FILE = "rehearsal.json"
+_NOTABLE = 0.1
+
+
+def rehearse(run: Run, spec: RunSpec, plan: Plan) -> None:
+    """Says how plan and rehearsal differ. SpecError if it does not go through: then the run would not either."""
+    run.event("rehearse")
+    run.view.say("   rehearsal: micro-batches of the largest size, an update, a sync")
+    log = run.directory / "rehearsal.txt"
+    started = time.monotonic()
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", __name__, str(run.directory)]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
+        way_out = f"; try {'; '.join(plan.changes[-2:])}" if plan.changes else ""
+        raise SpecError(f"--rehearse: it did not go through: {' '.join(last)} ({log} has all of it){way_out}")
+    found = json.loads((run.directory / _FILE).read_text(encoding="utf-8"))
+    run.event("rehearsed", seconds=time.monotonic() - started, planned_gib=plan.trainer_gib, **found)
+    for line in differences(plan, found):
+        run.view.say(f"   rehearsal: {line}")
+
+
+def differences(plan: Plan, found: Mapping[str, Any]) -> list[str]:
+    """One line each; those within a tenth say so."""
+    per_token = plan.times.train_s / plan.work.step_tokens
+    rows = [
+        ("peak memory", plan.trainer_gib, found["peak_gib"], "GiB"),
+        ("training", per_token * found["tokens"], found["train_s"], f"s for {found['tokens']:,.0f} tokens"),
+    ]
+    if found.get("sync_s"):
+        rows.append(("sync", plan.times.sync_s, found["sync_s"], "s"))
+    told = [
+        f"{what} {measured:.3g} {unit}, planned {planned:.3g}: {_off(planned, measured)}"
+        for what, planned, measured, unit in rows
+    ]
+    if found.get("verified"):
+        told.append(f"the version that the engine got is proven: {found['verified']}")
+    return told
+
+
+def _off(planned: float, measured: float) -> str:
+    off = measured / planned - 1 if planned else 0.0
+    return "as planned" if abs(off) <= _NOTABLE else f"{off:+.0%}"
+
+
+# --- in a process of its own
+
+
+async def play(spec: RunSpec, home: Path) -> dict[str, Any]:
+    """`home`: where an engine's files go."""
+    limit = getattr(getattr(spec, "engine", None), "max_context", 0)
+    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec), limit)
+    algorithm = _algorithm(spec, model)
+    proofs: list[Proof] = []
+    joined = publisher = None
+    if isinstance(spec, RlSpec) and not _elsewhere(spec):
+        joined = build_engine.join(spec, model, home)
+        call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+        deadline_s = spec.sync.deadline_s
+        publisher = build_engine.publisher(joined, model, deadline_s, call, proofs.append, lambda _: None)
+    trainer = build.trainer(spec.train, model, algorithm, 0, spec.seed)
+    groups = largest_groups(spec, plan_run(spec, gpu="cpu").work, model.num_ids)
+    metrics: Mapping[str, float] = {}
+    train_s = sync_s = 0.0
+    try:
+        for _ in range(2):  # the first one compiles
+            if publisher is not None:
+                await publisher.hold(trainer)
+                await publisher.rest(trainer)
+            started = time.perf_counter()
+            metrics = trainer.step(build.batches(spec.train, model, algorithm)(groups, trainer.version))
+            train_s = time.perf_counter() - started
+            if publisher is not None:
+                started = time.perf_counter()
+                await publisher.publish(trainer)
+                sync_s = time.perf_counter() - started
+    finally:
+        if joined is not None:
+            await joined.engine.close()
+            joined.bridge.close()
+    return {
+        "peak_gib": metrics["memory/peak"], "tokens": metrics["tokens/computed"], "train_s": train_s,
+        "sync_s": sync_s, "verified": proofs[-1].verified if proofs else "",
+    }  # fmt: skip
+
+
+def _elsewhere(spec: RlSpec) -> bool:
+    """Somebody else's engine is not for rehearsing."""
+    return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
+
+
+def _algorithm(spec: RunSpec, model: build.Model) -> Any:
+    if isinstance(spec, RlSpec):
+        algorithm = build.algorithm(spec.algorithm, spec.train.max_tokens)
+        if algorithm.needs_reference:
+            build.reference(spec.algorithm, model, spec.precision)
+        return algorithm
+    if isinstance(spec, PreferenceSpec):
+        model.policy.keep_reference()
+        return build.preference_algorithm(spec.algorithm)
+    return build.sft_algorithm()
+
+
+def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
+    """Two micro-batches, or all of a step that has one: of random tokens, as long as they come."""
+    rng = random.Random(spec.seed)
+    size = spec.train.group_size if isinstance(spec, RlSpec) else 2 if isinstance(spec, PreferenceSpec) else 1
+    most = max(1, work.sequences // size)
+    prompt = max(1, work.row_tokens - work.answer_tokens) if work.answer_tokens else 1
+    alone = isinstance(spec, RlSpec) and not work.masked
+    a_group = work.row_tokens * size if alone else prompt + size * (work.row_tokens - prompt)
+    count = most if work.num_micro == 1 else min(most, max(1, 2 * work.micro_tokens // a_group))
+    groups: list[Group] = []
+    for _ in range(count):
+        shared = _ids(rng, prompt, num_ids)
+        groups.append([_trajectory(shared, _ids(rng, work.row_tokens - prompt, num_ids), i) for i in range(size)])
+    return groups
+
+
+def _trajectory(prompt: list[int], answer: list[int], number: int) -> Trajectory:
+    trained = [False] * len(prompt) + [True] * len(answer)
+    return Trajectory(
+        prompt + answer, trained, [0.0] * len(trained), [NO_VERSION] * len(trained), reward=float(number % 2 == 0)
+    )
+
+
+def _ids(rng: random.Random, count: int, num_ids: int) -> list[int]:
+    return [rng.randrange(num_ids) for _ in range(count)]
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    atomic.write_json(directory / _FILE, asyncio.run(play(spec_of(directory), directory / "rehearsal")))
