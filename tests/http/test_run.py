@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
@@ -20,7 +21,7 @@ from fastapi import FastAPI
 from served import MODEL, wait_until
 
 from tandem.errors import SpecError
-from tandem.serve.run import Listen, Server
+from tandem.serve.run import Listen, Server, serve_forever
 
 PROGRAM = str(Path(__file__).with_name("serve_script.py"))
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -70,6 +71,18 @@ def test_sigterm_cuts_long_answers_within_10_s(tmp_path: Path) -> None:
                 list(lines)
             assert process.wait(timeout=10) == 0
             assert time.monotonic() - began < 9
+
+
+def test_the_collector_leaves_alone_what_was_there_when_a_service_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(Server, "run", lambda _: frozen.append(gc.get_freeze_count()))
+    try:
+        serve_forever(FastAPI(), Listen(tmp_path))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 def test_an_answer_in_two_writes_does_not_wait_for_an_acknowledgement(tmp_path: Path) -> None:
