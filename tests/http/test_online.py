@@ -143,6 +143,20 @@ def test_rollback_and_forward_again_are_bit_identical(server: OnlineServer):
     assert post(server, "/versions/999/activate", {}).status_code == 404
 
 
+def test_an_older_version_answers_beside_the_one_that_serves(server: OnlineServer):
+    known = [each["version"] for each in server.get("/versions")["versions"]]
+    chat = {"model": "online", "messages": [{"role": "user", "content": "code?"}], "max_tokens": 8, "temperature": 0.0}
+    chat |= {"logprobs": True}
+    told = {}
+    for version in (known[0], known[1], known[2], known[0]):
+        answer = server.http.post(f"/versions/{version}/v1/chat/completions", json=chat).raise_for_status().json()
+        assert {each for each, _ in answer["choices"][0]["weight_versions"]} == {version}
+        logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+        assert told.setdefault(version, logprobs) == logprobs
+    assert len({tuple(logprobs) for logprobs in told.values()}) == 3
+    assert post(server, "/versions/999/v1/chat/completions", chat).status_code == 404
+
+
 def test_a_waiting_job_and_a_running_one_are_cancelled(server: OnlineServer):
     before = served(server)
     long, waiting = (server.teach([fact(n)], steps=1000, lr=1e-6) for n in (1, 2))
@@ -229,13 +243,31 @@ def test_a_request_may_be_pinned_or_begin_again(server: OnlineServer):
 
 
 def test_a_stopped_server_goes_on_with_the_same_bytes(server: OnlineServer):
-    """The last one: the server is started again."""
+    """One of the last: the server is started again, and told to keep two versions."""
     before = served(server)
     job = server.get("/train/jobs")["jobs"][0]
     assert server.stop() == 0
+    server.spec.write_text(SPEC + "[updates]\nkeep = 2\n")
     server.start()
     assert served(server) == before
     assert server.get(f"/train/jobs/{job['id']}") == job
     saved = server.get("/train/status")["checkpointed"] == before[0]
     assert saved or "no checkpoint at the end" in server.log(), "there are two seconds for it"
     assert server.wait(server.teach([fact(11)]))["parent"] == before[0]
+
+
+def test_versions_beyond_those_to_keep_are_forgotten_and_what_they_need_stays(server: OnlineServer):
+    """Two are kept; their files, and an anchor that they are made from."""
+    new = [server.wait(server.teach([fact(number)]))["version"] for number in (12, 13)]
+    before = served(server)
+    server.post("/checkpoint")
+    rows = {row["version"]: row["state"] for row in server.get("/versions")["versions"]}
+    assert [version for version, state in rows.items() if state == "kept"] == new
+    answer = post(server, "/versions/0/activate", {}, **{"Idempotency-Key": "too-old"})
+    assert (answer.status_code, "forgotten" in answer.text) == (409, True)
+    names = sorted(path.name for path in (server.data_dir / "versions").iterdir())
+    assert f"anchor-{new[1]:06d}" in names
+    assert len(names) <= 4
+    assert server.post(f"/versions/{new[0]}/activate")["version"] == new[0]
+    assert server.post(f"/versions/{new[1]}/activate")["version"] == new[1]
+    assert served(server) == before
