@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut bench-atropos lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -42,6 +42,10 @@ bench: install
 # Kills and stops trainer and engine at 40 instants; about ten minutes. Exit code 1 if a figure is missed.
 sync-kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sync_kills.py
+
+# Planned against measured memory on this CPU, ten cases; a few minutes. Exit code 1 if one is over 10 % off.
+plan-measured: install
+	$(BIN)/python benchmarks/plan.py
 
 # Two hundred uploads, cut, refused and truncated; about a minute. Exit code 1 if a figure is missed.
 uploads-cut: install
