@@ -1,0 +1,102 @@
+"""The canary: the trainer scores what the engine says, and guesses it to save the wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tandem.bridge.null import NullBridge
+from tandem.engine.null import NullEngine
+from tandem.errors import EngineLost, LogprobGap
+from tandem.publish import Call, Canary, Publisher, on_this_thread
+from tandem.types import Completion, Sampling, Span, Weights
+
+CANARY = Canary((1, 2), floor=1e-4, ceiling=1e-2)
+
+
+class Engine(NullEngine):
+    """Says `says`, and is as sure of every token as the trainer is, or `off` by so much."""
+
+    def __init__(self) -> None:
+        self.says, self.off, self.gone = [7], 0.0, False
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **_: Any) -> Completion:
+        await asyncio.sleep(0.01)
+        if self.gone:
+            raise EngineLost("it was stopped")
+        logprobs = [logprob + self.off for logprob in sure_of(self.says)]
+        return Completion(self.says, logprobs, [Span(self.version, len(self.says))], "length")
+
+
+class Teacher:
+    version = 1
+
+    def __init__(self) -> None:
+        self.scored: list[list[int]] = []
+
+    def export(self, kind: Any) -> Weights:
+        return Weights(self.version, "live", lambda: iter(()))
+
+    def score(self, ids: Sequence[int], first: int) -> list[float]:
+        self.scored.append(list(ids[first:]))
+        return sure_of(ids[first:])
+
+    def base(self) -> Iterator[Any]:
+        return iter(())
+
+    def live_in(self, storage: Any) -> None: ...
+
+
+def sure_of(ids: Sequence[int]) -> list[float]:
+    return [-float(each) for each in ids]
+
+
+async def versions(said: Sequence[list[int]], call: Call) -> list[list[list[int]]]:
+    """What was scored for each version."""
+    engine, teacher = Engine(), Teacher()
+    publisher = Publisher(NullBridge(), engine, canary=CANARY, call=call)
+    found: list[list[list[int]]] = []
+    for version, engine.says in enumerate(said, 1):
+        teacher.version, teacher.scored = version, []
+        proof = await publisher.publish(teacher)
+        assert (proof.logprob_gap, proof.canary_tokens) == (0.0, len(engine.says))
+        found.append(teacher.scored)
+    return found
+
+
+def test_the_last_answer_is_scored_meanwhile_and_another_one_anew() -> None:
+    found = asyncio.run(versions([[7], [7], [8], [8, 9]], asyncio.to_thread))
+    assert found == [[[7]], [[7]], [[7], [8]], [[8], [8, 9]]]
+
+
+def test_where_the_engine_computes_on_the_same_thread_nothing_is_guessed() -> None:
+    assert asyncio.run(versions([[7], [7], [8]], on_this_thread)) == [[[7]], [[7]], [[8]]]
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_a_gap_is_found_whether_the_answer_was_guessed_or_not(guessed: bool) -> None:
+    async def work() -> None:
+        engine, teacher = Engine(), Teacher()
+        publisher = Publisher(NullBridge(), engine, canary=CANARY)
+        await publisher.publish(teacher)
+        teacher.version, engine.off, engine.says = 2, 0.02, [7] if guessed else [8]
+        await publisher.publish(teacher)
+
+    with pytest.raises(LogprobGap, match=r"differ by 0\.0200"):
+        asyncio.run(work())
+
+
+def test_an_engine_that_is_lost_while_the_guess_is_scored_is_lost_and_nothing_is_left_over() -> None:
+    async def work() -> None:
+        engine, teacher = Engine(), Teacher()
+        publisher = Publisher(NullBridge(), engine, canary=CANARY)
+        await publisher.publish(teacher)
+        engine.gone, teacher.version = True, 2
+        with pytest.raises(EngineLost):
+            await publisher.publish(teacher)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(work())
