@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import sys
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollouts_served import serving_rollouts
 from tandem.rollout import wire
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, TrainerSpec
-from tandem.serve.app import Service, create_app, let_go
+from tandem.serve.app import Service, body_at_hand, create_app, let_go
 from tandem.serve.rollouts import rollouts_service
 from tandem.types import Trajectory
 
@@ -72,6 +73,30 @@ def test_bodies_are_counted_by_what_they_take_unpacked(packed: bool):
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 def test_a_body_that_was_parsed_leaves_its_room_to_others(packed: bool):
     assert statuses("/lets-go", b" " * CAP, 40, packed=packed) == {200: 40}
+
+
+def test_nobody_holds_a_body_that_was_let_go():
+    held, router = list[int](), APIRouter()
+
+    async def lets_go(request: Request) -> JSONResponse:
+        body = body_at_hand(request)
+        assert body == await request.body() == b" " * CAP
+        let_go(request)
+        held.append(sys.getrefcount(body))
+        return JSONResponse({})
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b" " * (CAP - 1)
+        yield b" "
+
+    async def scenario() -> None:
+        router.add_api_route("/", lets_go, methods=["POST"])
+        transport = httpx.ASGITransport(app=create_app(Service("s", router), token="t", hosts=None, body_bytes=CAP))
+        async with httpx.AsyncClient(transport=transport, base_url="http://s", headers=HEADERS) as client:
+            assert (await client.post("/", content=pieces())).status_code == 200
+
+    asyncio.run(scenario())
+    assert held == [2]  # the name here, and the argument
 
 
 def test_whoever_waits_for_a_ticket_takes_no_room_with_what_it_asked(tmp_path: Path):

@@ -236,11 +236,10 @@ class Gate:
             room = size
 
         try:
-            body = scope[_BODY] = await self._whole_body(headers, receive)
-            replay = _played_back(body, receive, now_takes)
-            del body
+            scope[_BODY] = await self._whole_body(headers, receive)
+            now_takes(len(scope[_BODY]))
             scope[_LET_GO] = lambda: now_takes(0)
-            await self.app(scope, replay, send)
+            await self.app(scope, _played_back(scope, receive), send)
         finally:
             now_takes(0)
 
@@ -321,12 +320,16 @@ def _is_packed(headers: Headers) -> bool:
     return headers.get("content-encoding", "identity").lower() == "gzip"
 
 
-def _played_back(body: bytes, receive: Receive, now_takes: Callable[[int], None]) -> Receive:
-    now_takes(len(body))
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+def _played_back(scope: Scope, receive: Receive) -> Receive:
+    """Nobody but the scope holds the body, so that it can be let go."""
+    asked = False
 
     async def replay() -> Message:
-        return waiting.pop() if waiting else await receive()
+        nonlocal asked
+        if asked:
+            return await receive()
+        asked = True
+        return {"type": "http.request", "body": scope[_BODY], "more_body": False}
 
     return replay
 
