@@ -18,13 +18,14 @@ from tandem.runs.watch import look, watch_run
 RUN = """
 import json, os, sys, time
 from pathlib import Path
+from tandem.io.atomic import write_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.runs.liveness import Progress
 home, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 progress = Progress(home, setup_s=20, step_s=5)
 events, metrics = JsonlWriter(home / "events.jsonl"), JsonlWriter(home / "metrics.jsonl")
 def status(state, **more):
-    (home / "status.json").write_text(json.dumps({"state": state, "steps_total": 6, **more}))
+    write_json(home / "status.json", {"state": state, "steps_total": 6, **more})  # as runs do: whole or not at all
 events.write({"number": first + 1, "at": "", "stage": "boot"})
 status("running")
 progress.stage("rl")
