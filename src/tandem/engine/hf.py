@@ -16,7 +16,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -247,6 +247,15 @@ class EmbeddedEngine:
             self._twins[old].add_done_callback(lambda _: self._twins.pop(old))
         self._running = []
         self.cache_epoch += 1
+
+    def beside(self, tensors: Mapping[str, Tensor], version: int) -> EmbeddedEngine:
+        """An engine of another version, on a twin of this one's module. `tensors`: all of the module's parameters."""
+        module = twin(self._module)
+        for name, parameter in module.named_parameters():
+            parameter.data = tensors[name].to(parameter.device, parameter.dtype)
+        other = self._make_twin(module)
+        other.version = version
+        return other
 
     async def answer_all(self, requests: list[_Request], version: int) -> None:
         """A twin's life."""

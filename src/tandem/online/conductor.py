@@ -429,6 +429,7 @@ class Conductor:
 
     async def _take_back(self, job: Job, why: str) -> None:
         """The engine refused what was committed: the version before goes on."""
+        _log.error("version %s is taken back: it could not be published: %s", job.version, why)
         await self.store.refused(job, f"it could not be published: {why}")
         await self._ask(wire.Settle(job.version or 0, False))
         self._say(job.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,3 +215,12 @@ def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
         model = build.model(_plain(spec.model), Float32Precision(), spec.seed, build.pick_device("cpu"))
         build.export(model, path)
     return path
+
+
+def past(spec: OnlineSpec, alone: build_engine.Alone, versions: Path) -> Callable[[int], Any] | None:
+    """Engines of versions that were published before, beside the one that serves; None where they cannot be had."""
+    if spec.model.lora is not None or not isinstance(spec.engine, ServerEngineSpec):
+        return None
+    from tandem.online.versions import VersionStore
+
+    return lambda version: alone.engine.beside(VersionStore(versions).load(version).held.tensors, version)

@@ -24,24 +24,33 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
     from tandem.serve.app import create_app
     from tandem.serve.online import online_service
     from tandem.serve.online_keys import KeyRing, Keys
+    from tandem.serve.online_past import Past
 
     token = listen.token()
     store = JobStore(listen.data_dir / "jobs")
     log = listen.data_dir / "trainer.log"
     environment = {"OMP_NUM_THREADS": str(spec.trainer_threads)}
+    versions = listen.data_dir / "versions"
+    waiting = [TrainerProcess(_TRAINER, log, environment)]  # it starts while the engine is built
     alone = build_online.alone(spec, listen.data_dir)
     conductor = Conductor(
         spec,
         store,
         alone.engine,
         open_source,
-        lambda: TrainerProcess(_TRAINER, log, environment),
-        listen.data_dir / "versions",
+        lambda: waiting.pop() if waiting else TrainerProcess(_TRAINER, log, environment),
+        versions,
         JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
     )
     sessions = SessionStore(listen.data_dir / "sessions")
     service = online_service(
-        conductor, alone.renderer, sessions, model_id=spec.name, context=alone.context, num_ids=alone.num_ids
+        conductor,
+        alone.renderer,
+        sessions,
+        Past(build_online.past(spec, alone, versions)),
+        model_id=spec.name,
+        context=alone.context,
+        num_ids=alone.num_ids,
     )
     app = create_app(service, token=token, hosts=listen.hosts)
     app.add_middleware(KeyRing, keys=Keys.of(listen.data_dir, token))

@@ -8,6 +8,7 @@ GET  /train/events  /train/jobs/{id}/events    server-sent events
 POST /checkpoint                  master and optimizer, on the disk when this answers
 GET  /versions  /versions/served  all that were published; what the engine holds, digested now
 GET  /versions/{v}/provenance     which samples, whose, which gates
+POST /versions/{v}/v1/...         OpenAI's routes over that version, beside the one that serves
 POST /versions/{v}/activate       serves it: rollback, or forward again
 POST /feedback                    what an answer was worth, for the metric that is watched
 POST /sessions                    a conversation by name; every answer names its session
@@ -40,8 +41,9 @@ from tandem.rollout.sessions import Sessions
 from tandem.serve.app import Refused, Service
 from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.online_keys import WHO
+from tandem.serve.online_past import Past
 from tandem.serve.online_request import Model, TrainBody, lesson, lesson_of_session
-from tandem.serve.openai import OpenAi
+from tandem.serve.openai import OpenAi, Unkept
 from tandem.serve.openai_request import Strict, body_of, checked
 
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -57,7 +59,14 @@ class Speaks(Recording, Renders, Protocol):
 
 
 def online_service(
-    conductor: Conductor, renderer: Speaks, kept: SessionStore, *, model_id: str, context: int, num_ids: int
+    conductor: Conductor,
+    renderer: Speaks,
+    kept: SessionStore,
+    past: Past,
+    *,
+    model_id: str,
+    context: int,
+    num_ids: int,
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist."""
     embedded = conductor.spec.engine.kind == "server"
@@ -68,12 +77,26 @@ def online_service(
     for prefix in ("/v1", "/sessions/{session}/v1"):
         router.include_router(openai.router(prefix))
 
+    async def of_past(version: int) -> OpenAi:
+        conductor.store.version(version)
+        return OpenAi(await past.engine(version), renderer, Unkept(renderer), model_id, context, num_ids)
+
+    async def chat(version: int, request: Request) -> Response:
+        return await (await of_past(version)).chat(request)
+
+    async def complete(version: int, request: Request) -> Response:
+        return await (await of_past(version)).complete(request)
+
+    router.add_api_route("/versions/{version}/v1/chat/completions", chat, methods=["POST"])
+    router.add_api_route("/versions/{version}/v1/completions", complete, methods=["POST"])
+
     async def start() -> None:
         for session in kept.open_sessions(sessions.now()):
             sessions.take_back(session)
         await conductor.start()
 
     async def close() -> None:
+        await past.close()
         await conductor.close()
         kept.close()
 
