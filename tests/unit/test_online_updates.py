@@ -98,6 +98,14 @@ def test_a_step_of_one_unit_wraps_where_the_bits_do():
     assert same(dict(held.tensors), start)
 
 
+def test_16_bit_weights_that_all_change_have_two_planes():
+    start = {"a": random_bits(torch.bfloat16, (600,))}
+    held = Held.copy_of(0, start)
+    (piece,) = make(1, held, {"a": random_bits(torch.bfloat16, (600,))}, {}).pieces
+    assert piece.coded == "all"
+    assert {name.partition("/")[0] for name in piece.planes} == {"bits0", "bits1"}
+
+
 def lr_step(master: Tensors, lr: float) -> Callable[[Tensors, int], None]:
     def nudge(live: Tensors, version: int) -> None:
         torch.manual_seed(version)
