@@ -88,6 +88,12 @@ def trial(home: Path, kills: int, seed: int) -> dict[str, Any]:
             served = server.get("/versions/served")
             if row["state"] != "published" or served["digest"] != digests[number + 1]:
                 told["problems"].append(f"job {number} is {row['state']} {row['why']}, served {served}")
+            print(
+                f"\r{number + 1} of {kills} kills, {len(told['problems'])} problems",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
             if half == "trainer":
                 took_s = min(took_s, 1.2 * (time.monotonic() - started))
         made = [each["job"] for each in server.get("/versions")["versions"] if each["job"]]
