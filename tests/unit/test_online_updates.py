@@ -283,6 +283,23 @@ def test_steps_that_lead_elsewhere_are_taken_back():
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
 
 
+def test_steps_and_flipped_bits_are_taken_back_in_their_order():
+    """They do not commute."""
+    start = {"a": torch.randn(4000, generator=torch.Generator().manual_seed(0))}
+
+    def nudge(live: Tensors, version: int) -> None:
+        live["a"][:: 30 if version == 1 else 1] *= 1.7
+
+    states, updates = history(nudge, start, 3)
+    assert [update.pieces[0].coded for update in updates] == ["some", "all", "all"]
+    before, after = updates[2].touched["a"]
+    wrong = replace(updates[2], touched={"a": (before, after ^ 1)})
+    held = Held.copy_of(0, states[0])
+    with pytest.raises(CheckpointDamaged, match="stay at version 0"):
+        walk(held, there(updates[0], updates[1], wrong))
+    assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
+
+
 def test_other_models_are_refused():
     states, _ = two_updates()
     held = Held.copy_of(0, states[0])
