@@ -46,9 +46,6 @@ class Reservoir(Generic[T]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def sources(self) -> dict[str, int]:
-        return dict(self._by_source)
-
     def add(self, key: str, source: str, item: T) -> bool:
         """False: it is there already, or ranks too high to be kept."""
         if key in self._kept:
@@ -62,17 +59,13 @@ class Reservoir(Generic[T]):
         elif len(self._kept) > self._capacity:
             gone = self._ranks[-1][1]
         if gone:
-            self.remove(gone)
+            self._remove(gone)
         return gone != key
 
-    def remove(self, key: str) -> None:
-        """Its job was taken back, say. What it kept out before comes back when all is made anew."""
-        if (kept := self._kept.pop(key, None)) is None:
-            return
+    def _remove(self, key: str) -> None:
+        kept = self._kept.pop(key)
         self._ranks.pop(bisect.bisect_left(self._ranks, (self._rank(key), key)))
         self._by_source[kept.source] -= 1
-        if not self._by_source[kept.source]:
-            del self._by_source[kept.source]
 
     def draw(self, count: int, *, step: int, without: Collection[str] = ()) -> list[T]:
         """So many different ones, or all there are; the same for the same seed, step and content."""

@@ -83,14 +83,6 @@ class VersionStore:
         parents, anchors = self._names()
         return {version: Known(version, parents.get(version), version in anchors) for version in {*parents, *anchors}}
 
-    def size_bytes(self, version: int) -> int:
-        """Of its files."""
-        known = self.known()[version]
-        paths = [self._anchor(version)] if known.anchored else []
-        if known.parent is not None:
-            paths.append(self._update(version, known.parent))
-        return sum(file.stat().st_size for path in paths for file in path.iterdir())
-
     def anchor_due(self, version: int) -> bool:
         parents, anchors = self._names()
         way = _up(version, parents)

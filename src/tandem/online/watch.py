@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.spec.online_gates import WatchSpec
 
@@ -23,7 +22,7 @@ class Fall:
 
 class Watch:
     """Values count for the version that made the answer: late ones of an older version are of before. A version that
-    nobody has rated much does not wash out what is known of those before it."""
+    nobody has rated much does not wash out what is known of those before it. A server that is started again watches anew."""
 
     def __init__(self, spec: WatchSpec) -> None:
         self._spec = spec
@@ -64,14 +63,6 @@ class Watch:
             f"errors of {noise:.2g})"
         )
         return Fall(self._version, before, now, len(self._now), text)
-
-    def state(self) -> dict[str, Any]:
-        lists = {"before": list(self._before), "now": list(self._now)}
-        return {"version": self._version, "told": self._told, **lists}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._version, self._told = state["version"], state["told"]
-        self._before, self._now = (deque(state[key], maxlen=self._spec.window) for key in ("before", "now"))
 
 
 def _stderr(values: Sequence[float] | deque[float]) -> float:
