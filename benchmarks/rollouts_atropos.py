@@ -3,9 +3,9 @@
     python benchmarks/rollouts_atropos.py --atropos-python .venv-atropos/bin/python [--deep 10000] [--json out.json]
 
 Theirs keeps everything in memory; ours has every group on the disk (fsync) before it answers. Each group is 8 x 1024
-tokens with logprobs, about 230 KB of JSON, and its bytes are its own. Rows that are called native are such groups in the
-forms of our own protocol, against its posts of 8. `--deep`: so many groups queued, for ours alone; theirs needs about
-1 MB of memory for each.
+tokens with logprobs, about 230 KB of JSON, and its bytes are its own. Rows that are called native are such groups in
+the forms of our own protocol, against its posts of 8. `--deep`: so many groups queued, for ours alone; theirs needs
+about 1 MB of memory for each.
 """
 
 from __future__ import annotations
