@@ -16,6 +16,8 @@ from tandem.protocols import Optimizer, Policy
 from tandem.types import Metrics, MicroBatch
 
 _GIB = 2**30
+_WORTH_GIB = 0.125
+"""Weights and optimizer state that make it worth the time to give memory back."""
 
 
 class Memory:
@@ -31,13 +33,16 @@ class Memory:
         self._largest_micro = 0
         self._gib: Metrics = {}
         self._always = 0.0
+        held = [tensor for _, tensor in policy.weights(0, "live").tensors()]
+        self._held_gib = size_bytes([*held, *optimizer.state().values()]) / _GIB
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Around what may be the peak of a step: a host's memory that is free is given back, so that it does not add
-        to what is held. On a GPU nothing, whose peak is of what is held."""
-        if self._on_gpu:
+        to what is held. Where little is held it would cost time and save nothing; on a GPU the peak is of what is held.
+        """
+        if self._on_gpu or self._held_gib < _WORTH_GIB:
             yield
             return
         with host_memory.exact():
