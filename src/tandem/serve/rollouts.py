@@ -37,8 +37,8 @@ from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
 from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
 from tandem.serve.app import HotRoute, Refused, Service, body_at_hand, let_go, unless_gone
+from tandem.serve.page import page
 from tandem.serve.rollouts_metrics import registry
-from tandem.serve.rollouts_page import page
 
 BODY_BYTES = 64 * 2**20
 
@@ -139,7 +139,7 @@ def rollouts_service(queue: RolloutQueue) -> Service:
         router.add_api_route(f"/v2/{path}", answer, methods=["POST"])
     for path, answer in gets.items():
         router.add_api_route(f"/v2/{path}", answer, methods=["GET"])
-    router.add_api_route("/", page, methods=["GET"])
+    router.add_api_route("/", page("rollouts.html"), methods=["GET"])
     limits = queue.limits
     told = {
         "queued_groups": limits.max_queued, "groups_per_post": limits.max_groups_per_post,

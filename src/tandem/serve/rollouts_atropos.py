@@ -34,7 +34,7 @@ from tandem.errors import GroupRefused, QueueFull, StoreError
 from tandem.rollout.atropos import Atropos, Batch, NotRegistered, Registration
 from tandem.rollout.atropos_wire import KEYS, why_refused
 from tandem.serve.app import HotRoute, Refused, body_at_hand
-from tandem.serve.rollouts_page import page
+from tandem.serve.page import page
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class _Api:
 
     async def root(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
-            return await page()
+            return await page("rollouts.html")()
         return JSONResponse({"message": "Tandem rollouts, as AtroposLib API"}, headers={"Vary": "Accept"})
 
     async def register(self, request: Request) -> Response:

@@ -1,9 +1,9 @@
-"""The rollout service's page for people, at GET /: one file without a number in it.
+"""Pages for people at GET /: of each service one file, without a number in it.
 
 A browser sends no token when it loads a page, so the page is open to all, and empty. It asks for the token, keeps it
-for as long as its tab is open, and fetches /v2/status and the like with it, as any client does. What it shows was
-written by environments and models: its policy lets no script run but its own, no request leave for elsewhere, and no
-text become markup.
+for as long as its tab is open, and fetches what it shows with it, as any client does. What it shows was written by
+environments, users and models: its policy lets no script run but its own, no request leave for elsewhere, and no text
+become markup.
 """
 
 from __future__ import annotations
@@ -11,20 +11,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 
 from fastapi.responses import Response
 
 
-async def page() -> Response:
-    body, headers = _page()
-    return Response(body, media_type="text/html", headers=headers)
+def page(file: str) -> Callable[[], Awaitable[Response]]:
+    """A route that answers with one of the .html files beside this one."""
+
+    async def answer() -> Response:
+        body, headers = _page(file)
+        return Response(body, media_type="text/html", headers=headers)
+
+    return answer
 
 
 @cache
-def _page() -> tuple[bytes, dict[str, str]]:
-    text = Path(__file__).with_name("rollouts.html").read_text(encoding="utf-8")
+def _page(file: str) -> tuple[bytes, dict[str, str]]:
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
     policy = {
         "default-src": "'none'",
         "script-src": _digests(text, "script"),
