@@ -12,9 +12,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +29,6 @@ from tandem.types import Group, Metrics
 
 _log = logging.getLogger(__name__)
 
-_WRITERS_NICENESS = 10
 _AGAIN_S = 1.0  # the last save of a stage has no step after it, at which it could be tried again
 
 
@@ -63,7 +59,7 @@ class Keeper:
         self._saved = found.version if found else -1
         self._failures = 0
         self._uncontained: list[Group] = []
-        self._writer = ThreadPoolExecutor(1, "checkpoint", initializer=_yield_to_training)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[float] | None = None
         self._under_way: tuple[int, list[Group], float] = (0, [], 0.0)
 
@@ -261,9 +257,3 @@ class Keeper:
         if self._best:
             kept.add(int(self._best[0]))
         return kept | (self._uploads.held() if self._uploads else set())
-
-
-def _yield_to_training() -> None:
-    """Of this thread alone, where threads have a priority of their own (Linux): digests can wait, steps cannot."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITERS_NICENESS)
