@@ -22,7 +22,8 @@ class Fall:
 
 class Watch:
     """Values count for the version that made the answer: late ones of an older version are of before. A version that
-    nobody has rated much does not wash out what is known of those before it. A server that is started again watches anew."""
+    nobody has rated much does not wash out what is known of those before it. A server that is started again watches
+    anew."""
 
     def __init__(self, spec: WatchSpec) -> None:
         self._spec = spec
