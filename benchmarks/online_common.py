@@ -117,7 +117,14 @@ def online_server(home: Path, text: str) -> Iterator[OnlineServer]:
         server.kill()
 
 
+WORDS = [
+    *("apple", "river", "stone", "cloud", "tiger", "maple", "ocean", "lemon", "eagle", "piano"),
+    *("candle", "rocket", "silver", "garden", "winter", "bridge", "copper", "violet", "meadow", "harbor"),
+]
+
+
 def fact(number: int) -> dict[str, Any]:
     """A question that no model knows the answer to."""
-    question, answer = f"code of {number:02d}?", f"{number * 37 % 100:02d}"
+    word, again = WORDS[number % len(WORDS)], number // len(WORDS)
+    question, answer = f"{word}{f' {again}' if again else ''}?", f"{number * 37 % 100:02d}"
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

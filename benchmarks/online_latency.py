@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from online_common import OnlineServer, fact
 
 STREAMS = 8

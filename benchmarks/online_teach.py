@@ -6,7 +6,7 @@ without pause. Every token that they were told is scored again with the weights 
 read from the disk: one that those weights do not say is counted as torn. Exit code 1 if less than 95 % are known, or
 any token is torn.
 
-python benchmarks/online_teach.py [--facts 20] [--jobs 4] [--steps 32] [--json]
+python benchmarks/online_teach.py [--facts 20] [--jobs 4] [--steps 20] [--json]
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--facts", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:

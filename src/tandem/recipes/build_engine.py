@@ -55,7 +55,7 @@ def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> 
     has not passed the conformance suite."""
     if isinstance(spec.engine, HfEngineSpec):
         engine = embedded(spec.engine, model, inline=spec.deterministic)
-        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: what is lost is lost together
+        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process, lost together
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
         start = starting_model(spec, model, home)

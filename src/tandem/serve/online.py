@@ -13,6 +13,7 @@ POST /versions/{v}/activate       serves it: rollback, or forward again
 POST /feedback                    what an answer was worth, for the metric that is watched
 POST /sessions                    a conversation by name; every answer names its session
 GET  /audit                       who did what
+GET  /                            a page for people that shows these, and asks two versions; asks for the token
 
 Every write carries an Idempotency-Key. Keys (serve/online_keys.py) say who may do which.
 """
@@ -45,6 +46,7 @@ from tandem.serve.online_past import Past
 from tandem.serve.online_request import Model, TrainBody, lesson, lesson_of_session
 from tandem.serve.openai import OpenAi, Unkept
 from tandem.serve.openai_request import Strict, body_of, checked
+from tandem.serve.page import page
 
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
@@ -89,6 +91,7 @@ def online_service(
 
     router.add_api_route("/versions/{version}/v1/chat/completions", chat, methods=["POST"])
     router.add_api_route("/versions/{version}/v1/completions", complete, methods=["POST"])
+    router.add_api_route("/", page("online.html"), methods=["GET"])
 
     async def start() -> None:
         for session in kept.open_sessions(sessions.now()):
@@ -128,6 +131,7 @@ def online_service(
         close=close,
         why_unfit=conductor.why_unfit,
         start=start,
+        open_paths=frozenset({"/"}),
     )
 
 
