@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from small_runs import resume, sft, torch_as_it_was, train
+from small_runs import resume, rows, sft, torch_as_it_was, train
 
 from tandem.errors import ArtifactError, CheckpointUnsaved
 from tandem.runs.artifacts import ArtifactStore
@@ -51,42 +49,57 @@ def free_bytes(disk: Path) -> int:
     return left.f_bavail * left.f_frsize
 
 
-def when(seen: Callable[[], bool], do: Callable[[], object]) -> threading.Thread:
-    def wait() -> None:
-        until = time.monotonic() + 60
-        while not seen() and time.monotonic() < until:
-            time.sleep(0.005)
-        do()
+class Filling:
+    """Checkpoints are written as ever; before the fourth the disk becomes full, after `freed_after` failures it has
+    room again."""
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    def __init__(self, disk: Path, monkeypatch: pytest.MonkeyPatch, *, freed_after: int) -> None:
+        self.disk, self.freed_after, self.writes, self.failures = disk, freed_after, 0, 0
+        self._write = Checkpoints.write
+        monkeypatch.setattr(Checkpoints, "write", lambda *of, **named: self.write(*of, **named))
+
+    def write(self, *of: Any, **named: Any) -> None:
+        self.writes += 1
+        if self.writes == 4:
+            fill(self.disk, leave_bytes=2**20)
+        try:
+            self._write(*of, **named)
+        except Exception:
+            self.failures += 1
+            if self.failures == self.freed_after:
+                self.free()
+            raise
+
+    def free(self) -> None:
+        (self.disk / "filler").unlink()
 
 
-def stages(run: Path, stage: str) -> int:
-    """Whole rows or not: the file is being written."""
-    return (run / "events.jsonl").read_text().count(f'"stage": "{stage}"') if (run / "events.jsonl").exists() else 0
-
-
-def test_on_a_full_disk_training_goes_on_and_saves_again_when_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+def test_on_a_full_disk_training_goes_on_and_saves_again_when_there_is_room(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = small_disk / "run"
-    train(sft(tmp_path, steps=20), tmp_path / "whole")
-    filled = when(lambda: stages(run, "checkpoint") >= 3, lambda: fill(small_disk, leave_bytes=2**20))
-    freed = when(lambda: stages(run, "checkpoint_failed") >= 2, lambda: (small_disk / "filler").unlink())
-    assert train(sft(tmp_path, steps=20, max_failures=1000), run)["state"] == "succeeded"
-    filled.join()
-    freed.join()
-    assert stages(run, "checkpoint_failed") >= 2
+    train(sft(tmp_path), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        Filling(small_disk, patch, freed_after=2)
+        assert train(sft(tmp_path, max_failures=3), run)["state"] == "succeeded"
+    stages = [row["stage"] for row in rows(run / "events.jsonl")]
+    assert stages.count("checkpoint_failed") == 2
+    assert "checkpoint" in stages[stages.index("checkpoint_failed") :]
     assert digest_run(run) == digest_run(tmp_path / "whole")
     assert all(Checkpoints(run).read(version) for version in Checkpoints(run).versions())
-    # For too long: the run ends, and goes on from what was saved before.
-    shutil.rmtree(run)
-    filled = when(lambda: stages(run, "checkpoint") >= 3, lambda: fill(small_disk, leave_bytes=2**20))
-    with pytest.raises(CheckpointUnsaved, match=r"3 saves in a row failed"):
-        train(sft(tmp_path, steps=20, max_failures=3), run)
-    filled.join()
+
+
+def test_on_a_disk_that_stays_full_the_run_ends_and_goes_on_from_what_was_saved_before(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_disk / "run"
+    train(sft(tmp_path), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        filling = Filling(small_disk, patch, freed_after=1000)
+        with pytest.raises(CheckpointUnsaved, match=r"3 saves in a row failed"):
+            train(sft(tmp_path, max_failures=3), run)
     assert json.loads((run / "status.json").read_text())["failure"]["rule"] == "disk-full"
-    (small_disk / "filler").unlink()
+    filling.free()
     assert resume(run)["state"] == "succeeded"
     assert digest_run(run) == digest_run(tmp_path / "whole")
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE, _LARGEST, _SLACK = 1_000_000, 2**25, 2**26
@@ -37,3 +39,14 @@ def exact() -> Iterator[None]:
         yield
     finally:
         libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
+
+
+def peak_bytes() -> int:
+    """The most that this process held. What the kernel tells its parent would not do: it counts the parent, too, as
+    large as that was when it started this process."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        unit = 1 if platform.system() == "Darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,7 +104,7 @@ class Memory:
         """On a GPU of what was allocated in this stage, else of the whole process."""
         if self._on_gpu:
             return {"memory/peak": torch.cuda.max_memory_allocated() / _GIB}
-        return {"memory/peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB}
+        return {"memory/peak": host_memory.peak_bytes() / _GIB}
 
 
 class _Saved:
