@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import EngineError, ProducerDied, SpecError, StoreTimeout
+from tandem.errors import CheckpointDamaged, CheckpointError, EngineError, ProducerDied, SpecError, StoreTimeout
 from tandem.runs.failures import Failure, classify_end, classify_error, kinds, rules
 
 DATA = Path(__file__).with_name("data")
@@ -112,6 +112,13 @@ def test_real_exceptions():
         (raises(Unheard("nobody knows")), "unknown"),
     ):  # fmt: skip
         assert failed(work).failure_class == expected
+
+
+def test_a_damaged_checkpoint_is_not_said_to_be_another_run_s():
+    damaged = classify_error(CheckpointDamaged("checkpoints/step-3/weights.safetensors: is missing"))
+    assert (damaged.failure_class, damaged.rule) == ("user", "checkpoint-damaged")
+    assert "put back" in damaged.next
+    assert classify_error(CheckpointError("another model")).rule == "checkpoint-of-another-run"
 
 
 def test_the_page_shows_the_rules_as_they_are():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.io import manifest
 from tandem.runs.checkpoints import Checkpoints
 
@@ -91,6 +93,27 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Pat
     for _ in range(2):  # nor when it is asked again
         with pytest.raises(CheckpointDamaged, match="no whole checkpoint is left"):
             Checkpoints(tmp_path).newest()
+
+
+@pytest.mark.parametrize("state", [{"format": 7}, {"format": None}], ids=["unknown", "none"])
+def test_a_state_of_another_format_is_refused_and_stays_where_it_is(tmp_path: Path, state: dict[str, object]) -> None:
+    shelf(tmp_path, 1).write(2, fill(2), {"stage": "sft", **state})
+    with pytest.raises(CheckpointError, match=r"format (7|none), and this Tandem reads format 1") as refused:
+        Checkpoints(tmp_path).newest()
+    assert type(refused.value) is CheckpointError
+    assert Checkpoints(tmp_path).versions() == [1, 2]
+
+
+def test_a_manifest_of_another_format_is_refused_and_stays_where_it_is(tmp_path: Path) -> None:
+    path = shelf(tmp_path, 1, 2).path(2) / manifest.NAME
+    body = json.loads(path.read_text()) | {"format": 2}
+    del body["seal"]
+    seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**body, "seal": seal}, indent=1, sort_keys=True) + "\n")
+    with pytest.raises(CheckpointError, match="format 2, and this Tandem reads format 1") as refused:
+        Checkpoints(tmp_path).newest()
+    assert type(refused.value) is CheckpointError
+    assert Checkpoints(tmp_path).versions() == [1, 2]
 
 
 def test_checkpoints_that_were_removed_are_missed(tmp_path: Path) -> None:

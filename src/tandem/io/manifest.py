@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, CheckpointError
 
 NAME = "MANIFEST.json"
 _AT_ONCE_BYTES = 1 << 22
+_FORMAT = 1
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generato
         yield temporary
         files = {name: {"size": size, "sha256": digest} for name, size, digest in _settled(temporary)}
         manifest = temporary / NAME
-        manifest.write_bytes(_render(path.name, files))
+        manifest.write_bytes(_render({"format": _FORMAT, "name": path.name, "files": files}))
         _fsync(manifest)
         _fsync(temporary)
         permit()
@@ -45,7 +46,8 @@ def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generato
 
 
 def verify(path: Path) -> Mapping[str, int]:
-    """The files of a sealed directory, with their sizes; CheckpointDamaged names the first that is not as it was."""
+    """The files of a sealed directory, with their sizes; CheckpointDamaged names the first that is not as it was.
+    CheckpointError: a whole one, of another format."""
     files = _read(path)
     for name, said in files.items():
         file = path / name
@@ -108,19 +110,25 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         content = manifest.read_bytes()
     except OSError as error:
         raise CheckpointDamaged(f"{manifest}: cannot be read ({error.strerror})") from error
-    files: dict[str, dict[str, Any]] = {}
+    body: dict[str, Any] = {}
     try:
-        files = cast("dict[str, dict[str, Any]]", json.loads(content)["files"])
-        whole = _render(path.name, files) == content  # every byte of it: of a changed manifest nothing is believed
+        body = cast("dict[str, Any]", json.loads(content))
+        del body["seal"]
+        whole = _render(body) == content and body["name"] == path.name  # of a changed manifest nothing is believed
     except (ValueError, LookupError, TypeError):
         whole = False
     if not whole:
         raise CheckpointDamaged(f"{manifest}: is not the manifest that was written for {path.name}")
-    return files
+    if (found := body.get("format")) != _FORMAT:
+        raise CheckpointError(
+            f"{manifest}: has format {'none' if found is None else found}, and this Tandem reads format {_FORMAT}; go "
+            "on with the Tandem that wrote it"
+        )
+    return body["files"]
 
 
-def _render(name: str, files: Mapping[str, Any]) -> bytes:
-    body = {"format": 1, "name": name, "files": files}
+def _render(body: Mapping[str, Any]) -> bytes:
+    """`seal`: of all the rest."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=1, sort_keys=True) + "\n").encode()
 

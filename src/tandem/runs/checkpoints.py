@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import CheckpointDamaged
+from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.io import manifest
 from tandem.io.jsonl import salvage_jsonl
 
 _STATE = "state.json"
+_FORMAT = 1  # of state.json
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -65,10 +66,15 @@ class Checkpoints:
         return None
 
     def read(self, version: int) -> Found:
-        """CheckpointDamaged names the file."""
+        """CheckpointDamaged names the file; CheckpointError: it is whole, and of a format that is not read here."""
         path = self.path(version)
         manifest.verify(path)
         state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        if (found := state.get("format")) != _FORMAT:
+            raise CheckpointError(
+                f"{path / _STATE}: has format {'none' if found is None else found}, and this Tandem reads format "
+                f"{_FORMAT}; go on with the Tandem that wrote it"
+            )
         if kept := state.get("reference"):
             manifest.verify(self.directory / kept)  # what it cannot go on without
         return Found(path, version, state)
@@ -77,7 +83,7 @@ class Checkpoints:
         """Blocks until it is on the disk."""
         with manifest.sealed(self.path(version), permit=self._permit) as directory:
             fill(directory)
-            text = json.dumps(state, default=_plain)
+            text = json.dumps({"format": _FORMAT, **state}, default=_plain)
             (directory / _STATE).write_text(text, encoding="utf-8")
 
     def keep_aside(self, name: str, fill: Callable[[Path], None]) -> str:

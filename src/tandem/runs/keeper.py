@@ -229,7 +229,6 @@ class Keeper:
 
     def _whole_state(self) -> dict[str, Any]:
         return {
-            "format": 1,
             "stage": self._run.current_stage,
             "evaluations": dict(self._evaluations),
             "best": list(self._best),
