@@ -16,7 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+browser_only = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 
 # Chromium reads commands at 3 and writes answers at 4. Our ends may lie there, so they move up first.
 _EXEC = """

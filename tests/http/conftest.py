@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from browser import Browser, browsing
 from served import ScriptedEngine, Served, serving, wait_until
 
 from tandem.engine.hf import EmbeddedEngine
@@ -50,3 +51,9 @@ def scripted(_scripted: Served) -> Iterator[Served]:
     yield _scripted
     wait_until(lambda: _scripted.engine.running == 0)
     vars(_scripted.engine).update(vars(fresh))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pages
 import pytest
-from browser import CHROMIUM, Browser, Page, browsing
+from browser import Browser, Page, browser_only
 from malformed_groups import good
+from pages import HOSTILE
 from rollouts_process import rollouts_process
 from rollouts_served import RolloutClient, serving_rollouts
-
-browser_only = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 
 
 @pytest.fixture
@@ -26,70 +23,27 @@ def client(tmp_path: Path) -> Iterator[RolloutClient]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browsing(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
 def entered(browser: Browser, client: RolloutClient) -> Page:
-    page = Page(browser, f"{client.url}/")
-    page.wait_for("document.getElementById('token')")
-    page.run("document.getElementById('token').focus()")
-    page.type(client.http.headers["authorization"].removeprefix("Bearer "))
-    page.wait_for("document.getElementById('all') && !document.getElementById('all').hidden")
-    return page
+    return pages.entered(browser, client.url, client.http.headers["authorization"].removeprefix("Bearer "))
 
 
 # --- as it is sent
 
 
 def test_the_page_is_open_and_holds_nothing(client: RolloutClient):
-    with httpx.Client(base_url=client.url) as stranger:
-        before = stranger.get("/")
-        client.post("/v2/groups", {"groups": [good()]})
-        after = stranger.get("/")
-        assert (after.status_code, after.content) == (200, before.content)
-        assert after.headers["content-type"] == "text/html; charset=utf-8"
-        assert stranger.get("/v2/status").status_code == 401
-        assert stranger.get("/", headers={"Host": "evil.example"}).status_code == 421
-        assert stranger.get("/", headers={"Origin": "https://evil.example"}).status_code == 403
-        assert stranger.get("/", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
-        assert stranger.post("/").status_code == 405
-    assert "access-control-allow-origin" not in after.headers
+    before = pages.check_door(client.url)
+    client.post("/v2/groups", {"groups": [good()]})
+    assert pages.check_door(client.url) == before
+    assert httpx.get(f"{client.url}/v2/status").status_code == 401
 
 
 def test_its_policy_lets_its_own_script_run_and_nothing_else(client: RolloutClient):
-    answer = client.http.get("/")
-    rules = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
-    for tag in ("script", "style"):
-        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-        assert rules.pop(f"{tag}-src") == f"'sha256-{digest}'"
-    assert rules.pop("connect-src") == "'self'"
-    assert rules.pop("require-trusted-types-for") == "'script'"
-    none = {"default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"}
-    assert rules == dict.fromkeys(none, "'none'")
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["referrer-policy"] == "no-referrer"
-    assert answer.headers["cache-control"] == "no-store"
+    pages.check_policy(client.url)
 
 
 def test_it_fetches_nothing_from_elsewhere_and_makes_no_markup_of_text(client: RolloutClient):
     text = client.http.get("/").text
-    for outside in ("://", "src=", "href=", "@import", "url("):
-        assert outside not in text
-    for sink in (
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacentHTML",
-        "document.write",
-        "eval(",
-        "Function(",
-        "localStorage",
-    ):
-        assert sink not in text
-    assert "\n".join(re.findall(r"fetch\(.*", text)) == "fetch(path, {"
+    pages.check_source(text)
     assert "method:" not in text, "it only reads"
 
 
@@ -118,20 +72,7 @@ def test_it_asks_for_the_token_once_and_shows_the_numbers(browser: Browser, clie
 
 @browser_only
 def test_a_wrong_token_is_said_and_forgotten(browser: Browser, client: RolloutClient):
-    page = Page(browser, f"{client.url}/")
-    page.wait_for("document.getElementById('token')")
-    for wrong, said in (("wrong", "not this service's token"), ("no tokén", "That is no token")):
-        page.run("document.getElementById('token').focus()")
-        page.type(wrong)
-        page.wait_for(f'document.getElementById("trouble").textContent.includes("{said}")')
-        assert page.run("sessionStorage.length") == 0
-        assert not page.run("document.getElementById('door').hidden")
-        assert page.run("document.getElementById('all').hidden")
-    page.run("sessionStorage.setItem('tandem-rollouts-token', 'of another day')")
-    page.call("Page.reload")
-    page.wait_for("document.getElementById('trouble') && document.getElementById('trouble').textContent")
-    assert not page.run("document.getElementById('door').hidden")
-    assert page.run("sessionStorage.length") == 0
+    pages.check_wrong_tokens(browser, client.url, "not this service's token", "tandem-rollouts-token")
 
 
 @browser_only
@@ -162,15 +103,6 @@ def test_it_shows_what_was_said_or_its_ids_with_reward_versions_and_lag(browser:
     assert page.said == []
 
 
-HOSTILE = (
-    "<script>window.owned=1;document.title='owned'</script>",
-    "<img src=x onerror='window.owned=1;alert(1)'>",
-    "</pre></div><svg onload=alert(1)><iframe srcdoc='<script>parent.owned=1</script>'></iframe>",
-    "<form action='https://evil.example'><input autofocus onfocus=alert(1)></form><base href='https://evil.example/'>",
-    "{{7*7}} ${alert(1)} javascript:alert(1) \u202eevil",
-)
-
-
 @browser_only
 def test_a_hostile_trajectory_is_text_and_runs_nothing(browser: Browser, client: RolloutClient):
     messages: list[dict[str, Any]] = [{"role": text, "content": text} for text in HOSTILE]
@@ -184,10 +116,7 @@ def test_a_hostile_trajectory_is_text_and_runs_nothing(browser: Browser, client:
     shown = page.run("[...document.querySelectorAll('.play pre')].slice(0, 5).map((each) => each.textContent)")
     assert shown == list(HOSTILE)
     assert HOSTILE[1][:60] in page.run("document.getElementById('quarantine').textContent")
-    made = "document.querySelectorAll('#all :is(script, img, svg, iframe, form, input, base, style, a)').length"
-    assert page.run(made) == 0
-    assert page.run("window.owned === undefined && document.title") == "rollouts · tandem"
-    assert page.said == []
+    pages.check_unharmed(page, "rollouts · tandem")
 
 
 @browser_only
