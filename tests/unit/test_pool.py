@@ -400,6 +400,34 @@ def test_an_engine_that_was_started_anew_unnoticed_is_asked_nothing_before_it_ha
     play(scenario)
 
 
+def test_nor_while_another_engine_is_still_being_attached() -> None:
+    class Slow(Script):
+        async def attach(self, source: Any) -> None:
+            await may_go_on.wait()
+            await super().attach(source)
+
+    async def scenario() -> None:
+        one, other = Script("one"), Slow("other")
+        pool = EnginePool([one, other])
+        may_go_on.set()
+        await bring_up(pool, 1)
+        may_go_on.clear()
+        one.die()
+        one.come_back()
+        attaching = asyncio.create_task(pool.attach(Source()))  # pyright: ignore
+        await settle()
+        assert one.attaches == 2
+        for _ in range(4):
+            assert (await pool.generate([1], Sampling())).versions == [1]
+        assert (one.asked, other.asked) == (0, 4)
+        may_go_on.set()
+        await attaching
+        await pool.close()
+
+    may_go_on = asyncio.Event()
+    play(scenario)
+
+
 # --- one version, or none
 
 

@@ -112,20 +112,25 @@ class EnginePool:
         expected = self._expected()
         lives = [member.life for member in expected]
         ranks = [_Rank(source, sum(each.engine.receivers for each in expected[:n])) for n in range(len(expected))]
-        attaching = (member.engine.attach(rank) for member, rank in zip(expected, ranks, strict=True))
+        attaching = (self._attach(member, rank) for member, rank in zip(expected, ranks, strict=True))
         with self._unsought(expected):
             errors = await asyncio.gather(*attaching, return_exceptions=True)
             for member, life, error in zip(expected, lives, errors, strict=True):
                 if isinstance(error, _CURABLE):
                     self._leave_out(member, life, error)
-                elif error is None and member.life == life and (member.state != "in" or member.is_new):
-                    self._move(member, "joined")
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _CURABLE)):
             raise error
         if odd := [member for member, life in zip(expected, lives, strict=True) if member.life != life]:
             raise EngineLost(f"pool: engine {odd[0].name} was lost while others were attached")
         for reply in (reply for rank in ranks for reply in rank.replies):
             source.attached(reply)
+
+    async def _attach(self, member: _Member, source: WeightSource) -> None:
+        """One that turns out to be new is asked nothing until it has a version, however long the others take."""
+        life = member.life
+        await member.engine.attach(source)
+        if member.life == life and (member.state != "in" or member.is_new):
+            self._move(member, "joined")
 
     async def load(self, version: int) -> Served:
         """What those say that took it. Who did not, though others did, is left out: no two versions serve as one."""
