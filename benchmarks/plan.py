@@ -22,11 +22,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import note, table
 
 CASES = [
-    {"preset": preset, "lora": lora, "recipe": recipe, "sequences": sequences, "length": length, "activations": kept}
+    {
+        "preset": preset,
+        "lora": lora,
+        "recipe": recipe,
+        "sequences": sequences,
+        "length": length,
+        "activations": kept,
+        "saves": saves,
+    }
     for preset, sequences, length in (("tiny", 16, 256), ("medium", 4, 256))
     for recipe in ("sft", "rl")
     for lora in (False, True)
     for kept in (("keep", "recompute") if (recipe, lora) == ("sft", False) else ("keep",))
+    for saves in ((False, True) if (preset, recipe, kept) == ("medium", "sft", "keep") else (False,))
 ]
 PROMPT = 64
 
@@ -44,6 +53,7 @@ def spec_of(case: dict[str, Any]) -> Any:
     else:
         train |= {"groups_per_step": case["sequences"] // 4, "group_size": 4, "max_tokens": case["length"] - PROMPT}
         whole = {"recipe": "rl", "environment": {"name": "sort"}, "train": train, "eval": {"tasks": 2}}
+    whole["checkpoint"] = {"every": 1 if case["saves"] else 0}
     return parse_spec({**whole, "device": "cpu", "model": model})
 
 
@@ -106,6 +116,8 @@ async def steps(spec: Any, model: Any, sequences: int, length: int, count: int) 
         started = time.process_time()
         trainer.step(build.batches(spec.train, model, algorithm)(groups, version))
         took.append(time.process_time() - started)
+        if spec.checkpoint.every:
+            trainer.snapshot()
         if engine is not None:
             await engine.wake()
     if engine is not None:
@@ -135,7 +147,7 @@ def main() -> None:
     note("one thread; MiB above the imports, processor seconds of a step's training")
     rows, worst = [], 0.0
     for case in CASES:
-        name = f"{case['preset']} {case['recipe']} {'LoRA' if case['lora'] else 'full'}, {case['activations']}"
+        name = f"{case['preset']} {case['recipe']} {'LoRA' if case['lora'] else 'full'}, {case['activations']}{', saved' * case['saves']}"
         if not all(word in name for word in arguments.only.split(",")):
             continue
         (mib, seconds), (mib_m, seconds_m) = planned(case), measured(case)

@@ -30,6 +30,7 @@ TandemError
 ├── CheckpointError        what was saved does not belong to what it is loaded into
 │   └── CheckpointDamaged  a file is not what was written; or no whole checkpoint is left
 ├── CheckpointUnsaved      saving failed too often in a row (a full disk, for one)
+├── NoRoom                 the disk is too full for a run to begin, or to go on
 ├── ArtifactError          an artifact could not be stored, or is not there
 ├── TemplateError          a chat template cannot be used token by token
 └── RunError               a run directory is not what it should be
@@ -176,6 +177,10 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointUnsaved(TandemError):
     pass
+
+
+class NoRoom(TandemError):
+    exit_code = 2
 
 
 class TemplateError(TandemError, ValueError):

@@ -1,11 +1,18 @@
-"""What a process held at most: its own, whoever started it."""
+"""What a process held at most: its own, whoever started it; and whether a run says that what is free is given back."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
+
+import pytest
+import torch
 
 from tandem.ops import host_memory
+from tandem.recipes import build
+from tandem.spec.load import parse_spec
+from tandem.train import memory
 
 _CHILD = "from tandem.ops import host_memory; print(host_memory.peak_bytes())"
 
@@ -24,3 +31,24 @@ def test_what_is_given_back_still_counts():
     large[::4096] = b"1" * len(range(0, len(large), 4096))
     del large
     assert host_memory.peak_bytes() > before
+
+
+@pytest.mark.parametrize(
+    ("libc", "worth_gib", "told"),
+    [("glibc", 0.0, [(True, "")]), ("", 0.0, [(False, "only glibc can be told to")]), ("", 1.0, [])],
+    ids=["had", "not had", "not asked for"],
+)
+def test_a_run_says_whether_free_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, libc: str, worth_gib: float, told: list[tuple[bool, str]]
+):
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: (libc, ""))
+    monkeypatch.setattr(memory, "_WORTH_GIB", worth_gib)
+    data = {"kind": "file", "path": "a.jsonl"}
+    spec: Any = parse_spec(
+        {"recipe": "sft", "model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "lr": 1e-3}}
+    )
+    model = build.model(spec.model, spec.precision, 0, torch.device("cpu"))
+    trainer = build.trainer(spec.train, model, build.sft_algorithm(), 0, 0)
+    options: list[tuple[str, Any, bool, str]] = []
+    build.show_life(trainer, lambda: None, lambda *option: options.append(option))
+    assert options == [("free memory given back", True, *each) for each in told]

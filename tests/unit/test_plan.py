@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tandem.cli import app
@@ -26,6 +27,7 @@ from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.text.tokenizer import byte_tokenizer
+from tandem.train.memory import size_bytes
 from tandem.types import Trajectory
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -182,7 +184,7 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_offload", "adafactor", "muon", "apol
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", [Float32Precision(), Bfloat16Precision()], ids=["fp32", "bf16"])
-def test_what_a_step_accounts_for_is_planned(precision, optimizer, lora):
+def test_what_a_step_accounts_for_and_what_is_saved_are_planned(tmp_path, precision, optimizer, lora):
     rows, length = 4, 64
     spec = sft(
         {"preset": "tiny", **({"lora": lora.model_dump()} if lora else {})},
@@ -192,10 +194,33 @@ def test_what_a_step_accounts_for_is_planned(precision, optimizer, lora):
     model = build.model(spec.model, precision, 0, torch.device("cpu"))
     trainer = build.trainer(spec.train, model, build.sft_algorithm(), 0, 0)
     found = trainer.step(batch(spec, model, rows, length))
-    train = plan_run(spec, gpu="cpu", row_tokens=length).phases[-1]
+    plan = plan_run(spec, gpu="cpu", row_tokens=length)
+    train = next(each for each in plan.phases if each.name == "train")
     for part in ("weights", "master", "optimizer", "activations", "gradients", "logits"):
         assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.01, abs=5e-5), part
     assert train.peak_gib - machine("cpu").context_gib == pytest.approx(found["memory/accounted"], rel=0.1)
+    trainer.snapshot()(tmp_path)
+    sizes = {path.name: size_bytes(load_file(path).values()) for path in tmp_path.rglob("*.safetensors")}
+    assert plan.checkpoint_gib * 2**30 == pytest.approx(sum(sizes.values()), rel=0.01)
+    copied = sizes["weights.safetensors"] + sizes["optimizer.safetensors"]
+    assert plan.copied_gib * 2**30 == pytest.approx(copied, rel=0.01)
+
+
+def test_room_for_checkpoints_is_planned_where_they_are_saved_beside_training():
+    """12 bytes a weight in fp32 with AdamW."""
+
+    def planned(**checkpoint: int) -> Plan:
+        return plan_run(sft({"preset": "medium"}, {"steps": 20}, checkpoint=checkpoint), gpu="cpu")
+
+    never, often, once = planned(every=0), planned(every=10), planned(every=20)
+    copies = 12 * never.parameters["total"] / 2**30
+    assert never.copied_gib == never.checkpoint_gib == 0
+    assert gib(often, "train") - gib(never, "train") == pytest.approx(copies, rel=0.001)
+    assert often.least_gib - never.least_gib == pytest.approx(copies, rel=0.001)
+    assert gib(once, "train") == gib(never, "train")  # when it is saved nobody trains any more
+    save = next(each for each in once.phases if each.name == "save")
+    always = save.parts["weights"] + save.parts["optimizer"]
+    assert save.peak_gib == pytest.approx(always + copies + machine("cpu").context_gib, rel=0.001)
 
 
 def batch(spec: Any, model: build.Model, rows: int, length: int) -> Any:

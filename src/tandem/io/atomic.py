@@ -15,11 +15,15 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Write beside, fsync, rename, fsync the directory: after a power cut the name holds all of it or the old file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a full disk it would take what little is left
+        raise
     _fsync_directory(path.parent)
 
 

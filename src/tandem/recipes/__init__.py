@@ -20,7 +20,7 @@ from tandem.obs.summary import closing_text
 from tandem.obs.trackers.feed import Feed, openers
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.keeper import Keeper
-from tandem.runs.lease import Lease, begin
+from tandem.runs.lease import Lease, begin, need_room
 from tandem.runs.resume import finished, spec_of
 from tandem.runs.run import Run
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
@@ -104,7 +104,7 @@ def _go(
                     made.event("resume", step=found.version, epoch=lease.epoch)
                     view.say(f"   goes on from the checkpoint of step {found.version}")
                 try:
-                    asyncio.run(_train(spec, made, environment, keeper, rehearse=rehearse))
+                    asyncio.run(_train(spec, made, environment, keeper, rehearse=rehearse, fresh=lease.epoch == 1))
                 finally:
                     keeper.close()
         finally:
@@ -154,7 +154,7 @@ def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float
         view.say(f"   `tandem artifacts push {directory}` tries again; the run itself is not affected")
 
 
-async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, rehearse: bool) -> None:
+async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, rehearse: bool, fresh: bool) -> None:
     from tandem.recipes import build, rehearsal
     from tandem.recipes.planning import keep_plan
     from tandem.recipes.preference import train_preference
@@ -166,6 +166,8 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
         run.tracking = Feed(openers(track.to, **names, project=track.project, url=track.url))
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     plan = keep_plan(spec, run)
+    if plan is not None and fresh:
+        need_room(run.directory, "begin", int(plan.checkpoint_gib * 2**30), ", one checkpoint included")
     if rehearse:
         if plan is None:
             raise SpecError("--rehearse: the planner does not know this model, so there is nothing to compare with")

@@ -289,12 +289,16 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
     model.policy.follow(teacher.to(model.device))
 
 
-def show_life(trainer: Trainer, tick: Callable[[], None]) -> None:
+def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[[str, Any, bool, str], None]) -> None:
     """`tick` at every micro-batch, where the trainer has them."""
+    from tandem.ops import host_memory
     from tandem.train.trainer import PolicyTrainer
 
     if isinstance(trainer, PolicyTrainer):
         trainer.on_micro_batch = tick
+        if trainer.gives_memory_back:
+            why_not = host_memory.why_not()
+            note_option("free memory given back", True, not why_not, why_not)
 
 
 def trainer(stage: Stage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:

@@ -19,6 +19,7 @@ from tandem.errors import SpecError
 from tandem.io import atomic
 from tandem.recipes import build, build_engine
 from tandem.runs.plan import Plan, plan_run
+from tandem.runs.plan_memory import saves_between_steps
 from tandem.runs.plan_work import Work
 from tandem.runs.resume import spec_of
 from tandem.runs.run import Run
@@ -99,6 +100,8 @@ async def play(spec: RunSpec, home: Path) -> dict[str, Any]:
             started = time.perf_counter()
             metrics = trainer.step(build.batches(spec.train, model, algorithm)(groups, trainer.version))
             train_s = time.perf_counter() - started
+            if saves_between_steps(spec):
+                trainer.snapshot()  # whose room stays
             if publisher is not None:
                 started = time.perf_counter()
                 await publisher.publish(trainer)

@@ -130,7 +130,7 @@ class RlRun:
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         spec, stage = self.spec, self.spec.train
-        build.show_life(trainer, self.run.progress.tick)
+        build.show_life(trainer, self.run.progress.tick, self.run.note_option)
         store, producer = build.rollouts(spec, self.setting, algorithm, self.model, trainer)
 
         async def after_step(metrics: Metrics) -> None:

@@ -69,7 +69,7 @@ async def recorded_stage(
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
-    build.show_life(trainer, run.progress.tick)
+    build.show_life(trainer, run.progress.tick, run.note_option)
     call = build.caller(deterministic)
     store = build.store(stage)
 

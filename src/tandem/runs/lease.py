@@ -10,15 +10,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from tandem.errors import RunError, RunFenced, RunOwned
+from tandem.errors import NoRoom, RunError, RunFenced, RunOwned
 from tandem.io import atomic
 from tandem.io.process import identity
 
 _LOCK, _EPOCH = "lease", "epoch.json"
+_LEAST_BYTES = 2**20  # for logs and rows, till the first checkpoint
 _DYING_S = 1.0  # a process that was killed a moment ago may still be about to let go
 
 
@@ -26,6 +28,7 @@ class Lease:
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
         """`take_over`: from a holder that is there and cannot be ended. RunOwned if somebody holds it."""
         self._directory = directory
+        need_room(directory, "go on with")
         if take_over:
             (directory / _LOCK).unlink(missing_ok=True)
         self._lock = _locked(directory)
@@ -52,6 +55,7 @@ class Lease:
 def begin(directory: Path, spec_toml: str) -> None:
     """A run's directory appears with its spec in it: from its first instant it can be resumed."""
     refuse_used(directory)
+    need_room(directory, "begin")
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     fresh.mkdir()
@@ -59,9 +63,21 @@ def begin(directory: Path, spec_toml: str) -> None:
         atomic.write_text(fresh / "spec.toml", spec_toml)
         os.rename(fresh, directory)
     except OSError as error:
-        (fresh / "spec.toml").unlink(missing_ok=True)
-        fresh.rmdir()
+        shutil.rmtree(fresh, ignore_errors=True)
         raise RunError(f"{directory}: cannot be begun ({error.strerror}); another process was there first") from error
+
+
+def need_room(
+    directory: Path, to: Literal["begin", "go on with"], size_bytes: int = _LEAST_BYTES, what: str = ""
+) -> None:
+    """NoRoom if its disk has less than that free: before anything is written, or trained in vain."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < size_bytes:
+        raise NoRoom(
+            f"{directory}: its disk has {free / 2**20:.1f} MiB free, and it takes {size_bytes / 2**20:.1f} MiB to {to} "
+            f"a run{what}; free some space, or use another disk"
+        )
 
 
 def refuse_used(directory: Path) -> None:

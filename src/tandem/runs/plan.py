@@ -9,7 +9,14 @@ from typing import Any
 
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine, machine, usd_per_hour
-from tandem.runs.plan_memory import Phase, largest_cache_gib, largest_micro_tokens, phases
+from tandem.runs.plan_memory import (
+    Phase,
+    checkpoint_bytes,
+    copied_bytes,
+    largest_cache_gib,
+    largest_micro_tokens,
+    phases,
+)
 from tandem.runs.plan_model import adapter_numbers, read_shape
 from tandem.runs.plan_time import Times, times
 from tandem.runs.plan_work import Work, work_of
@@ -47,6 +54,10 @@ class Plan:
     work: Work
     largest_micro_tokens: int
     largest_cache_gib: float
+    checkpoint_gib: float
+    """Of the disk, for each; 0 if none is saved."""
+    copied_gib: float
+    """Of the host's memory, kept for checkpoints: on a CPU a part of the phases."""
     bridge: str
     why_bridge: str
     times: Times
@@ -96,6 +107,8 @@ def plan_run(
         work=work,
         largest_micro_tokens=largest_micro_tokens(spec, shape, work, target),
         largest_cache_gib=largest_cache_gib(spec, shape, target),
+        checkpoint_gib=checkpoint_bytes(spec, shape) / 2**30 if spec.checkpoint.every else 0.0,
+        copied_gib=copied_bytes(spec, shape) / 2**30 if spec.checkpoint.every else 0.0,
         bridge=bridge,
         why_bridge=why,
         times=took,
@@ -107,7 +120,7 @@ def plan_run(
 
 def _least(found: Sequence[Phase]) -> float:
     train = next(phase for phase in found if phase.name == "train")
-    sure = ("weights", "master", "optimizer", "reference", "teacher", "gradients", "process")
+    sure = ("weights", "master", "optimizer", "reference", "teacher", "checkpoint", "gradients", "process")
     return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
 
 

@@ -58,7 +58,34 @@ def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> list[Ph
         staged = _staged(spec, moved) / _GIB
         peak = static + engine["awake"] + staged + machine.context_gib
         found.append(Phase("sync", peak, {**always, "engine": engine["awake"], "in flight": staged, **context}))
+    if not machine.on_gpu and spec.checkpoint.every and not saves_between_steps(spec):
+        copy = copied_bytes(spec, shape) / _GIB  # made when nobody trains any more
+        peak = static + engine["awake"] + copy + machine.context_gib
+        found.append(Phase("save", peak, {**always, "engine": engine["awake"], "checkpoint": copy, **context}))
     return found
+
+
+def saves_between_steps(spec: RunSpec) -> bool:
+    """Or at the end of a stage alone."""
+    every, best = spec.checkpoint.every, spec.eval.every if spec.checkpoint.keep_best else 0
+    return every > 0 and (every < spec.train.steps or 0 < best < spec.train.steps)
+
+
+def copied_bytes(spec: RunSpec, shape: Shape) -> int:
+    """What a checkpoint copies to the host and keeps room for there (train/trainer.py)."""
+    state, _ = _state(spec.train.optimizer, shape, spec.model.lora)
+    master = _master(spec.precision, shape.total) if spec.model.lora is None else 0
+    return _trained_bytes(spec, shape) + state + master
+
+
+def checkpoint_bytes(spec: RunSpec, shape: Shape) -> int:
+    """On the disk: that, and a deployable copy of what is trained."""
+    return copied_bytes(spec, shape) + _trained_bytes(spec, shape)
+
+
+def _trained_bytes(spec: RunSpec, shape: Shape) -> int:
+    lora = spec.model.lora
+    return adapter_numbers(shape, lora) * 4 if lora else shape.total * width_of(spec.precision)
 
 
 def sync_bytes(spec: RlSpec, shape: Shape) -> int:
@@ -124,6 +151,8 @@ def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict
         "master": (_master(spec.precision, shape.total) if lora is None else 0) / _GIB,
         "optimizer": state / _GIB,
     }
+    if not machine.on_gpu and saves_between_steps(spec):
+        found["checkpoint"] = copied_bytes(spec, shape) / _GIB
     teacher = read_teacher(spec)
     compares = not isinstance(spec, RlSpec) or getattr(spec.algorithm, "kl_coef", 0) > 0
     if teacher is not None:

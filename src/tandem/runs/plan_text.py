@@ -16,6 +16,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.work.num_micro} of at most {plan.work.micro_tokens:,}",
         f"at most      train.micro_tokens = {plan.largest_micro_tokens:,}; {plan.largest_cache_gib:.1f} GiB for keys "
         "and values",
+        f"checkpoints  {plan.checkpoint_gib:.2f} GiB of the disk each, and {plan.copied_gib:.2f} of the host's memory",
         "",
         f"{'phase':<10}{'peak GiB':>9}   parts, GiB (not all at once)",
     ]

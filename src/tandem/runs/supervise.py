@@ -27,7 +27,7 @@ from tandem.io import atomic, leash
 from tandem.io.jsonl import JsonlWriter
 from tandem.io.process import identity, is_there
 from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
-from tandem.runs.lease import refuse_used
+from tandem.runs.lease import need_room, refuse_used
 from tandem.runs.liveness import STACKS, Observer, read_sign
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
@@ -155,8 +155,9 @@ class Supervisor:
         observer, named = Observer(), False
         while process.poll() is None:
             if not named and (self.directory / "spec.toml").exists():
-                atomic.write_json(self.directory / _SUPERVISOR, {"process": identity()})
-                named = True
+                with suppress(OSError):  # a full disk, for one; at the next look
+                    atomic.write_json(self.directory / _SUPERVISOR, {"process": identity()})
+                    named = True
             sign = read_sign(self.directory)
             if sign is not None and not is_there(sign.process):
                 sign = None  # an earlier attempt's
@@ -196,17 +197,18 @@ class Supervisor:
             row |= {"failure": failure.row()}
         self._unwritten.append(row)
         if (self.directory / "spec.toml").exists():  # before that the directory is to stay empty: the run begins it
-            with JsonlWriter(self.directory / ATTEMPTS) as writer:
-                for one in self._unwritten:
-                    writer.write(one)
-            self._unwritten.clear()
+            with suppress(OSError), JsonlWriter(self.directory / ATTEMPTS) as writer:  # on a full disk: with the next
+                while self._unwritten:
+                    writer.write(self._unwritten[0])
+                    del self._unwritten[0]
 
     def _conclude(self, failure: Failure) -> None:
         """A process that was killed could not say how it ended."""
         status = self._status()
         if status and status.get("state") in ("queued", "running"):
             told = {"state": "failed", "error": f"{failure.failure_class}: {failure.next}", "failure": failure.row()}
-            atomic.write_json(self.directory / "status.json", {**status, **told})
+            with suppress(OSError):  # it was said, and the exit code says it
+                atomic.write_json(self.directory / "status.json", {**status, **told})
 
     @contextmanager
     def _named(self) -> Generator[None]:
@@ -247,6 +249,7 @@ def supervise_run(directory: Path, spec: Path | None = None, overrides: Sequence
         begin: Sequence[str] = ()
     else:
         refuse_used(directory)
+        need_room(directory, "begin")
         settings = [part for override in overrides for part in ("--set", override)]
         begin = [*tandem, "train", str(spec), "--run-dir", str(directory), *settings]
     go_on = [*tandem, "resume", str(directory)]

@@ -34,6 +34,7 @@ class Memory:
         self._always = 0.0
         held = [tensor for _, tensor in policy.weights(0, "live").tensors()]
         self._held_gib = size_bytes([*held, *optimizer.state().values()]) / _GIB
+        self.gives_back = not self._on_gpu and self._held_gib >= _WORTH_GIB
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
 
     @contextmanager
@@ -41,7 +42,7 @@ class Memory:
         """Around what may be the peak of a step: a host's memory that is free is given back, so that it does not add
         to what is held. Where little is held it would cost time and save nothing; on a GPU the peak is of what is held.
         """
-        if self._on_gpu or self._held_gib < _WORTH_GIB:
+        if not self.gives_back:
             yield
             return
         with host_memory.exact():

@@ -57,6 +57,8 @@ class PolicyTrainer:
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self._guard = Guard(max_idle_steps)
         self._memory = Memory(policy, optimizer, top_p)
+        self.gives_memory_back = self._memory.gives_back
+        """On a host, where enough is held; whether that can be had says ops/host_memory.py."""
         self._stage = stage
         self._copies = {"weights": Copies(), "optimizer": Copies()}
         self._deploy: Callable[[Mapping[str, Tensor], Path], None] | None = None
