@@ -31,8 +31,8 @@ def said(answer: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
-    """Two versions published, a job rejected, and one version rolled back; version 1 serves before every test."""
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
+    """Two versions published, a job rejected, and one version rolled back."""
     with online_server(tmp_path_factory.mktemp("online"), SPEC) as server:
         jobs = [
             server.wait(server.teach(said("Ada did."), steps=25, source="ada")),
@@ -42,6 +42,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
         assert [job["state"] for job in jobs] == ["published", "published", "rejected"], jobs
         server.post("/versions/1/activate", {"why": HOSTILE[1]})
         yield server
+
+
+@pytest.fixture
+def server(running: OnlineServer) -> Iterator[OnlineServer]:
+    """Version 1 serves before every test."""
+    yield running
+    if running.get("/train/status")["serving"] != 1:
+        running.post("/versions/1/activate")
 
 
 def url(server: OnlineServer) -> str:
@@ -170,7 +178,6 @@ def test_jobs_open_to_their_gates_and_stay_open(browser: Browser, server: Online
     server.wait(server.teach(said("x"), steps=1, lr=1e-2, kl_coef=0.0, source="later"))
     page.wait_for("document.getElementById('jobs').innerText.includes('later')")
     assert page.run("document.querySelector('#jobs details[open]').innerText") == shown
-    server.post("/versions/1/activate")
     assert page.said == []
 
 
