@@ -141,6 +141,10 @@ def test_rollback_and_forward_again_are_bit_identical(server: OnlineServer):
     assert branch["parent"] == first[0]
     assert branch["version"] > second[0]
     assert post(server, "/versions/999/activate", {}).status_code == 404
+    for path in ("/versions/-1/activate", f"/versions/{10**30}/activate", f"/versions/{10**30}/v1/completions"):
+        answer = post(server, path, {})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, "version")
+    assert server.http.get(f"/versions/{10**30}/provenance").status_code == 422
 
 
 def test_an_older_version_answers_beside_the_one_that_serves(server: OnlineServer):

@@ -93,6 +93,8 @@ def test_only_a_waiting_job_is_cancelled_and_the_queue_has_an_end(tmp_path: Path
         await store.begin(one)
         assert await store.cancel(one, "me") == "running"
         assert store.count() == {"cancelled": 1, "running": 1}
-        assert [row["what"] for row in store.audit(10)] == ["cancelled", "train", "train", "first"]
+        assert [row["what"] for row in store.audit(10)] == ["cancelling", "cancelled", "train", "train", "first"]
+        await store.again(one, "it died")
+        assert store.job(one).state == "cancelled", "said before the server died, too"
 
     play(tmp_path, work, max_queued=2)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,8 +35,10 @@ from tandem.types import Fingerprints, Sampling
 
 _log = logging.getLogger(__name__)
 
-_STOP_S, _LAST_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S = 0.3, 2.2, 1.0, 0.2, 10.0, 2.0
+_STOP_S, _LAST_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S, _CANCEL_S = 0.3, 2.2, 1.0, 0.2, 10.0, 2.0, 5.0
 _DRAWN_TOKENS, _TRIES = 16, 3
+
+_ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
 
 T = TypeVar("T")
 
@@ -88,10 +91,12 @@ class Conductor:
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,
         memory: Memory,
+        context: int,
     ) -> None:
+        """`context`: of the engine, prompt and answer together."""
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
         self._open_source, self._start_trainer, self._versions = open_source, start_trainer, versions
-        self._memory = memory
+        self._memory, self._context = memory, context
         self._watch = Watch(spec.watch) if spec.watch is not None else None
         self._falls: asyncio.Task[None] | None = None
         self.serving = -1
@@ -100,7 +105,6 @@ class Conductor:
         self._source: EngineEnd | None = None
         self._restarts, self._why, self._why_no_trainer = 0, "", ""
         self._running: Job | None = None
-        self._called_off: set[str] = set()
         self._progress: dict[str, Any] = {}
         self._wishes: asyncio.Queue[_Wish] = asyncio.Queue()
         self._news = asyncio.Event()
@@ -179,9 +183,9 @@ class Conductor:
     async def cancel(self, id: str, who: str) -> dict[str, Any]:
         """A job that waits is cancelled; one that is trained ends after the step at hand."""
         state = await self.store.cancel(id, who)
-        if state == "running" and self._half is not None:
-            self._called_off.add(id)
-            await self._half.peer.ask(Cancel(id), self.spec.publish_deadline_s)
+        if state == "running":
+            with suppress(HalfLost):  # one that died, or hangs: nobody begins the job again
+                await self._ask(Cancel(id), _CANCEL_S)
             return {"id": id, "state": "cancelling"}
         if state == "cancelled":
             self._say(id)
@@ -221,6 +225,8 @@ class Conductor:
             _log.error("version %d could not be taken back: %s", fall.version, error)
 
     async def _when_idle(self, work: Callable[[], Awaitable[T]]) -> T:
+        if self._task is not None and self._task.done():
+            raise EngineError(f"{_ENDED} {self._why_no_trainer}")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._wishes.put_nowait(_Wish(work, done))
         self.wake()
@@ -229,6 +235,14 @@ class Conductor:
     # --- the one task
 
     async def _run(self) -> None:
+        try:
+            await self._go_on()
+        finally:
+            while not self._wishes.empty():
+                if not (done := self._wishes.get_nowait().done).done():
+                    done.set_exception(EngineError(f"{_ENDED} {self._why_no_trainer}"))
+
+    async def _go_on(self) -> None:
         while True:
             try:
                 await self._once()
@@ -238,6 +252,9 @@ class Conductor:
                 await asyncio.sleep(_FULL_S)
             except TandemError as error:
                 await self._lost(error)
+            except Exception as error:  # noqa: BLE001 - of one job: all others are still to be learned
+                _log.exception("what the conductor did failed")
+                await self._lost(TandemError(f"online: {type(error).__name__}: {error}"))
             if self._wishes.empty() and not self.store.jobs(1, ["queued"]) and not self._needs_trainer():
                 self._news.clear()
                 try:
@@ -270,7 +287,7 @@ class Conductor:
             elif not wish.done.done():
                 wish.done.set_exception(EngineError(f"{error}; ask again"))
             raise
-        except TandemError as error:
+        except Exception as error:  # noqa: BLE001 - whoever wished it hears of it, whatever it is
             if not wish.done.done():
                 wish.done.set_exception(error)
         else:
@@ -335,10 +352,8 @@ class Conductor:
     async def _queue_again(self) -> None:
         """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""
         for job in self.store.jobs(2, ["running"]):
-            if job.id in self._called_off:
-                await self.store.end(job.id, "cancelled", "it was called off")
-            elif job.attempt >= self.spec.train.attempts:
-                why = f"the trainer half died {job.attempt} times over it: {self._why:.2000}"
+            if job.attempt >= self.spec.train.attempts:
+                why = f"it was begun {job.attempt} times, and never ended; the last time: {self._why:.2000}"
                 await self.store.end(job.id, "failed", why)
             else:
                 await self.store.again(job.id, f"attempt {job.attempt}: {self._why or 'the server ended':.2000}")
@@ -384,7 +399,8 @@ class Conductor:
     async def _drawn(self, groups: Sequence[Sequence[wire.Sequence1]]) -> list[tuple[list[int], list[int]]]:
         """What the version that is served says to the job's prompts: there the KL gate looks."""
         prompts = [each.ids[: each.first] for group in groups for each in group[:1]][: self.spec.gates.kl_prompts]
-        sampling = [Sampling(max_tokens=_DRAWN_TOKENS, temperature=1.0, seed=n) for n in range(len(prompts))]
+        room = [min(_DRAWN_TOKENS, self._context - len(prompt)) for prompt in prompts]
+        sampling = [Sampling(max_tokens=most, temperature=1.0, seed=n) for n, most in enumerate(room)]
         answers = await asyncio.gather(
             *(self.engine.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True))
         )
@@ -433,7 +449,7 @@ class Conductor:
         await self.store.refused(job, f"it could not be published: {why}")
         await self._ask(wire.Settle(job.version or 0, False))
         self._say(job.id)
-        if self.serving != self.store.active:
+        if self.engine.version != self.store.active:  # the canary is asked after the flip
             await self._publish(self.store.active)
 
     async def _activate(self, version: int, who: str, why: str, *, fell: bool = False) -> dict[str, Any]:
@@ -442,7 +458,11 @@ class Conductor:
             raise Conflict(f"version {version} is {self.store.version(version)['state']}, and cannot be served")
         if version != self.store.active:
             await self._ask(Activate(version))
-            await self.store.activate(version, who, why)
+            try:
+                await self.store.activate(version, who, why)
+            except TandemError:
+                await self._end_trainer()  # it is there already, and jobs do not go on from there
+                raise
             if fell and self._watch is not None:
                 self._watch.activated(version, fell=True)
             await self._ensure_served()

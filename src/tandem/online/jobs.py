@@ -23,7 +23,7 @@ import msgspec
 
 from tandem.errors import Conflict, KeyReused, NotKnown, QueueFull
 from tandem.io.durable import Durable
-from tandem.online.wire import Gate, Sequence1, Teaching
+from tandem.online.wire import Sequence1, Teaching
 
 JobState: TypeAlias = Literal["queued", "running", "publishing", "published", "rejected", "failed", "cancelled"]
 ENDED = frozenset({"published", "rejected", "failed", "cancelled"})
@@ -45,7 +45,8 @@ _SCHEMA = [
         number INTEGER PRIMARY KEY, at REAL NOT NULL, who TEXT NOT NULL, what TEXT NOT NULL, detail TEXT NOT NULL);
     CREATE TABLE keys (key TEXT PRIMARY KEY, digest BLOB NOT NULL, answer BLOB NOT NULL, at REAL NOT NULL);
     INSERT INTO numbers VALUES ('active', -1), ('next', 1);
-    """
+    """,
+    "ALTER TABLE jobs ADD COLUMN called_off INTEGER NOT NULL DEFAULT 0",
 ]
 
 
@@ -228,9 +229,12 @@ class JobStore:
         return self.job(id)
 
     async def again(self, id: str, why: str) -> None:
-        """Back to the queue: nothing of it is left anywhere."""
+        """Back to the queue, unless it was called off: nothing of it is left anywhere."""
 
         def change(db: sqlite3.Connection) -> None:
+            (called_off,) = db.execute("SELECT called_off FROM jobs WHERE id = ?", (id,)).fetchone()
+            if called_off:
+                return _end(db, id, "cancelled", "it was called off")
             db.execute("UPDATE jobs SET state = 'queued', version = NULL, why = ? WHERE id = ?", (why, id))
             _note(db, "server", "again", {"job": id, "why": why})
 
@@ -249,10 +253,9 @@ class JobStore:
 
     async def end(self, id: str, state: JobState, why: str = "", result: Mapping[str, Any] | None = None) -> None:
         def change(db: sqlite3.Connection) -> None:
-            db.execute("UPDATE jobs SET state = ?, why = ?, ended = ? WHERE id = ?", (state, why, time.time(), id))
+            _end(db, id, state, why)
             if result is not None:
                 db.execute("UPDATE jobs SET result = ? WHERE id = ?", (_bytes(result), id))
-            _note(db, "server", state, {"job": id, "why": why})
 
         await self._durable.write(change)
 
@@ -268,7 +271,7 @@ class JobStore:
         await self._durable.write(change)
 
     async def cancel(self, id: str, who: str) -> JobState:
-        """Of a job that waits. What it is in otherwise."""
+        """Of a job that waits. What it is in otherwise: one that is trained is not begun again."""
 
         def change(db: sqlite3.Connection) -> JobState:
             row = db.execute("SELECT state FROM jobs WHERE id = ?", (id,)).fetchone()
@@ -278,6 +281,9 @@ class JobStore:
                 db.execute("UPDATE jobs SET state = 'cancelled', ended = ? WHERE id = ?", (time.time(), id))
                 _note(db, who, "cancelled", {"job": id})
                 return "cancelled"
+            if row[0] == "running":
+                db.execute("UPDATE jobs SET called_off = 1 WHERE id = ?", (id,))
+                _note(db, who, "cancelling", {"job": id})
             return row[0]
 
         return await self._durable.write(change)
@@ -339,6 +345,11 @@ def _answer(db: sqlite3.Connection, once: Once, reply: dict[str, Any]) -> dict[s
     return reply
 
 
+def _end(db: sqlite3.Connection, id: str, state: JobState, why: str) -> None:
+    db.execute("UPDATE jobs SET state = ?, why = ?, ended = ? WHERE id = ?", (state, why, time.time(), id))
+    _note(db, "server", state, {"job": id, "why": why})
+
+
 def _insert_version(
     db: sqlite3.Connection, version: int, parent: int | None, job: str | None, digest: str, size_bytes: int
 ) -> None:
@@ -372,7 +383,3 @@ def _job(row: tuple[Any, ...]) -> Job:
 def _version(row: tuple[Any, ...]) -> dict[str, Any]:
     names = ("version", "parent", "job", "state", "created", "digest", "served_digest", "bytes")
     return dict(zip(names, row, strict=True))
-
-
-def gates_of(gates: Sequence[Gate]) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(gate) for gate in gates]

@@ -41,6 +41,7 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
         lambda: waiting.pop() if waiting else TrainerProcess(_TRAINER, log, environment),
         versions,
         JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
+        alone.context,
     )
     sessions = SessionStore(listen.data_dir / "sessions")
     service = online_service(

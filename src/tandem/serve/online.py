@@ -25,9 +25,9 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import Gauge
 from pydantic import Field
@@ -52,6 +52,7 @@ _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
 _MOST = 1000
 _NO_WISH = frozenset[str]()
+Number = Annotated[int, Path(ge=0, lt=2**53)]
 _WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
 """Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
@@ -79,14 +80,14 @@ def online_service(
     for prefix in ("/v1", "/sessions/{session}/v1"):
         router.include_router(openai.router(prefix))
 
-    async def of_past(version: int) -> OpenAi:
+    async def of_past(version: Number) -> OpenAi:
         conductor.store.version(version)
         return OpenAi(await past.engine(version), renderer, Unkept(renderer), model_id, context, num_ids)
 
-    async def chat(version: int, request: Request) -> Response:
+    async def chat(version: Number, request: Request) -> Response:
         return await (await of_past(version)).chat(request)
 
-    async def complete(version: int, request: Request) -> Response:
+    async def complete(version: Number, request: Request) -> Response:
         return await (await of_past(version)).complete(request)
 
     router.add_api_route("/versions/{version}/v1/chat/completions", chat, methods=["POST"])
@@ -255,13 +256,13 @@ class _Api:
                 return JSONResponse({"version": version, "digest": digest, "tensors": len(prints)})
         raise EngineError("the weights changed each time that they were digested; ask again")
 
-    async def provenance(self, version: int) -> Response:
+    async def provenance(self, version: Number) -> Response:
         row = self.store.version(version)
         if row["job"] is None:
             return JSONResponse({**row, "job": None, "samples": []})
         return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
 
-    async def activate(self, version: int, request: Request) -> Response:
+    async def activate(self, version: Number, request: Request) -> Response:
         body = checked(ActivateBody, await body_of(request) if await request.body() else {})
         return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))
 

@@ -21,7 +21,7 @@ class CanarySpec(Spec):
 
 
 class GateSpec(Spec):
-    """`[online.gates]`: a job's weights are served only if all of these are passed."""
+    """`[gates]`: a job's weights are served only if all of these are passed."""
 
     held_out: str = ""
     """A .jsonl file of conversations that are never trained on; empty: nothing is held out, and this gate is passed."""
@@ -43,7 +43,7 @@ class GateSpec(Spec):
 
 
 class WatchSpec(Spec):
-    """`[online.watch]`: a served metric (a reward, a rating) that falls takes a version back."""
+    """`[watch]`: a served metric (a reward, a rating) that falls takes a version back."""
 
     metric: str = ""
     """The feedback that is watched, by its name; empty watches nothing."""
@@ -60,7 +60,7 @@ class WatchSpec(Spec):
 
 
 class ReplaySpec(Spec):
-    """`[online.replay]`: samples of earlier jobs in each batch, against forgetting them."""
+    """`[replay]`: samples of earlier jobs in each batch, against forgetting them."""
 
     share: float = Field(default=0.25, ge=0, lt=1)
     """Of a batch, as soon as there is anything to replay; 0 replays nothing."""
@@ -71,7 +71,7 @@ class ReplaySpec(Spec):
 
 
 class UpdatesSpec(Spec):
-    """`[online.updates]`: what is written for each version."""
+    """`[updates]`: what is written for each version."""
 
     anchor_every: int = Field(default=16, ge=1)
     """After so many updates a version is written whole, with master weights and optimizer."""

@@ -1,0 +1,147 @@
+"""The server half goes on: over an engine that refuses a version, a job that nobody foresaw, a half that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.errors import EngineError
+from tandem.inside.sources import open_source
+from tandem.online.child import TrainerProcess
+from tandem.online.conductor import Conductor
+from tandem.online.jobs import ENDED, Job, JobStore, Once
+from tandem.online.memory import JobMemory
+from tandem.online.wire import Sequence1, Teaching
+from tandem.recipes import build_online
+from tandem.spec.online import parse_online_spec
+
+SPEC = {
+    "model": {"preset": "tiny"},
+    "train": {"attempts": 2},
+    "gates": {"kl": 50.0, "update_norm": 5.0},
+    "max_restarts": 2,
+}
+TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer")
+SAMPLE = Sequence1([5, 6], 1, "1")
+
+
+class Played:
+    """A conductor with the engine and the trainer half that a server has, and no HTTP."""
+
+    def __init__(self, home: Path) -> None:
+        spec = parse_online_spec(SPEC)
+        self.command, self.log, self.jobs = list(TRAINER), home / "trainer.log", 0
+        alone = build_online.alone(spec, home)
+        self.engine: Any = alone.engine
+        self.store = JobStore(home / "jobs")
+        self.conductor = Conductor(
+            spec,
+            self.store,
+            self.engine,
+            open_source,
+            lambda: TrainerProcess(self.command, self.log, {"OMP_NUM_THREADS": "1"}),
+            home / "versions",
+            JobMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
+            alone.context,
+        )
+
+    async def teach(self, sample: Sequence1 = SAMPLE, steps: int = 1) -> str:
+        self.jobs += 1
+        teaching, once = Teaching("sft", 1e-4, steps, "full", 0), Once(f"job-{self.jobs}", b"")
+        told = await self.store.add([[sample]], teaching, who="me", source="", said=[], once=once)
+        self.conductor.wake()
+        return told["id"]
+
+    async def until(self, id: str, *states: str) -> Job:
+        async with asyncio.timeout(60):
+            while (job := self.store.job(id)).state not in states:
+                await asyncio.sleep(0.01)
+        return job
+
+
+def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def run() -> None:
+        played = Played(tmp_path)
+        await played.conductor.start()
+        try:
+            await a_version_that_the_engine_refuses_is_not_served(played, monkeypatch)
+            await a_context_that_leaves_no_room_for_an_answer_is_learned(played)
+            await a_job_that_nobody_foresaw_fails_alone(played)
+            await a_wish_that_nobody_foresaw_is_answered(played)
+            await a_job_is_called_off_while_nobody_trains_it(played)
+            await whoever_wishes_hears_that_nothing_goes_on(played)
+        finally:
+            await played.conductor.close()
+
+    asyncio.run(run())
+
+
+async def a_version_that_the_engine_refuses_is_not_served(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary is asked when the engine has flipped already."""
+    before, generate, flipped = await played.engine.fingerprints(), played.engine.generate, list[int]()
+
+    async def odd(prompt: Any, sampling: Any, **options: Any) -> Any:
+        told = await generate(prompt, sampling, **options)
+        if sampling.temperature or played.engine.version == 0:
+            return told
+        flipped.append(played.engine.version)
+        return replace(told, logprobs=[each - 5 for each in told.logprobs])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(played.engine, "generate", odd)
+        job = await played.until(await played.teach(), *ENDED)
+    assert (job.state, "nats a token about a fixed prompt" in job.why) == ("failed", True)
+    assert flipped == [1]
+    async with asyncio.timeout(60):
+        while played.engine.version:
+            await asyncio.sleep(0.01)
+    assert await played.engine.fingerprints() == before
+    assert (await played.until(await played.teach(), *ENDED)).parent == 0
+
+
+async def a_context_that_leaves_no_room_for_an_answer_is_learned(played: Played) -> None:
+    whole = Sequence1([5] * 2048, 2047, "1")
+    job = await played.until(await played.teach(whole), *ENDED)
+    assert (job.state, job.attempt, job.why) == ("published", 1, "")
+
+
+async def a_job_that_nobody_foresaw_fails_alone(played: Played) -> None:
+    job = await played.until(await played.teach(Sequence1(SAMPLE.ids, SAMPLE.first, SAMPLE.trained, math.nan)), *ENDED)
+    assert (job.state, job.attempt) == ("failed", 2)
+    assert "ValidationError" in job.why
+    assert (await played.until(await played.teach(), *ENDED)).state == "published"
+
+
+async def a_wish_that_nobody_foresaw_is_answered(played: Played) -> None:
+    with pytest.raises(OverflowError):
+        await asyncio.wait_for(played.conductor.activate(10**30, "me"), 20)
+    assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 20))["version"] == 0
+
+
+async def a_job_is_called_off_while_nobody_trains_it(played: Played) -> None:
+    long = await played.teach(steps=1000)
+    await played.until(long, "running")
+    os.kill(played.conductor.status()["trainer"]["pid"], 9)
+    while played.conductor.status()["trainer"]["alive"]:
+        await asyncio.sleep(0.001)
+    assert (await played.conductor.cancel(long, "me"))["state"] == "cancelling"
+    job = await played.until(long, *ENDED)
+    assert (job.state, job.why, job.attempt) == ("cancelled", "it was called off", 1)
+
+
+async def whoever_wishes_hears_that_nothing_goes_on(played: Played) -> None:
+    await played.until(await played.teach(), *ENDED)
+    played.command = ["false"]
+    os.kill(played.conductor.status()["trainer"]["pid"], 9)
+    with pytest.raises(EngineError, match=r"started anew.*max_restarts = 2"):
+        await asyncio.wait_for(played.conductor.checkpoint(), 60)
+    with pytest.raises(EngineError, match="started anew"):
+        await asyncio.wait_for(played.conductor.checkpoint(), 1)
+    assert "ended" in played.conductor.why_unfit()
