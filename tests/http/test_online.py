@@ -70,6 +70,9 @@ def test_a_demonstration_may_be_learned_by_answering_and_being_judged(server: On
     ids = {"context_ids": [5], "continuation_ids": [6]}
     answer = post(server, "/train", {"samples": [ids], "algorithm": "self_distill"}, **{"Idempotency-Key": "distill"})
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, "samples.0")
+    many = [{"messages": [{"role": "user", "content": "x" * 600}, {"role": "assistant", "content": "y"}]}] * 120
+    answer = post(server, "/train", {"samples": many, "algorithm": "self_distill"}, **{"Idempotency-Key": "too-many"})
+    assert (answer.status_code, "400000" in answer.text) == (422, True), "no frame between the halves would hold it"
     row = server.wait(server.teach([fact(21), fact(22)], algorithm="self_distill", steps=1))
     assert (row["state"], row["teaching"]["algorithm"]) == ("published", "self_distill"), row["why"]
     assert row["metrics"]["tokens/trained"] >= 8, "four answers to each, of a token at least"
@@ -211,6 +214,8 @@ def test_a_conversation_is_taught_by_its_reward(server: OnlineServer):
     with server.connect(server.http.headers["authorization"].removeprefix("Bearer "), named["base_url"]) as client:
         told = client.post("chat/completions", json=chat).raise_for_status().json()
     assert told["session_id"] == named["id"]
+    answer = post(server, "/train", {"session": named["id"], "reward": 0.5, "algorithm": "dpo"})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "algorithm")
     row = server.wait(server.post("/train", {"session": named["id"], "reward": 0.5})["id"])
     assert (row["state"], row["teaching"]["algorithm"]) == ("published", "reward")
     sampled = told["usage"]["completion_tokens"]

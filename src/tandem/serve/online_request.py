@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from tandem.data.conversation import BadRow, parse_row
 from tandem.data.preference import parse_pair
 from tandem.errors import TandemError
-from tandem.online.demonstrations import judge_messages, most_tokens
+from tandem.online.demonstrations import ANSWERS, judge_messages, most_tokens
 from tandem.online.wire import Sequence1, Teaching, to_wire
 from tandem.rollout.recorded import record, record_pair
 from tandem.rollout.recorder import Renders
@@ -23,7 +23,10 @@ from tandem.types import NO_VERSION, Group, Trajectory
 Ids: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Kind: TypeAlias = Literal["messages", "ids", "pair"]
 
-MAX_TOKENS = 1_000_000  # of one job
+MAX_TOKENS = 1_000_000
+"""Of one job."""
+MAX_SAMPLED_TOKENS = 400_000
+"""Of one job whose tokens come with logprobs and versions: with those it fits a frame to the trainer half."""
 
 
 class SampleBody(Strict):
@@ -111,20 +114,34 @@ def lesson(body: TrainBody, spec: TeachSpec, model: Model) -> Lesson:
             raise Refused(422, text, field=f"samples.{index}")
     shown = algorithm == "self_distill"
     groups = [_group(sample, f"samples.{index}", model, shown) for index, sample in enumerate(body.samples)]
-    num_tokens = sum(len(each.ids) for group in groups for each in group)
-    if num_tokens > MAX_TOKENS:
-        raise Refused(422, f"{num_tokens} tokens; one job may have {MAX_TOKENS}", field="samples")
+    sizes = [_with_answers(each) if shown else len(each.ids) for group in groups for each in group]
+    num_tokens = _bounded_tokens(sum(sizes), MAX_SAMPLED_TOKENS if shown else MAX_TOKENS, "samples")
     teaching = teaching_of(algorithm, body, spec)
     return Lesson([[to_wire(each) for each in group] for group in groups], teaching, num_tokens)
 
 
 def lesson_of_session(body: TrainBody, trajectories: Sequence[Trajectory], spec: TeachSpec) -> Lesson:
     """What was sampled here. Branches whose rewards differ are compared; otherwise each counts by its own."""
+    if body.algorithm not in (None, "reward"):
+        text = f"algorithm '{body.algorithm}' does not learn from a session; leave it out"
+        raise Refused(422, text, field="algorithm")
     differ = len({each.reward for each in trajectories}) > 1
     teaching = teaching_of("group" if differ else "reward", body, spec)
     group = [to_wire(each) for each in trajectories]
     groups = [group] if differ else [[each] for each in group]
-    return Lesson(groups, teaching, sum(len(each.ids) for each in group))
+    num_tokens = _bounded_tokens(sum(len(each.ids) for each in group), MAX_SAMPLED_TOKENS, "session")
+    return Lesson(groups, teaching, num_tokens)
+
+
+def _with_answers(shown: Trajectory) -> int:
+    first = shown.trained.index(True)
+    return ANSWERS * (first + most_tokens(len(shown.ids) - first))
+
+
+def _bounded_tokens(count: int, most: int, field: str) -> int:
+    if count > most:
+        raise Refused(422, f"{count} tokens, answers included; one job of this kind may have {most}", field=field)
+    return count
 
 
 def teaching_of(algorithm: str, body: TrainBody, spec: TeachSpec) -> Teaching:
