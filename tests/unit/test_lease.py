@@ -16,6 +16,7 @@ import pytest
 from tandem.errors import RunError, RunFenced, RunOwned
 from tandem.io.jsonl import JsonlWriter, cut_back, read_jsonl
 from tandem.runs.lease import Lease, begin
+from tandem.runs.resume import finished
 
 HOLDS = """
 import sys, time
@@ -94,3 +95,17 @@ def test_a_directory_is_begun_once_with_its_spec_in_it(tmp_path: Path) -> None:
         begin(tmp_path / "run", "recipe = 2\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert (tmp_path / "run" / "spec.toml").read_text() == "recipe = 1\n"
+
+
+@pytest.mark.parametrize("content", ["", "garbage{", "[]", '{"epoch": "x"}'])
+def test_of_a_damaged_epoch_or_status_nothing_is_guessed(tmp_path: Path, content: str) -> None:
+    """A first epoch once more would be a zombie's own."""
+    (tmp_path / "epoch.json").write_text(content)
+    for _ in range(2):  # nor is the lock kept
+        with pytest.raises(RunError, match=r"epoch\.json: is not what was written; if no process"):
+            Lease(tmp_path)
+    (tmp_path / "epoch.json").unlink()
+    Lease(tmp_path).close()
+    (tmp_path / "status.json").write_text(content.replace('{"epoch": "x"}', '"succeeded"'))
+    with pytest.raises(RunError, match=r"status.json cannot be read: .*; move it away, and `tandem resume"):
+        finished(tmp_path)

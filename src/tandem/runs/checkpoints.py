@@ -61,7 +61,7 @@ class Checkpoints:
         if damaged or any(row.get("stage") == "checkpoint" for row in told):
             raise CheckpointDamaged(
                 f"{self.directory}: no whole checkpoint is left of some ({'; '.join(damaged) or 'removed'}); "
-                "repair one and take `damaged-` off its name, or train anew in another directory"
+                "put one back, or repair one and take `damaged-` off its name, or train anew in another directory"
             )
         return None
 

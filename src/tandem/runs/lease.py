@@ -32,7 +32,11 @@ class Lease:
         if take_over:
             (directory / _LOCK).unlink(missing_ok=True)
         self._lock = _locked(directory)
-        self.epoch = int(_told(directory).get("epoch", 0)) + 1
+        try:
+            self.epoch = _last_epoch(directory) + 1
+        except RunError:
+            self.close()
+            raise
         atomic.write_json(directory / _EPOCH, {"epoch": self.epoch, "process": identity()})
 
     def check(self) -> None:
@@ -113,6 +117,17 @@ def _is_there(lock: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(lock), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _last_epoch(directory: Path) -> int:
+    """0 before the first. Of a damaged one nothing is guessed: the first once more would be a zombie's own."""
+    found = _told(directory).get("epoch") if (directory / _EPOCH).exists() else 0
+    if not isinstance(found, int):
+        raise RunError(
+            f"{directory / _EPOCH}: is not what was written; if no process works on this run any more, remove it and "
+            f"`tandem resume {directory}` goes on"
+        )
+    return found
 
 
 def _told(directory: Path) -> dict[str, Any]:

@@ -27,11 +27,17 @@ def finished(directory: Path) -> Mapping[str, Any] | None:
     """Its status, if it succeeded."""
     try:
         status = json.loads((directory / "status.json").read_text(encoding="utf-8"))
+        if not isinstance(status, dict):
+            raise ValueError("it is no JSON object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RunError(f"{directory}: its status.json cannot be read: {error}") from error
-    return cast("Mapping[str, Any]", status) if status.get("state") == "succeeded" else None
+        raise RunError(
+            f"{directory}: its status.json cannot be read: {error}; move it away, and `tandem resume {directory}` goes "
+            "on from the last checkpoint"
+        ) from error
+    told = cast("dict[str, Any]", status)
+    return told if told.get("state") == "succeeded" else None
 
 
 def digest_run(directory: Path) -> dict[str, str]:
