@@ -147,14 +147,19 @@ def _classify(cases: Sequence[Case]) -> Failure:
 
 
 def _raised_by_code(cases: Sequence[Case]) -> bool:
-    """Whether an exception is named that neither the system nor one of our processes raised: code gives the same again,
-    while a process that was gone without one may have met bad luck."""
-    return any(
-        not case.types & _OF_THE_SYSTEM
-        and ("Exception" in case.types or any(_EXCEPTION.search(name) for name in case.types))
-        and bool(case.types - _OURS)
-        for case in cases
-    )
+    """Whether an exception is named, or its traceback shown, that neither the system nor one of our processes raised:
+    code gives the same again, while a process that was gone without one may have met bad luck."""
+    return any(_of_code(case) for case in cases if not case.types & _OF_THE_SYSTEM)
+
+
+def _of_code(case: Case) -> bool:
+    if case.types & _OURS:
+        return bool(case.types - _OURS) and _names_an_exception(case.types)
+    return _names_an_exception(case.types) or _FRAME.search(case.text) is not None
+
+
+def _names_an_exception(types: frozenset[str]) -> bool:
+    return "Exception" in types or any(map(_EXCEPTION.search, types))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -171,6 +176,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 _EXCEPTION = re.compile(r"(Error|Exception|Fault|Invalid|Warning)$")
+_FRAME = re.compile(r'^\s*File ".+", line \d+, in ', re.MULTILINE)  # of a traceback; a dump of stacks has no comma
 _OF_THE_SYSTEM = frozenset({"OSError"} | {kind.__name__ for kind in OSError.__subclasses__()})
 _OURS = frozenset(
     {kind.__name__ for ours in (EngineError, SyncError, ProducerDied) for kind in ours.__mro__}  # and all that they are
