@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from tandem.runs.supervise import BUDGETS, Budget, Supervisor, smaller_micro_batch
+from tandem.errors import RunOwned
+from tandem.io.process import identity
+from tandem.runs.lease import Lease
+from tandem.runs.supervise import BUDGETS, Budget, Supervisor, smaller_micro_batch, supervisor_of
 from tandem.spec.load import load_spec, to_toml
 
 QUICK = {name: Budget(budget.restarts, 0.01, 0.02) for name, budget in BUDGETS.items()}
@@ -207,3 +210,21 @@ def test_a_smaller_micro_batch_is_the_plan_s_where_that_is_less_than_half(tmp_pa
     assert "2048 -> 300" in smaller_micro_batch(tmp_path)
     smaller: Any = load_spec(tmp_path / "spec.toml")
     assert smaller.train.micro_tokens == 300
+
+
+def test_a_run_that_another_process_works_on_keeps_its_status_and_its_supervisor(tmp_path: Path):
+    owner, _ = supervisor(tmp_path, "sys.exit(2)")
+    run = owner.directory
+    run.mkdir()
+    (run / "spec.toml").touch()
+    lease = Lease(run)
+    (run / "status.json").write_text('{"state": "running"}')
+    (run / "supervisor.json").write_text(json.dumps({"process": "1:1"}))
+    assert owner.run() == 2
+    assert json.loads((run / "status.json").read_text()) == {"state": "running"}
+    assert lease.holds()
+    lease.close()
+    (run / "supervisor.json").write_text(json.dumps({"process": identity(os.getppid())}))
+    with pytest.raises(RunOwned, match=rf"process {os.getppid()} supervises this run"):
+        owner.run()
+    assert supervisor_of(run) == identity(os.getppid())

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from tandem.errors import NoRoom, RunError, RunOwned
 from tandem.io import atomic, leash
 from tandem.io.jsonl import JsonlWriter
 from tandem.io.process import identity, is_there
 from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
-from tandem.runs.lease import need_room, refuse_used
+from tandem.runs.lease import Lease, need_room, refuse_used
 from tandem.runs.liveness import STACKS, Observer, read_sign
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
@@ -207,16 +208,26 @@ class Supervisor:
         status = self._status()
         if status and status.get("state") in ("queued", "running"):
             told = {"state": "failed", "error": f"{failure.failure_class}: {failure.next}", "failure": failure.row()}
-            with suppress(OSError):  # it was said, and the exit code says it
-                atomic.write_json(self.directory / "status.json", {**status, **told})
+            with suppress(OSError, RunError, NoRoom):  # another process works on it; or the disk is full: it was said
+                lease = Lease(self.directory)
+                try:
+                    atomic.write_json(self.directory / "status.json", {**status, **told})
+                finally:
+                    lease.close()
 
     @contextmanager
     def _named(self) -> Generator[None]:
         """`tandem watch` knows by this that a run which ended may be started again."""
+        other = supervisor_of(self.directory)
+        if is_there(other) and other != identity():
+            raise RunOwned(
+                f"{self.directory}: process {other.partition(':')[0]} supervises this run; wait for it, or end it first"
+            )
         try:
             yield
         finally:
-            (self.directory / _SUPERVISOR).unlink(missing_ok=True)
+            if supervisor_of(self.directory) == identity():
+                (self.directory / _SUPERVISOR).unlink(missing_ok=True)
 
     @contextmanager
     def _signals(self) -> Generator[None]:
