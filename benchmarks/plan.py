@@ -37,7 +37,7 @@ CASES = [
     for kept in (("keep", "recompute") if (recipe, lora) == ("sft", False) else ("keep",))
     for saves in ((False, True) if (preset, recipe, kept) == ("medium", "sft", "keep") else (False,))
 ]
-PROMPT = 64
+PROMPT, GROUP = 64, 4
 
 
 def spec_of(case: dict[str, Any]) -> Any:
@@ -51,7 +51,8 @@ def spec_of(case: dict[str, Any]) -> Any:
         data = {"kind": "file", "path": "none.jsonl"}
         whole = {"recipe": "sft", "data": data, "train": {**train, "batch_size": case["sequences"]}}
     else:
-        train |= {"groups_per_step": case["sequences"] // 4, "group_size": 4, "max_tokens": case["length"] - PROMPT}
+        groups = {"groups_per_step": case["sequences"] // GROUP, "group_size": GROUP}
+        train |= {**groups, "max_tokens": case["length"] - PROMPT, "max_logprob_gap": 100.0}
         whole = {"recipe": "rl", "environment": {"name": "sort"}, "train": train, "eval": {"tasks": 2}}
     whole["checkpoint"] = {"every": 1 if case["saves"] else 0}
     return parse_spec({**whole, "device": "cpu", "model": model})
@@ -99,20 +100,22 @@ def in_this_process(case: dict[str, Any]) -> tuple[float, float]:
 async def steps(spec: Any, model: Any, sequences: int, length: int, count: int) -> list[float]:
     from tandem.recipes import build, build_engine
     from tandem.spec.engine import HfEngineSpec
-    from tandem.types import Sampling, Trajectory
+    from tandem.types import Sampling
 
-    algorithm = build.sft_algorithm()
+    rl = spec.recipe == "rl"
+    algorithm = build.algorithm(spec.algorithm, spec.train.max_tokens) if rl else build.sft_algorithm()
     trainer = build.trainer(spec.train, model, algorithm, 0, 0)
     rng = random.Random(0)
-    engine = build_engine.embedded(HfEngineSpec(), model, inline=True) if spec.recipe == "rl" else None
+    engine = build_engine.embedded(HfEngineSpec(), model, inline=True) if rl else None
     took: list[float] = []
     for version in range(count):
-        rows = [[rng.randrange(256) for _ in range(length)] for _ in range(sequences)]
+        size = GROUP if rl else 1
+        rows = [each for _ in range(max(1, sequences // size)) for each in siblings(rng, size, length)]
         if engine is not None:  # fills the cache as a rollout would; what it says is not what is trained on
-            sampling = Sampling(max_tokens=length - PROMPT) if length > PROMPT else Sampling(max_tokens=1)
+            sampling = Sampling(max_tokens=max(1, length - PROMPT), temperature=0.0)  # it repeats itself to the end
             await sample(engine, rows, sampling)
             await engine.sleep()
-        groups = [[Trajectory(ids, [False] + [True] * (length - 1), [0.0] * length, [-1] * length)] for ids in rows]
+        groups = [played(rows[n : n + size], version) for n in range(0, len(rows), size)]
         started = time.process_time()
         trainer.step(build.batches(spec.train, model, algorithm)(groups, version))
         took.append(time.process_time() - started)
@@ -123,6 +126,22 @@ async def steps(spec: Any, model: Any, sequences: int, length: int, count: int) 
     if engine is not None:
         await engine.close()
     return took
+
+
+def siblings(rng: random.Random, size: int, length: int) -> list[list[int]]:
+    """Random tokens; those of a group share the prompt."""
+    prompt = [rng.randrange(256) for _ in range(PROMPT if size > 1 and length > PROMPT else 1)]
+    return [[*prompt, *(rng.randrange(256) for _ in range(length - len(prompt)))] for _ in range(size)]
+
+
+def played(rows: list[list[int]], version: int) -> list[Any]:
+    from tandem.types import Trajectory
+
+    first = PROMPT if len(rows) > 1 and len(rows[0]) > PROMPT else 1
+    trained = [n >= first for n in range(len(rows[0]))]
+    versions = [version if each else -1 for each in trained]
+    logprobs = [-5.5 if each else 0.0 for each in trained]
+    return [Trajectory(ids, trained, logprobs, versions, reward=float(n % 2)) for n, ids in enumerate(rows)]
 
 
 async def sample(engine: Any, rows: list[list[int]], sampling: Any) -> None:
@@ -147,7 +166,8 @@ def main() -> None:
     note("one thread; MiB above the imports, processor seconds of a step's training")
     rows, worst = [], 0.0
     for case in CASES:
-        name = f"{case['preset']} {case['recipe']} {'LoRA' if case['lora'] else 'full'}, {case['activations']}{', saved' * case['saves']}"
+        how = f"{'LoRA' if case['lora'] else 'full'}, {case['activations']}{', saved' * case['saves']}"
+        name = f"{case['preset']} {case['recipe']} {how}"
         if not all(word in name for word in arguments.only.split(",")):
             continue
         (mib, seconds), (mib_m, seconds_m) = planned(case), measured(case)

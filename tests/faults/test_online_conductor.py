@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ class Played:
     def __init__(self, home: Path) -> None:
         spec = parse_online_spec(SPEC)
         self.command, self.log, self.jobs = list(TRAINER), home / "trainer.log", 0
+        self.versions = home / "versions"
         alone = build_online.alone(spec, home)
         self.engine: Any = alone.engine
         self.store = JobStore(home / "jobs")
@@ -47,7 +49,7 @@ class Played:
             self.engine,
             open_source,
             lambda: TrainerProcess(self.command, self.log, {"OMP_NUM_THREADS": "1"}),
-            home / "versions",
+            self.versions,
             JobMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
             alone.context,
         )
@@ -76,6 +78,9 @@ def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: py
             await a_job_that_nobody_foresaw_fails_alone(played)
             await a_wish_that_nobody_foresaw_is_answered(played)
             await a_job_is_called_off_while_nobody_trains_it(played)
+            await a_job_gives_way_to_a_version_and_is_begun_again(played)
+            await a_trainer_half_that_stands_still_is_started_again(played)
+            await a_checkpoint_that_cannot_be_written_ends_nothing(played, monkeypatch)
             await whoever_wishes_hears_that_nothing_goes_on(played)
         finally:
             await played.conductor.close()
@@ -134,6 +139,50 @@ async def a_job_is_called_off_while_nobody_trains_it(played: Played) -> None:
     assert (await played.conductor.cancel(long, "me"))["state"] == "cancelling"
     job = await played.until(long, *ENDED)
     assert (job.state, job.why, job.attempt) == ("cancelled", "it was called off", 1)
+
+
+async def a_job_gives_way_to_a_version_and_is_begun_again(played: Played) -> None:
+    first = await played.until(await played.teach(), *ENDED)
+    long = await played.teach(steps=1000)
+    await played.until(long, "running")
+    await asyncio.sleep(0.2)
+    assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 5))["version"] == 0
+    assert played.conductor.serving == 0 != first.version
+    again = await played.until(long, "running")
+    assert (again.parent, again.attempt) == (0, 1)
+    await played.conductor.cancel(long, "me")
+    assert (await played.until(long, *ENDED)).state == "cancelled"
+
+
+async def a_trainer_half_that_stands_still_is_started_again(played: Played) -> None:
+    played.conductor.spec = played.conductor.spec.model_copy(update={"trainer_deadline_s": 2.0})
+    long = await played.teach(steps=100)
+    await played.until(long, "running")
+    before = played.conductor.status()["trainer"]["pid"]
+    os.kill(before, signal.SIGSTOP)
+    job = await played.until(long, *ENDED)
+    assert (job.state, job.attempt) == ("published", 2)
+    assert played.conductor.status()["trainer"]["pid"] != before
+    played.conductor.spec = parse_online_spec(SPEC)
+
+
+async def a_checkpoint_that_cannot_be_written_ends_nothing(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that may not be written; nobody waits for a checkpoint of the timer."""
+    versions, pid = played.versions, played.conductor.status()["trainer"]["pid"]
+    with monkeypatch.context() as patched:
+        patched.setattr(played.conductor, "_checkpoint_due", lambda: not played.conductor.status()["why_no_checkpoint"])
+        versions.rename(versions.with_name("elsewhere"))
+        versions.write_text("not a directory")
+        played.conductor.wake()
+        async with asyncio.timeout(20):
+            while not (why := played.conductor.status()["why_no_checkpoint"]):
+                await asyncio.sleep(0.01)
+    versions.unlink()
+    versions.with_name("elsewhere").rename(versions)
+    assert "Error" in why
+    assert played.conductor.status()["trainer"]["pid"] == pid
+    await played.conductor.checkpoint()
+    assert played.conductor.status()["why_no_checkpoint"] == ""
 
 
 async def whoever_wishes_hears_that_nothing_goes_on(played: Played) -> None:

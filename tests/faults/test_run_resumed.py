@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from small_runs import resume, rl, rows, sft, torch_as_it_was, train
 
-from tandem.errors import RunFenced
+from tandem.errors import CheckpointDamaged, RunFenced
 from tandem.io.manifest import digest_of, verify
 from tandem.recipes import build
 from tandem.runs import uploads
@@ -57,6 +57,18 @@ def test_from_any_checkpoint_a_run_comes_to_the_same_bytes(
         run = killed_after(tmp_path / "whole", version, tmp_path / f"killed-{version}")
         assert resume(run)["state"] == "succeeded"
         assert digest_run(run) == expected, f"from step {version}"
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_says_that_it_failed(tmp_path: Path) -> None:
+    train(sft(tmp_path, steps=2), tmp_path / "whole")
+    run = killed_after(tmp_path / "whole", 2, tmp_path / "run")
+    for weights in run.glob("checkpoints/step-*/weights.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointDamaged, match="no whole checkpoint is left"):
+        resume(run)
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["failure"]["rule"]) == ("failed", "checkpoint-damaged")
+    assert "no whole checkpoint is left" in status["error"]
 
 
 def test_with_a_lag_every_task_that_was_started_is_trained_on_once(

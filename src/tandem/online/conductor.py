@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tandem.errors import Conflict, EngineError, NotKnown, StoreFull, SyncError, TandemError
+from tandem.errors import Conflict, EngineError, NotKnown, SpecError, StoreFull, SyncError, TandemError
 from tandem.io.engine_wire import served_as_json
 from tandem.online import wire
 from tandem.online.child import TrainerProcess
@@ -36,7 +36,7 @@ from tandem.types import Fingerprints, Sampling
 _log = logging.getLogger(__name__)
 
 _STOP_S, _LAST_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S, _CANCEL_S = 0.3, 2.2, 1.0, 0.2, 10.0, 2.0, 5.0
-_DRAWN_TOKENS, _TRIES = 16, 3
+_DRAWN_TOKENS, _TRIES, _LOOKS = 16, 3, 8
 
 _ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
 
@@ -110,7 +110,10 @@ class Conductor:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
+        self._why_no_checkpoint = ""
         self._publishing = False
+        self._moved = 0
+        """Steps of which the trainer half told."""
 
     # --- life
 
@@ -173,6 +176,7 @@ class Conductor:
             "job": None if job is None else {"id": job.id, "version": job.version, **self._progress},
             "jobs": self.store.count(),
             "checkpointed": self._checkpointed,
+            "why_no_checkpoint": self._why_no_checkpoint,
         }
 
     # --- wishes
@@ -184,8 +188,7 @@ class Conductor:
         """A job that waits is cancelled; one that is trained ends after the step at hand."""
         state = await self.store.cancel(id, who)
         if state == "running":
-            with suppress(HalfLost):  # one that died, or hangs: nobody begins the job again
-                await self._ask(Cancel(id), _CANCEL_S)
+            await self._call_off(id)
             return {"id": id, "state": "cancelling"}
         if state == "cancelled":
             self._say(id)
@@ -193,8 +196,10 @@ class Conductor:
         raise Conflict(f"job '{id}' is {state}, and cannot be cancelled any more")
 
     async def activate(self, version: int, who: str, why: str = "") -> dict[str, Any]:
-        """Serves a version that was published before; jobs then go on from there."""
-        return await self._when_idle(lambda: self._activate(version, who, why))
+        """Serves a version that was published before; jobs then go on from there. One that is trained now gives way,
+        and is begun again."""
+        self._must_be_kept(version)
+        return await self._when_idle(lambda: self._activate(version, who, why), first=version != self.store.active)
 
     async def checkpoint(self) -> dict[str, Any]:
         """Master and optimizer of what is served, on the disk when this returns."""
@@ -202,7 +207,7 @@ class Conductor:
 
     def feedback(self, metric: str, version: int, value: float) -> bool:
         """What an answer of this version was worth; whether anybody watches that. A fall brings the version before
-        back, as soon as nothing else is under way."""
+        back."""
         watch, spec = self._watch, self.spec.watch
         if watch is None or spec is None or spec.metric != metric:
             return False
@@ -220,17 +225,24 @@ class Conductor:
             return await self._activate(parent, "watch", fall.text, fell=True)
 
         try:
-            await self._when_idle(work)
+            await self._when_idle(work, first=True)
         except TandemError as error:
             _log.error("version %d could not be taken back: %s", fall.version, error)
 
-    async def _when_idle(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _when_idle(self, work: Callable[[], Awaitable[T]], *, first: bool = False) -> T:
+        """`first`: a job that is trained now gives way to it."""
         if self._task is not None and self._task.done():
             raise EngineError(f"{_ENDED} {self._why_no_trainer}")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._wishes.put_nowait(_Wish(work, done))
         self.wake()
+        if first and self._running is not None:
+            await self._call_off(self._running.id)
         return await done
+
+    async def _call_off(self, id: str) -> None:
+        with suppress(HalfLost):  # one that died, or hangs: the job is looked at when another one has started
+            await self._ask(Cancel(id), _CANCEL_S)
 
     # --- the one task
 
@@ -251,6 +263,8 @@ class Conductor:
                 await self._end_trainer()  # what it trained was not committed
                 await asyncio.sleep(_FULL_S)
             except TandemError as error:
+                if isinstance(error, SpecError) and self.serving < 0:
+                    raise
                 await self._lost(error)
             except Exception as error:  # noqa: BLE001 - of one job: all others are still to be learned
                 _log.exception("what the conductor did failed")
@@ -273,7 +287,7 @@ class Conductor:
             await self._do(await self.store.begin(waiting[0].id))
             self._restarts = 0
         elif self._checkpoint_due():
-            await self._checkpoint()
+            await self._checkpoint_if_it_can_be()
 
     async def _grant(self, wish: _Wish) -> None:
         if wish.done.done():  # nobody waits any more
@@ -365,15 +379,33 @@ class Conductor:
             await half.peer.close()
             await asyncio.to_thread(half.process.stop, _STOP_S)
 
-    async def _ask(self, what: Asked, deadline_s: float | None = None) -> dict[str, Any]:
+    async def _ask(self, what: Asked, deadline_s: float = 0.0) -> dict[str, Any]:
         if self._half is None:
             raise HalfLost("online: there is no trainer half")
+        deadline_s = deadline_s or self.spec.trainer_deadline_s
         try:
             return await self._half.peer.ask(what, deadline_s)
         except TimeoutError:
             raise HalfLost(
                 f"online: the trainer half did not answer to {type(what).__name__} in {deadline_s:g} s"
             ) from None
+
+    async def _ask_to_train(self, asked: wire.Train) -> dict[str, Any]:
+        """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
+        if self._half is None:
+            raise HalfLost("online: there is no trainer half")
+        answer = asyncio.ensure_future(self._half.peer.ask(asked))
+        try:
+            looks = 0
+            while looks < _LOOKS:
+                moved = self._moved
+                done, _ = await asyncio.wait((answer,), timeout=self.spec.trainer_deadline_s / _LOOKS)
+                if done:
+                    return answer.result()
+                looks = looks + 1 if self._moved == moved else 0
+        finally:
+            answer.cancel()
+        raise HalfLost(f"online: the trainer half did no step of a job in {self.spec.trainer_deadline_s:g} s")
 
     # --- jobs
 
@@ -385,9 +417,11 @@ class Conductor:
         drawn = await self._drawn(groups)
         taught = await answered(self.engine, groups) if job.teaching.algorithm == "self_distill" else groups
         asked = wire.Train(job.id, job.version or 0, job.parent or 0, taught, replayed, rounds, drawn, job.teaching)
-        trained = msgspec.convert(await self._ask(asked), wire.Trained)
+        trained = msgspec.convert(await self._ask_to_train(asked), wire.Trained)
         result = msgspec.to_builtins(trained)
-        if trained.outcome != "passed":
+        if trained.outcome == "cancelled":
+            await self.store.again(job.id, "it gave way to another version", counts=False)
+        elif trained.outcome != "passed":
             await self.store.end(job.id, trained.outcome, trained.why, result)  # pyright: ignore[reportArgumentType]
         else:
             await self.store.commit(job, trained.digest, trained.bytes, result)
@@ -426,7 +460,7 @@ class Conductor:
             self._memory.remember(self.store.job(job.id), self.store.groups(job.id))
             self._say(job.id)
             if settled["anchor_due"]:
-                await self._checkpoint()
+                await self._checkpoint_if_it_can_be()
 
     async def _publish(self, version: int) -> None:
         self._publishing = True
@@ -454,8 +488,7 @@ class Conductor:
 
     async def _activate(self, version: int, who: str, why: str, *, fell: bool = False) -> dict[str, Any]:
         started = time.perf_counter()
-        if self.store.version(version)["state"] != "kept":
-            raise Conflict(f"version {version} is {self.store.version(version)['state']}, and cannot be served")
+        self._must_be_kept(version)
         if version != self.store.active:
             await self._ask(Activate(version))
             try:
@@ -468,6 +501,20 @@ class Conductor:
             await self._ensure_served()
         return {"version": version, "seconds": time.perf_counter() - started}
 
+    def _must_be_kept(self, version: int) -> None:
+        if (state := self.store.version(version)["state"]) != "kept":
+            raise Conflict(f"version {version} is {state}, and cannot be served")
+
+    async def _checkpoint_if_it_can_be(self) -> None:
+        """Nobody waits for it: one that fails, on a full disk say, is tried again in its time, and said."""
+        try:
+            await self._checkpoint()
+        except HalfLost:
+            raise
+        except TandemError as error:
+            self._checkpoint_at, self._why_no_checkpoint = time.monotonic(), str(error)
+            _log.error("no checkpoint: %s", error)
+
     async def _checkpoint(self) -> dict[str, Any]:
         usable = self.store.usable()
         keep = sorted({*usable[-self.spec.updates.keep :], max(self.store.active, 0)})
@@ -476,6 +523,7 @@ class Conductor:
             await self.store.mark(gone, "forgotten", why)
         written = msgspec.convert(await self._ask(Checkpoint(keep)), wire.Written)
         self._checkpointed, self._checkpoint_at = written.version, time.monotonic()
+        self._why_no_checkpoint = ""
         if not written.already:
             self.events.put("checkpoint", msgspec.to_builtins(written))
         return msgspec.to_builtins(written)
@@ -489,6 +537,7 @@ class Conductor:
     async def _handle(self, what: Asked) -> dict[str, Any]:
         match what:
             case Progress():
+                self._moved += 1
                 if self._running is not None and self._running.id == what.job:
                     self._progress = {"step": what.step, "steps": what.steps, "metrics": what.metrics}
                     self.events.put("progress", {"id": what.job, **self._progress})

@@ -223,7 +223,7 @@ class TrainerHalf:
         except Cancelled as error:
             self._back()
             return Trained("cancelled", str(error))
-        except (NonFinite, TandemError) as error:
+        except (NonFinite, TandemError, OSError) as error:  # OSError: the disk has no room for the update
             self._back()
             return Trained("failed", f"{type(error).__name__}: {error}")
         except BaseException:

@@ -228,14 +228,15 @@ class JobStore:
         await self._durable.write(change)
         return self.job(id)
 
-    async def again(self, id: str, why: str) -> None:
-        """Back to the queue, unless it was called off: nothing of it is left anywhere."""
+    async def again(self, id: str, why: str, *, counts: bool = True) -> None:
+        """Back to the queue, unless it was called off: nothing of it is left anywhere. `counts`: as an attempt."""
 
         def change(db: sqlite3.Connection) -> None:
             (called_off,) = db.execute("SELECT called_off FROM jobs WHERE id = ?", (id,)).fetchone()
             if called_off:
                 return _end(db, id, "cancelled", "it was called off")
-            db.execute("UPDATE jobs SET state = 'queued', version = NULL, why = ? WHERE id = ?", (why, id))
+            sql = "UPDATE jobs SET state = 'queued', version = NULL, why = ?, attempt = attempt - ? WHERE id = ?"
+            db.execute(sql, (why, 0 if counts else 1, id))
             _note(db, "server", "again", {"job": id, "why": why})
 
         await self._durable.write(change)

@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import ArtifactError, SpecError
+from tandem.errors import ArtifactError, SpecError, TandemError
 from tandem.obs.history import read_status
 from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
 from tandem.obs.trackers.feed import Feed, openers
 from tandem.runs.checkpoints import Checkpoints
+from tandem.runs.failures import classify_error
 from tandem.runs.keeper import Keeper
 from tandem.runs.lease import Lease, begin, need_room
-from tandem.runs.resume import finished, spec_of
+from tandem.runs.resume import finished, say_failed, spec_of
 from tandem.runs.run import Run
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.artifacts import ArtifactsSpec
@@ -87,7 +88,11 @@ def _go(
     try:
         shelf = Checkpoints(directory, permit=lease.check)
         shelf.sweep()
-        found = shelf.newest()
+        try:
+            found = shelf.newest()
+        except TandemError as error:
+            say_failed(directory, read_status(directory), classify_error(error), f"{type(error).__name__}: {error}")
+            raise
         made = Run(
             directory, name=spec.name, recipe=spec.recipe, view=view, lease=lease, strict=spec.strict,
             earlier=found.state["run"] if found else None,

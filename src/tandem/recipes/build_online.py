@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem.data.conversation import Conversation
 from tandem.errors import SpecError
 from tandem.online.demonstrations import Judged
 from tandem.online.half import Canary, Parts
@@ -145,13 +146,20 @@ def _bridge(spec: OnlineSpec, device: Any) -> WeightBridge:
     return BroadcastBridge(device, deadline_s=spec.publish_deadline_s, backend=way)
 
 
-def _held_out(spec: OnlineSpec, model: build.Model) -> list[Trajectory]:
+def held_out_rows(spec: OnlineSpec) -> Sequence[Conversation]:
     if not spec.gates.held_out:
         return []
     data = FileData(path=spec.gates.held_out, eval_share=0.0, max_examples=spec.gates.held_out_samples)
-    rows = build.rows(data, "gates.held_out").train
+    if not (found := build.rows(data, "gates.held_out").train):
+        raise SpecError(f"gates.held_out = '{spec.gates.held_out}': no conversation is in it")
+    return found
+
+
+def _held_out(spec: OnlineSpec, model: build.Model) -> list[Trajectory]:
+    if not (rows := held_out_rows(spec)):
+        return []
     found = [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
-    if not found or max(len(each.ids) for each in found) > model.context:
+    if max(len(each.ids) for each in found) > model.context:
         raise SpecError(
             f"gates.held_out = '{spec.gates.held_out}': needs conversations of at most {model.context} tokens each"
         )

@@ -26,6 +26,7 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
     from tandem.serve.online_keys import KeyRing, Keys
     from tandem.serve.online_past import Past
 
+    build_online.held_out_rows(spec)  # what is wrong with them is better said before anything starts
     token = listen.token()
     store = JobStore(listen.data_dir / "jobs")
     log = listen.data_dir / "trainer.log"

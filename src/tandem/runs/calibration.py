@@ -18,6 +18,7 @@ class Machine:
     memory_gib: float
     usable: float
     context_gib: float
+    kept_gib: float
     asleep_gib: float
     bandwidth_gb_s: float
     train_flops: float

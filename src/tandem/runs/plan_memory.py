@@ -51,8 +51,9 @@ def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> list[Ph
         found.append(Phase("rollout", static + awake + machine.context_gib, {**always, "engine": awake, **context}))
     train = _train(spec, shape, spec.train, work, always, machine)
     beside = engine["in training"]
-    parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
-    found.append(Phase("train", train.peak_gib + beside + machine.context_gib, parts))
+    kept = machine.kept_gib
+    parts = {**train.parts, **({"engine": beside} if beside else {}), **({"freed": kept} if kept else {}), **context}
+    found.append(Phase("train", train.peak_gib + beside + kept + machine.context_gib, parts))
     if isinstance(spec, RlSpec):
         moved = sync_bytes(spec, shape)
         staged = _staged(spec, moved) / _GIB
@@ -199,11 +200,12 @@ def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[s
         return {"awake": 0.0, "in training": 0.0}
     engine, width = spec.engine, width_of(spec.precision)
     if isinstance(engine, HfEngineSpec):  # it keeps its cache
-        cache = cache_gib(shape, work, width, engine.kv_gib)
+        cache = cache_gib(shape, work, width, engine.kv_gib, touched=not machine.on_gpu)
         return {"awake": cache, "in training": cache}
     if isinstance(engine, ServerEngineSpec) and not engine.url:
         copies = shape.total * width / _GIB * (not isinstance(spec.sync, SharedSync))
-        held = engine.replicas * (copies + cache_gib(shape, work, width, engine.kv_gib) + machine.context_gib)
+        cache = cache_gib(shape, work, width, engine.kv_gib, touched=not machine.on_gpu)
+        held = engine.replicas * (copies + cache + machine.context_gib)
         return {"awake": held, "in training": held}
     if isinstance(engine, VllmEngineSpec) and colocated(engine) and machine.on_gpu:
         awake = engine.memory_share * machine.memory_gib + machine.asleep_gib
@@ -221,10 +223,12 @@ def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:
     return engine.sleep == "free" or (engine.sleep == "auto" and spec.train.max_lag == 0)
 
 
-def cache_gib(shape: Shape, work: Work, width: int, most_gib: float) -> float:
-    """Of the embedded engine, which grows to what is asked."""
+def cache_gib(shape: Shape, work: Work, width: int, most_gib: float, *, touched: bool) -> float:
+    """Of the embedded engine, which grows to what is asked. `touched`: what is written of it alone, as on a CPU."""
     one = sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
-    rows, length = sizes.cache_held(work.rows, work.row_tokens + 1, int(most_gib * _GIB / one))
+    rows, length = work.rows, work.row_tokens + 1
+    if not touched:
+        rows, length = sizes.cache_held(rows, length, int(most_gib * _GIB / one))
     return min(rows * length * one / _GIB, max(most_gib, length * one / _GIB))
 
 

@@ -86,7 +86,8 @@ def _rl(
     masked = sizes.sharing_pays(shape.hidden, lengths, tree) and tree <= stage.micro_tokens
     if masked:
         expected = stage.groups_per_step * tree
-        row = min(int(tree * _LONGEST_TREE), stage.micro_tokens)
+        longest_tree = min(int(tree * _LONGEST_TREE), prompt_tokens + stage.group_size * stage.max_tokens)
+        row = min(longest_tree, stage.micro_tokens)
         most = stage.groups_per_step * row
     micro, number = _micro(stage, most, row)
     under_way = sequences * (stage.max_lag + 1)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import RunError
+from tandem.io import atomic
 from tandem.io.jsonl import read_jsonl
 from tandem.io.manifest import digest_of
 from tandem.runs.checkpoints import Checkpoints
+from tandem.runs.failures import Failure
 from tandem.spec.load import load_spec
 from tandem.spec.run import RunSpec
 from tandem.types import MEASURED
@@ -65,3 +67,10 @@ def _log_digest(metrics: Path) -> str:
         kept = {key: value for key, value in row.items() if not key.startswith(MEASURED)}
         found.update((json.dumps(kept) + "\n").encode())
     return found.hexdigest()
+
+
+def say_failed(directory: Path, status: Mapping[str, Any], failure: Failure, why: str) -> None:
+    """Of a run that no process has open and whose status does not say how it ended. Whoever says it holds the lease."""
+    if status.get("state") in ("queued", "running"):
+        told = {"state": "failed", "error": why, "failure": failure.row()}
+        atomic.write_json(directory / "status.json", {**status, **told})

@@ -30,6 +30,7 @@ from tandem.io.process import identity, is_there
 from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
 from tandem.runs.lease import Lease, need_room, refuse_used
 from tandem.runs.liveness import STACKS, Observer, read_sign
+from tandem.runs.resume import say_failed
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
 ATTEMPTS, _SUPERVISOR = "attempts.jsonl", "supervisor.json"
@@ -205,15 +206,12 @@ class Supervisor:
 
     def _conclude(self, failure: Failure) -> None:
         """A process that was killed could not say how it ended."""
-        status = self._status()
-        if status and status.get("state") in ("queued", "running"):
-            told = {"state": "failed", "error": f"{failure.failure_class}: {failure.next}", "failure": failure.row()}
-            with suppress(OSError, RunError, NoRoom):  # another process works on it; or the disk is full: it was said
-                lease = Lease(self.directory)
-                try:
-                    atomic.write_json(self.directory / "status.json", {**status, **told})
-                finally:
-                    lease.close()
+        with suppress(OSError, RunError, NoRoom):  # another process works on it; or the disk is full: it was said
+            lease = Lease(self.directory)
+            try:
+                say_failed(self.directory, self._status(), failure, f"{failure.failure_class}: {failure.next}")
+            finally:
+                lease.close()
 
     @contextmanager
     def _named(self) -> Generator[None]:

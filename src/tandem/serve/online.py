@@ -26,6 +26,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any, Protocol
+from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -150,6 +151,7 @@ class ActivateBody(Strict):
 class _Api:
     def __init__(self, conductor: Conductor, model: Model, sessions: Sessions) -> None:
         self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
     # --- teaching
 
@@ -272,8 +274,9 @@ class _Api:
     async def _repeatable(self, request: Request, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
         """Done once for a key. These do nothing new when they are done again, should the server die in between."""
         once = await _once(request)
-        if (reply := self.store.answered(once)) is None:
-            reply = await self.store.answer(once, await work())
+        async with self._turns.setdefault(once.key, asyncio.Lock()):  # it goes with the last who holds it
+            if (reply := self.store.answered(once)) is None:
+                reply = await self.store.answer(once, await work())
         return JSONResponse(reply)
 
 

@@ -34,7 +34,7 @@ class GateSpec(Spec):
     new one, in nats a token. It tells better than anything else how much is forgotten."""
     kl_prompts: int = Field(default=4, ge=0)
     """Prompts of the job that are sampled for it; 0 leaves the gate out."""
-    canaries: tuple[CanarySpec, ...] = ()
+    canaries: tuple[CanarySpec, ...] = Field(default=(), strict=False)
     """Questions whose answers must stay as they are."""
     canary_drop: float = Field(default=1.0, ge=0)
     """The logprob of a canary's answer may fall by so many nats in all."""
