@@ -7,13 +7,15 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.errors import EngineError
+from tandem.errors import Conflict, EngineError, SyncError
 from tandem.inside.sources import open_source
 from tandem.online.child import TrainerProcess
 from tandem.online.conductor import Conductor
@@ -74,9 +76,11 @@ def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: py
         await played.conductor.start()
         try:
             await a_version_that_the_engine_refuses_is_not_served(played, monkeypatch)
+            await an_activation_that_the_engine_refuses_is_taken_back(played, monkeypatch)
             await a_context_that_leaves_no_room_for_an_answer_is_learned(played)
             await a_job_that_nobody_foresaw_fails_alone(played)
             await a_wish_that_nobody_foresaw_is_answered(played)
+            await a_version_that_is_damaged_is_not_activated(played)
             await a_job_is_called_off_while_nobody_trains_it(played)
             await a_job_gives_way_to_a_version_and_is_begun_again(played)
             await a_trainer_half_that_stands_still_is_started_again(played)
@@ -90,17 +94,8 @@ def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: py
 
 async def a_version_that_the_engine_refuses_is_not_served(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary is asked when the engine has flipped already."""
-    before, generate, flipped = await played.engine.fingerprints(), played.engine.generate, list[int]()
-
-    async def odd(prompt: Any, sampling: Any, **options: Any) -> Any:
-        told = await generate(prompt, sampling, **options)
-        if sampling.temperature or played.engine.version == 0:
-            return told
-        flipped.append(played.engine.version)
-        return replace(told, logprobs=[each - 5 for each in told.logprobs])
-
-    with monkeypatch.context() as patched:
-        patched.setattr(played.engine, "generate", odd)
+    before = await played.engine.fingerprints()
+    with canary_fails(played, monkeypatch, but_for=0) as flipped:
         job = await played.until(await played.teach(), *ENDED)
     assert (job.state, "nats a token about a fixed prompt" in job.why) == ("failed", True)
     assert flipped == [1]
@@ -109,6 +104,49 @@ async def a_version_that_the_engine_refuses_is_not_served(played: Played, monkey
             await asyncio.sleep(0.01)
     assert await played.engine.fingerprints() == before
     assert (await played.until(await played.teach(), *ENDED)).parent == 0
+
+
+async def an_activation_that_the_engine_refuses_is_taken_back(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    active, before = played.store.active, await played.engine.fingerprints()
+    assert active
+    with canary_fails(played, monkeypatch, but_for=active) as flipped, pytest.raises(SyncError, match="fixed prompt"):
+        await asyncio.wait_for(played.conductor.activate(0, "me"), 30)
+    assert flipped == [0]
+    assert (played.store.active, played.conductor.serving) == (active, active)
+    assert await played.engine.fingerprints() == before
+    assert (await played.until(await played.teach(), *ENDED)).parent == active
+
+
+async def a_version_that_is_damaged_is_not_activated(played: Played) -> None:
+    for _ in range(2):
+        active = (await played.until(await played.teach(), *ENDED)).version
+    assert active
+    (update,) = played.versions.glob(f"update-*{active}-from-*")
+    changed = max(update.iterdir(), key=lambda path: path.stat().st_size)
+    whole = changed.read_bytes()
+    changed.write_bytes(whole[:-1])
+    with pytest.raises(Conflict, match=f"version {active - 1} is damaged"):
+        await asyncio.wait_for(played.conductor.activate(active - 1, "me"), 30)
+    changed.write_bytes(whole)
+    assert played.store.version(active - 1)["state"] == "damaged"
+    assert (await played.until(await played.teach(), *ENDED)).parent == active
+
+
+@contextmanager
+def canary_fails(played: Played, monkeypatch: pytest.MonkeyPatch, *, but_for: int) -> Iterator[list[int]]:
+    """In any version but one; yields those that failed."""
+    generate, flipped = played.engine.generate, list[int]()
+
+    async def odd(prompt: Any, sampling: Any, **options: Any) -> Any:
+        told = await generate(prompt, sampling, **options)
+        if sampling.temperature or played.engine.version == but_for:
+            return told
+        flipped.append(played.engine.version)
+        return replace(told, logprobs=[each - 5 for each in told.logprobs])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(played.engine, "generate", odd)
+        yield flipped
 
 
 async def a_context_that_leaves_no_room_for_an_answer_is_learned(played: Played) -> None:

@@ -19,7 +19,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from tandem.errors import Conflict, EngineError, NotKnown, SpecError, StoreFull, SyncError, TandemError
+from tandem.errors import (
+    CheckpointDamaged,
+    Conflict,
+    EngineError,
+    NotKnown,
+    SpecError,
+    StoreFull,
+    SyncError,
+    TandemError,
+)
 from tandem.io.engine_wire import served_as_json
 from tandem.online import wire
 from tandem.online.child import TrainerProcess
@@ -483,23 +492,43 @@ class Conductor:
         await self.store.refused(job, f"it could not be published: {why}")
         await self._ask(wire.Settle(job.version or 0, False))
         self._say(job.id)
-        if self.engine.version != self.store.active:  # the canary is asked after the flip
-            await self._publish(self.store.active)
+        await self._serve_again()
 
     async def _activate(self, version: int, who: str, why: str, *, fell: bool = False) -> dict[str, Any]:
         started = time.perf_counter()
         self._must_be_kept(version)
         if version != self.store.active:
-            await self._ask(Activate(version))
             try:
-                await self.store.activate(version, who, why)
+                await self._ask(Activate(version))
+            except CheckpointDamaged as error:
+                await self.store.mark([version], "damaged", str(error))
+                raise Conflict(f"version {version} is damaged, and cannot be served: {error}") from error
+            try:
+                before = await self.store.activate(version, who, why)
             except TandemError:
                 await self._end_trainer()  # it is there already, and jobs do not go on from there
                 raise
             if fell and self._watch is not None:
                 self._watch.activated(version, fell=True)
-            await self._ensure_served()
+            try:
+                await self._ensure_served()
+            except (HalfLost, StoreFull):
+                raise
+            except TandemError as error:
+                await self._activate_again(before, f"version {version} could not be served: {error}")
+                raise
         return {"version": version, "seconds": time.perf_counter() - started}
+
+    async def _activate_again(self, version: int, why: str) -> None:
+        _log.error("%s", why)
+        await self._ask(Activate(version))
+        await self.store.activate(version, "server", why)
+        await self._serve_again()
+
+    async def _serve_again(self) -> None:
+        """The canary is asked after the flip: the engine may hold what it refused."""
+        if self.engine.version != self.store.active:
+            await self._publish(self.store.active)
 
     def _must_be_kept(self, version: int) -> None:
         if (state := self.store.version(version)["state"]) != "kept":

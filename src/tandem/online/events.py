@@ -23,11 +23,17 @@ class Event:
 class Events:
     def __init__(self) -> None:
         self._number = 0
-        self._listeners: set[asyncio.Queue[Event]] = set()
+        self._listeners: set[asyncio.Queue[Event | None]] = set()
 
     def put(self, kind: str, data: Mapping[str, Any], *, ended: bool = False) -> None:
         self._number += 1
-        event = Event(self._number, kind, data, ended)
+        self._put(Event(self._number, kind, data, ended))
+
+    def end(self) -> None:
+        """Whoever listens has heard all."""
+        self._put(None)
+
+    def _put(self, event: Event | None) -> None:
         for queue in self._listeners:
             if queue.full():
                 queue.get_nowait()
@@ -35,10 +41,10 @@ class Events:
 
     async def listen(self) -> AsyncIterator[Event]:
         """From now on."""
-        queue: asyncio.Queue[Event] = asyncio.Queue(_KEPT)
+        queue: asyncio.Queue[Event | None] = asyncio.Queue(_KEPT)
         self._listeners.add(queue)
         try:
-            while True:
-                yield await queue.get()
+            while (event := await queue.get()) is not None:
+                yield event
         finally:
             self._listeners.discard(queue)

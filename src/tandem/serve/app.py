@@ -100,6 +100,7 @@ class Service:
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     close: Callable[[], Awaitable[None]] | None = None
+    """Once all requests have ended."""
     why_unfit: Callable[[], str] = lambda: ""
     """Why it cannot answer, for /health; empty if it can."""
     start: Callable[[], Awaitable[None]] | None = None
@@ -111,6 +112,8 @@ class Service:
     """Beside /health: who calls them needs no token."""
     hot: Sequence[HotRoute] = ()
     """Tried before the router."""
+    ending: Callable[[], None] = lambda: None
+    """When the server was told to end: streams without an end of their own are to end now."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
@@ -128,6 +131,7 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
     app = FastAPI(
         title=service.name, routes=[*service.hot], lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
+    app.state.ending = service.ending
     registry = CollectorRegistry()
 
     @app.get("/health")

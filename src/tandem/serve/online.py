@@ -130,6 +130,7 @@ def online_service(
         router,
         limits={**openai.limits, **limits},
         registry=registry,
+        ending=conductor.events.end,
         close=close,
         why_unfit=conductor.why_unfit,
         start=start,

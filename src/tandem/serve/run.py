@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -103,6 +103,10 @@ class Server(uvicorn.Server):
             ready = {"url": self.url, "pid": os.getpid(), "token_file": str(self.listen.token_file.resolve())}
             atomic.write_json(self.listen.ready_file, ready)
         self.tell(f"{self.name} listens at {self.url} (token in {self.listen.token_file})")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cast("FastAPI", self.config.app).state.ending()
+        await super().shutdown(sockets)
 
     def _socket(self) -> socket.socket:
         host, port = self.listen.host, self.listen.port
