@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,41 +35,21 @@ from tandem.online.child import TrainerProcess
 from tandem.online.demonstrations import answered
 from tandem.online.events import Events
 from tandem.online.jobs import ENDED, Job, JobStore
+from tandem.online.needs import EngineEnd, Memory, OnlineEngine, drawn_from
 from tandem.online.peer import HalfLost, Peer
 from tandem.online.watch import Fall, Watch
 from tandem.online.wire import Activate, Asked, Attach, Cancel, Checkpoint, Load, Open, Progress, Publish, Sample
-from tandem.protocols import Engine, WeightSource
 from tandem.spec.online import OnlineSpec
-from tandem.types import Fingerprints, Sampling
+from tandem.types import Sampling
 
 _log = logging.getLogger(__name__)
 
 _STOP_S, _LAST_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S, _CANCEL_S = 0.3, 2.2, 1.0, 0.2, 10.0, 2.0, 5.0
-_DRAWN_TOKENS, _TRIES, _LOOKS = 16, 3, 8
+_TRIES, _LOOKS = 3, 8
 
 _ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
 
 T = TypeVar("T")
-
-
-class EngineEnd(WeightSource, Protocol):
-    @property
-    def reply(self) -> Mapping[str, Any]: ...
-
-
-class OnlineEngine(Engine, Protocol):
-    """An engine of this process."""
-
-    @property
-    def boot_id(self) -> str: ...
-    async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
-
-
-class Memory(Protocol):
-    """Earlier samples: see online/replay.py."""
-
-    def remember(self, job: Job, groups: Sequence[Sequence[wire.Sequence1]]) -> None: ...
-    def draw(self, job: Job, groups: Sequence[Sequence[wire.Sequence1]]) -> tuple[list[list[wire.Sequence1]], int]: ...
 
 
 @dataclass
@@ -423,7 +403,7 @@ class Conductor:
         self._say(job.id)
         groups = self.store.groups(job.id)
         replayed, rounds = self._memory.draw(job, groups)
-        drawn = await self._drawn(groups)
+        drawn = await drawn_from(self.engine, groups, self.spec.gates.kl_prompts, self._context)
         taught = await answered(self.engine, groups) if job.teaching.algorithm == "self_distill" else groups
         asked = wire.Train(job.id, job.version or 0, job.parent or 0, taught, replayed, rounds, drawn, job.teaching)
         trained = msgspec.convert(await self._ask_to_train(asked), wire.Trained)
@@ -438,16 +418,6 @@ class Conductor:
             await self._ensure_served()
         self._running, self._progress = None, {}
         self._say(job.id)
-
-    async def _drawn(self, groups: Sequence[Sequence[wire.Sequence1]]) -> list[tuple[list[int], list[int]]]:
-        """What the version that is served says to the job's prompts: there the KL gate looks."""
-        prompts = [each.ids[: each.first] for group in groups for each in group[:1]][: self.spec.gates.kl_prompts]
-        room = [min(_DRAWN_TOKENS, self._context - len(prompt)) for prompt in prompts]
-        sampling = [Sampling(max_tokens=most, temperature=1.0, seed=n) for n, most in enumerate(room)]
-        answers = await asyncio.gather(
-            *(self.engine.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True))
-        )
-        return [(prompt, answer.ids) for prompt, answer in zip(prompts, answers, strict=True)]
 
     # --- versions
 
