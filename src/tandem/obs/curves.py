@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.io.atomic import write_bytes
 from tandem.obs.wording import printable
 
 if TYPE_CHECKING:
@@ -24,20 +22,9 @@ Eval = tuple[int, float]
 _STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "preference": "preferences", "rl": "RL"}
 
 
-@dataclass(frozen=True)
-class _Theme:
-    background: str
-    ink: str
-    muted: str
-    grid: str
-    shade: str
-    main: str
-    accent: str
-    side: str
-
-
-_LIGHT = _Theme("#ffffff", "#1d2329", "#69727c", "#e9ecef", "#f3f5f8", "#2563eb", "#d9480f", "#0d7a6f")
-_DARK = _Theme("#15191f", "#e3e7ec", "#939daa", "#282f38", "#1c222a", "#6ea0ff", "#ff9a5c", "#4fd1c0")
+_PAPER, _INK, _MUTED, _GRID, _SHADE = "#ffffff", "#1d2329", "#69727c", "#e9ecef", "#f3f5f8"
+_MAIN, _ACCENT, _SIDE = "#2563eb", "#d9480f", "#0d7a6f"
+_PLACES = {"left": 0.06, "right": 0.985, "top": 0.88, "bottom": 0.055, "hspace": 0.3, "wspace": 0.28}
 
 
 @dataclass(frozen=True)
@@ -64,21 +51,16 @@ _SMALL_PANELS = (
 )
 
 
-def draw_curves(rows: Sequence[Row], path: Path, title: str = "", *, evals: Sequence[Eval] = ()) -> None:
-    write_bytes(path, curves_png(rows, title, evals=evals))
-
-
-def curves_png(rows: Sequence[Row], title: str = "", *, evals: Sequence[Eval] = (), dark: bool = False) -> bytes:
+def curves_png(rows: Sequence[Row], title: str = "", *, evals: Sequence[Eval] = ()) -> bytes:
     """Reward (of supervised training: loss) with the evaluations on it; below, what explains it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    theme = _DARK if dark else _LIGHT
-    figure = Figure(figsize=(10.5, 6.0), dpi=144, facecolor=theme.background, layout="constrained")
+    figure = Figure(figsize=(10.5, 6.0), dpi=144, facecolor=_PAPER)
     FigureCanvasAgg(figure)
-    _fill(figure, rows, title, evals, theme)
+    _fill(figure, rows, title, evals)
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", facecolor=theme.background, metadata={"Software": None})
+    figure.savefig(buffer, format="png", facecolor=_PAPER, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -91,31 +73,30 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval], theme: _Theme) -> None:
+def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]) -> None:
     has_reward = any("reward/mean" in row for row in rows)
     top = _Panel("Reward", "reward/mean", ("rl",)) if has_reward else _Panel("Loss", "loss/total", _ANY)
     small = [panel for panel in _SMALL_PANELS if _series(rows, panel)[0] and (has_reward or panel.key != top.key)][:4]
-    figure.get_layout_engine().set(w_pad=0.09, h_pad=0.07, hspace=0.05, wspace=0.02)  # type: ignore[union-attr]
     heights = [2.1, 1] if small else [1]
-    grid = figure.add_gridspec(len(heights), max(len(small), 1), height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), max(len(small), 1), height_ratios=heights, **_PLACES)
     if title := printable(title):
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=theme.ink, parse_math=False)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK, parse_math=False)
     axes = figure.add_subplot(grid[0, :])
-    _dress(axes, theme, f"{top.title} by optimizer step", ticks=10)
-    _draw_main(axes, rows, top, theme)
-    _draw_evals(axes, evals, theme, "held-out accuracy" if has_reward else "held-out loss")
-    _shade_stages(axes, rows, theme)
+    _dress(axes, f"{top.title} by optimizer step", ticks=10)
+    _draw_main(axes, rows, top)
+    _draw_evals(axes, evals, "held-out accuracy" if has_reward else "held-out loss")
+    _shade_stages(axes, rows)
     if axes.get_legend_handles_labels()[0]:
         corner = "lower right" if has_reward else "upper right"
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=theme.ink, loc=corner)
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc=corner)
     for column, panel in enumerate(small):
         axes = figure.add_subplot(grid[1, column])
-        _dress(axes, theme, panel.title, whole=panel.whole)
+        _dress(axes, panel.title, whole=panel.whole)
         steps, values = _series(rows, panel)
         axes.plot(
             steps,
             values,
-            color=theme.side,
+            color=_SIDE,
             linewidth=1.3,
             drawstyle="steps-mid" if panel.whole else "default",
             marker="o" if len(steps) == 1 else "",
@@ -141,17 +122,17 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _dress(axes: Axes, theme: _Theme, title: str, *, ticks: int = 6, whole: bool = False) -> None:
+def _dress(axes: Axes, title: str, *, ticks: int = 6, whole: bool = False) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_facecolor(theme.background)
-    axes.set_title(title, loc="left", fontsize=9.5, color=theme.ink, pad=8)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.set_facecolor(_PAPER)
+    axes.set_title(title, loc="left", fontsize=9.5, color=_INK, pad=8)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(theme.grid)
-    axes.tick_params(length=0, labelsize=8, colors=theme.muted)
+        spine.set_color(_GRID)
+    axes.tick_params(length=0, labelsize=8, colors=_MUTED)
     round_steps = [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, steps=round_steps, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=whole, nbins=6, steps=round_steps))
@@ -159,7 +140,7 @@ def _dress(axes: Axes, theme: _Theme, title: str, *, ticks: int = 6, whole: bool
     axes.margins(x=0.015)
 
 
-def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
+def _shade_stages(axes: Axes, rows: Sequence[Row]) -> None:
     """Each stage of several a band with its name at the top; the supervised ones tinted."""
     bands = [
         (stage, [int(row["step"]) for row in members])
@@ -171,7 +152,7 @@ def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
     axes.set_ylim(low, high + 0.06 * (high - low))  # room for the names
     for stage, steps in bands:
         if stage != "rl":
-            axes.axvspan(steps[0] - 1, steps[-1], color=theme.shade, linewidth=0, zorder=0)
+            axes.axvspan(steps[0] - 1, steps[-1], color=_SHADE, linewidth=0, zorder=0)
         axes.annotate(
             _STAGE_NAMES.get(stage, stage),
             ((steps[0] - 1 + steps[-1]) / 2, 1),
@@ -181,11 +162,11 @@ def _shade_stages(axes: Axes, rows: Sequence[Row], theme: _Theme) -> None:
             ha="center",
             va="top",
             fontsize=8.5,
-            color=theme.muted,
+            color=_MUTED,
         )
 
 
-def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel, theme: _Theme) -> None:
+def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel) -> None:
     steps, values = _series(rows, panel)
     if not steps:
         return
@@ -194,7 +175,7 @@ def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel, theme: _Theme) ->
     axes.plot(
         steps,
         values,
-        color=theme.main,
+        color=_MAIN,
         linewidth=1,
         alpha=0.38 if window > 1 else 1,
         label=noun,
@@ -205,14 +186,14 @@ def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel, theme: _Theme) ->
         axes.plot(
             steps,
             rolling_mean(values, window),
-            color=theme.main,
+            color=_MAIN,
             linewidth=2.2,
             solid_capstyle="round",
             label=f"rolling mean over {window} steps",
         )
 
 
-def _draw_evals(axes: Axes, evals: Sequence[Eval], theme: _Theme, label: str) -> None:
+def _draw_evals(axes: Axes, evals: Sequence[Eval], label: str) -> None:
     if not evals:
         return
     from matplotlib.patheffects import withStroke
@@ -221,12 +202,12 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], theme: _Theme, label: str) ->
     axes.plot(
         steps,
         values,
-        color=theme.accent,
+        color=_ACCENT,
         linewidth=1,
         linestyle=(0, (2, 3)),
         marker="D",
         markersize=6,
-        markeredgecolor=theme.background,
+        markeredgecolor=_PAPER,
         label=label,
         zorder=4,
         clip_on=False,
@@ -244,6 +225,6 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], theme: _Theme, label: str) ->
             ha="center",
             fontsize=8.5,
             fontweight="bold",
-            color=theme.accent,
-            path_effects=[withStroke(linewidth=2.5, foreground=theme.background)],
+            color=_ACCENT,
+            path_effects=[withStroke(linewidth=2.5, foreground=_PAPER)],
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io.atomic import write_bytes
-from tandem.obs.curves import curves_png, draw_curves
+from tandem.obs.curves import curves_png
 from tandem.obs.history import History, drops, evaluations, largest, number, read_history, timing, total
 from tandem.obs.planned import against_plan
 from tandem.obs.wording import (
@@ -116,17 +116,14 @@ def _evaluations(history: History) -> list[dict[str, Any]]:
     ]
 
 
-def _curves(history: History) -> dict[str, str]:
-    """The picture for both colour schemes; the light one is also curves.png."""
+def _curves(history: History) -> str:
+    """The picture, which is also curves.png."""
     if not history.rows:
-        return {}
+        return ""
     evals = [(item.step, item.value) for item in evaluations(history)]
-    draw_curves(history.rows, history.directory / "curves.png", history.name, evals=evals)
-    pictures = {
-        "light": (history.directory / "curves.png").read_bytes(),
-        "dark": curves_png(history.rows, history.name, evals=evals, dark=True),
-    }
-    return {theme: base64.b64encode(png).decode("ascii") for theme, png in pictures.items()}
+    picture = curves_png(history.rows, history.name, evals=evals)
+    write_bytes(history.directory / "curves.png", picture)
+    return base64.b64encode(picture).decode("ascii")
 
 
 def _sync(history: History) -> list[tuple[str, str]]:
