@@ -15,6 +15,7 @@ from tandem import recipes
 from tandem.obs.live import LiveView
 from tandem.runs.run import Run
 from tandem.spec.load import load_spec, parse_spec
+from tandem.spec.run import RunSpec
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
@@ -43,14 +44,17 @@ class Trained:
 Train = Callable[..., Trained]
 
 
+def trained(spec: RunSpec, directory: Path) -> Trained:
+    printed = io.StringIO()
+    view = LiveView(directory.name, Console(file=printed, width=120))
+    return Trained(recipes.run(spec, directory, view=view), printed.getvalue())
+
+
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
     """`train(spec, "key=value", ..., name="a")`: a spec's path or its table, with overrides."""
 
     def run(spec: Path | dict[str, Any], *overrides: str, name: str = "run") -> Trained:
-        checked = load_spec(spec, overrides) if isinstance(spec, Path) else parse_spec(spec)
-        printed = io.StringIO()
-        view = LiveView(name, Console(file=printed, width=120))
-        return Trained(recipes.run(checked, tmp_path / name, view=view), printed.getvalue())
+        return trained(load_spec(spec, overrides) if isinstance(spec, Path) else parse_spec(spec), tmp_path / name)
 
     return run
