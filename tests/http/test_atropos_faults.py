@@ -52,10 +52,12 @@ def test_the_step_counts_batches_that_were_trained_on_not_those_that_could_be_ma
 
 
 def test_a_batch_that_a_trainer_did_not_read_to_its_end_comes_again(client: Client):
-    client.begin(batch_size=64)
-    client.join(group_size=64)
-    first, second = (group(64, length=500, seed=seed) for seed in (1, 2))
-    client.post("/scored_data_list", [first, second])
+    """More of it than a system's buffers take: else it is sent, whoever reads."""
+    client.begin(batch_size=8, max_token_len=50_000)
+    client.join(group_size=8)
+    first, second = (group(8, length=50_000, seed=seed) for seed in (1, 2))
+    for each in (first, second):
+        client.post("/scored_data", each)
     assert seeds(client.get("/batch")["batch"]) == first["scores"][:1]
     url = httpx.URL(str(client.http.base_url))
     for _ in range(2):

@@ -12,13 +12,11 @@ from conftest import Train
 
 FLAKY = """
 import os
+import random
 from dataclasses import dataclass
-from itertools import count
 
 from tandem.env.tools import Tools
 from tandem.types import Outcome, Task
-
-PLAYED = count()
 
 
 def add(a: int, b: int) -> int:
@@ -39,7 +37,7 @@ class Flaky:
         await self.tools.play(chat, most=2)
         if task.id == "train 3":
             os._exit(9)
-        return Outcome(float(next(PLAYED) % 3), {"correct": 0.0})
+        return Outcome(random.SystemRandom().random(), {"correct": 0.0})
 
     def demonstrate(self, task, rng):
         return [{"role": "assistant", "content": rng.choice("abc")}]

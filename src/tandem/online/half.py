@@ -351,7 +351,8 @@ class TrainerHalf:
     def _checkpoint(self, keep: Sequence[int]) -> Written:
         self._refresh_state()
         version = self._teacher.version
-        if self._anchored == version or self._store.known()[version].anchored:
+        known = self._store.known().get(version)
+        if self._anchored == version or (known and known.anchored):
             return Written(version, 0, 0.0, already=True)
         written = self._store.anchor(version, self._held.tensors, self._open_parts.optimizer.state())
         self._anchored = version

@@ -271,7 +271,8 @@ class VersionStore:
         try:
             manifest.verify(path)
         except CheckpointDamaged as error:
-            self.damaged[path.name] = str(error)
+            if path.is_dir():  # it may be all of them that cannot be reached, for a while
+                self.damaged[path.name] = str(error)
             raise
         return json.loads((path / _HEAD).read_text(encoding="utf-8"))
 
