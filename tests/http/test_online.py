@@ -106,6 +106,13 @@ def test_what_cannot_be_learned_is_refused_with_its_field(server: OnlineServer, 
     assert len(server.get("/train/jobs?most=1000")["jobs"]) == jobs
 
 
+@pytest.mark.parametrize("path", ["/sessions", "/checkpoint", "/versions/0/activate", "/train/jobs/some-job/cancel"])
+def test_a_field_that_nobody_reads_is_refused(server: OnlineServer, path: str):
+    answer = post(server, path, {"steps": 3}, **{"Idempotency-Key": f"odd{path}"})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "steps"), answer.text
+    assert post(server, path, [1], **{"Idempotency-Key": f"odder{path}"}).status_code == 422
+
+
 def test_a_job_that_a_gate_rejects_leaves_every_bit_as_it_was(server: OnlineServer):
     server.post("/checkpoint")
     before = served(server)

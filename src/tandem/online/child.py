@@ -10,14 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _TAIL_BYTES, _TAIL_LINES, _END_S = 8192, 8, 1.0
+_LOG_BYTES = 16 * 2**20
 
 
 class TrainerProcess:
-    """`command` gets the descriptor of its end as its last argument; what it prints is appended to `log`."""
+    """`command` gets the descriptor of its end as its last argument; what it prints is appended to `log`, which is
+    begun anew at a start that finds it large: the old one is then `<log>.1`."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._log = log
+        if log.exists() and log.stat().st_size > _LOG_BYTES:
+            log.replace(log.with_name(f"{log.name}.1"))
         with theirs, log.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(

@@ -25,7 +25,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Path, Request
@@ -54,6 +54,7 @@ _AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
 _MOST = 1000
 _NO_WISH = frozenset[str]()
 Number = Annotated[int, Path(ge=0, lt=2**53)]
+B = TypeVar("B", bound=Strict)
 _WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
 """Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
@@ -149,6 +150,10 @@ class ActivateBody(Strict):
     why: str = ""
 
 
+class NoBody(Strict):
+    """A field that nobody reads is refused here as well."""
+
+
 class _Api:
     def __init__(self, conductor: Conductor, model: Model, sessions: Sessions) -> None:
         self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
@@ -206,6 +211,7 @@ class _Api:
             self.sessions.open(session)
             return {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
 
+        await _body_if_any(NoBody, request)
         return await self._repeatable(request, open)
 
     async def status(self) -> Response:
@@ -218,6 +224,7 @@ class _Api:
         return JSONResponse(self.store.job(id).row())
 
     async def cancel(self, id: str, request: Request) -> Response:
+        await _body_if_any(NoBody, request)
         return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
 
     async def events(self, request: Request, id: str = "") -> Response:
@@ -241,6 +248,7 @@ class _Api:
     # --- versions
 
     async def checkpoint(self, request: Request) -> Response:
+        await _body_if_any(NoBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
 
     async def versions(self) -> Response:
@@ -266,7 +274,7 @@ class _Api:
         return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
 
     async def activate(self, version: Number, request: Request) -> Response:
-        body = checked(ActivateBody, await body_of(request) if await request.body() else {})
+        body = await _body_if_any(ActivateBody, request)
         return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))
 
     async def audit(self, request: Request) -> Response:
@@ -288,6 +296,10 @@ def _sse(event: Event) -> str:
 
 def _who(request: Request) -> str:
     return str(request.scope.get(WHO, "admin"))
+
+
+async def _body_if_any(body: type[B], request: Request) -> B:
+    return checked(body, await body_of(request) if await request.body() else {})
 
 
 def _most(request: Request, usual: int) -> int:
