@@ -65,11 +65,14 @@ def test_a_frame_shows_every_number_that_the_service_tells(client: RolloutClient
     told["environments"][1] |= {"silent": True, "silent_s": 75.0}
     lines = drawn(told)
     text = "\n".join(lines)
+    rates = told["rates"]  # since its start, in the first minute
+    assert rates["put_per_s"] == pytest.approx(3 * rates["taken_per_s"]) != 0
     for line in (
         "run run · version 1 · max_lag 1 · epoch 1", "4 of 8 held", "playing ███ 1", "queued █ 2 of at most 20,000",
         "leases 1 lease with 1 group", "0 0 1 ████████████████████████", "1 2 ████████████████████████ 0",
         "no_signal 1, refused 1", "since its start 3 put · 1 taken · 0 acked · 2 dropped",
-        "env_0: groups.0.trajectories.1.ids: id 5000", "put a second 3", "tokens a second 8",
+        "env_0: groups.0.trajectories.1.ids: id 5000", f"put a second {rates['put_per_s']:.5g}",
+        f"tokens a second {rates['tokens_per_s']:.5g}",
     ):  # fmt: skip
         assert line in text, f"{line}\n{text}"
     (env,) = [line for line in lines if line.startswith("env_0 ")]
