@@ -60,7 +60,8 @@ test-s3: .tandem/s3/.installed
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'moto[server]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'moto[server]' \
+	  "botocore==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"  # the one that our aiobotocore takes
 	touch $@
 
 # A tenth of the episodes hang or crash; two minutes. Exit code 1 if a figure is missed.
