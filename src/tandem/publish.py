@@ -19,12 +19,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
 from tandem.ops.relay import Relay
 from tandem.protocols import Engine, WeightBridge
-from tandem.types import Group, Proof, Sampling, Sent, Served, WeightKind, Weights
+from tandem.types import Completion, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,13 @@ class Teacher(Protocol):
     def score(self, ids: Sequence[int], first: int) -> list[float]: ...
     def base(self) -> Iterator[tuple[str, Tensor]]: ...
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...
+
+
+@runtime_checkable
+class _Several(Protocol):
+    """Engines behind one: see engine/pool.py."""
+
+    async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> Mapping[str, Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,36 +295,43 @@ class Publisher:
         if canary is None:
             return 0.0, 0
         prompt, guess, ours = list(canary.prompt_ids), self._said, list[float]()
-        asked = asyncio.ensure_future(
-            self._engine.generate(prompt, Sampling(max_tokens=canary.max_tokens, temperature=0.0))
-        )
+        asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=canary.max_tokens, temperature=0.0)))
         try:
             if guess and self._call is not on_this_thread:
                 # Most answers are the last version's. The engine computes elsewhere: score that meanwhile.
                 await asyncio.sleep(0)
                 ours = await self._call(teacher.score, [*prompt, *guess], len(prompt))
-            answer = await asked
+            answers = await asked
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
-        if set(answer.versions) != {teacher.version}:
-            raise SyncError(
-                f"sync: version {teacher.version} is loaded, and the engine answers with {sorted(set(answer.versions))}"
-            )
-        if not ours or answer.ids != guess:
-            ours = await self._call(teacher.score, [*prompt, *answer.ids], len(prompt))
-        self._said = answer.ids
-        gap = sum(abs(a - b) for a, b in zip(ours, answer.logprobs, strict=True)) / len(ours)
+        said = {version for answer in answers.values() for version in answer.versions}
+        if said != {teacher.version}:
+            raise SyncError(f"sync: version {teacher.version} is loaded, and the engine answers with {sorted(said)}")
+        scored, gaps = {tuple(guess): ours}, dict[str, float]()
+        for name, answer in answers.items():
+            ids = tuple(answer.ids)
+            if not scored.get(ids):
+                scored[ids] = await self._call(teacher.score, [*prompt, *ids], len(prompt))
+            gaps[name] = sum(abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)) / len(ids)
+            self._said = answer.ids
+        name, gap = max(gaps.items(), key=lambda each: (math.isnan(each[1]), each[1]))
         limit = canary.ceiling if math.isnan(self._band) else self._band
         if not gap <= limit:
             raise LogprobGap(
-                f"sync: version {teacher.version}: trainer and engine differ by {gap:.4f} nats a token about a fixed "
-                f"prompt, and the limit is {limit:.4f}: equal weights, and yet another model is computed, or keys and "
-                "values of older weights are in use; see docs/troubleshooting.md"
+                f"sync: version {teacher.version}: trainer and {name or 'engine'} differ by {gap:.4f} nats a token "
+                f"about a fixed prompt, and the limit is {limit:.4f}: equal weights, and yet another model is "
+                "computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
             )
         if math.isnan(self._band):  # not of a gap that was refused: whoever asked again would then be let in
             self._band = max(canary.floor, canary.times * gap)
-        return gap, len(ours)
+        return gap, sum(len(answer.ids) for answer in answers.values())
+
+    async def _say(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
+        """Each engine of a pool, by name: one whose weights are right may still compute another model."""
+        if isinstance(self._engine, _Several):
+            return await self._engine.generate_each(prompt, sampling)
+        return {"": await self._engine.generate(prompt, sampling)}
 
     async def _answered(self, call: Awaitable[None], what: str) -> bool:
         """False: it is lost, and may be taken back."""

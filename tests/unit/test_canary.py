@@ -10,6 +10,7 @@ import pytest
 
 from tandem.bridge.null import NullBridge
 from tandem.engine.null import NullEngine
+from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost, LogprobGap
 from tandem.publish import Call, Canary, Publisher, on_this_thread
 from tandem.types import Completion, Sampling, Span, Weights
@@ -98,5 +99,36 @@ def test_an_engine_that_is_lost_while_the_guess_is_scored_is_lost_and_nothing_is
         with pytest.raises(EngineLost):
             await publisher.publish(teacher)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_every_engine_of_a_pool_is_asked(odd: int) -> None:
+    """Each takes the weights; one of them computes another model."""
+
+    async def work() -> None:
+        engines = [Engine() for _ in range(3)]
+        publisher = Publisher(NullBridge(), EnginePool(engines), canary=CANARY)
+        assert (await publisher.publish(Teacher())).canary_tokens == 3
+        engines[odd].off = 0.02
+        await publisher.publish(Teacher())
+
+    with pytest.raises(LogprobGap, match=rf"trainer and engine {odd + 1} of 3 differ by 0\.0200"):
+        asyncio.run(work())
+
+
+def test_one_of_a_pool_that_is_lost_over_it_is_left_out() -> None:
+    async def work() -> None:
+        engines = [Engine(), Engine()]
+        pool = EnginePool(engines)
+        publisher = Publisher(NullBridge(), pool, canary=CANARY)
+        engines[0].gone = True
+        assert (await publisher.publish(Teacher())).canary_tokens == 1
+        assert (await pool.generate([1], Sampling())).ids == [7]
+        engines[1].gone = True
+        with pytest.raises(EngineLost, match="no engine is left"):
+            await publisher.publish(Teacher())
+        await pool.close()
 
     asyncio.run(work())

@@ -86,24 +86,45 @@ class EnginePool:
         why = ""
         for _ in range(_MOST_ASKED):
             member = await self._pick(session)
-            life, cut = member.life, asyncio.timeout(None)
+            life = member.life
             try:
-                async with cut:
-                    member.asked.add(cut)
-                    try:
-                        return await member.engine.generate(prompt_ids, sampling, session=session, on_token=on_token)
-                    finally:
-                        member.asked.discard(cut)  # before it ends: only a running one can be cut
+                return await self._ask(member, prompt_ids, sampling, session=session, on_token=on_token)
             except _GONE as error:
                 why = str(error)
                 self._leave_out(member, life, error)
-            except TimeoutError:
-                if not cut.expired():
-                    raise
-                why = f"engine {member.name} was left out meanwhile"
         raise EngineLost(
             f"pool: a request was put to {_MOST_ASKED} engines, and all were lost over it; the last: {why}"
         )
+
+    async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Completion]:
+        """What each of those says that serve now, by its name. Who is lost over it is left out."""
+        asked = [(member, member.life) for member in self._those("in")]
+        asking = (self._ask(member, prompt_ids, sampling) for member, _ in asked)
+        answers = dict[str, Completion]()
+        for (member, life), answer in zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+            if isinstance(answer, _GONE):
+                self._leave_out(member, life, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                answers[f"engine {member.name}"] = answer
+        if not answers:
+            raise EngineLost("pool: no engine is left")
+        return answers
+
+    async def _ask(self, member: _Member, prompt_ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+        cut = asyncio.timeout(None)
+        try:
+            async with cut:
+                member.asked.add(cut)
+                try:
+                    return await member.engine.generate(prompt_ids, sampling, **options)
+                finally:
+                    member.asked.discard(cut)  # before it ends: only a running one can be cut
+        except TimeoutError:
+            if not cut.expired():
+                raise
+            raise EngineLost(f"engine {member.name} was left out meanwhile") from None
 
     async def attach(self, source: WeightSource) -> None:
         """All that `receivers` counted, or an error; those that failed are then not counted for a while."""
