@@ -79,6 +79,28 @@ def test_an_engine_that_makes_no_token_for_anybody_is_silent():
     assert time.monotonic() - started < 1.5
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_engine_that_is_being_started_is_not_silent_and_one_that_was_may_be(comes: bool):
+    class Starts(OneByOne):
+        is_coming = True
+
+    async def played() -> Trajectory:
+        engine = Starts(0.9 if comes else 5.0, tells=False)
+        episode = asyncio.ensure_future(
+            play(Setting(Replies(), engine, Plain(), Sampling(), 64, 0.2, 0.2), TASK, [1], 0)
+        )
+        await asyncio.sleep(0.8)
+        assert not episode.done()
+        engine.is_coming = False
+        return await episode
+
+    if comes:
+        assert asyncio.run(played()).num_trained == 1
+    else:
+        with pytest.raises(EngineSilent):
+            asyncio.run(played())
+
+
 def test_what_the_environment_does_itself_counts():
     with pytest.raises(EpisodeFailed, match="no outcome within"):
         episodes(1, 0.1, own_s=5.0)

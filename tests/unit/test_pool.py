@@ -607,3 +607,24 @@ def test_closing_ends_whoever_waits_for_an_engine() -> None:
             await waiting
 
     play(scenario)
+
+
+def test_a_pool_is_coming_while_nobody_could_answer_and_somebody_is_taken_back():
+    async def work() -> None:
+        engines = [Script("one"), Script("other")]
+        pool = EnginePool(engines)
+        await bring_up(pool)
+        assert not pool.is_coming
+        watching = asyncio.create_task(pool.lost())
+        engines[0].die()
+        await watching
+        assert not pool.is_coming, "the other one answers"
+        engines[1].die()
+        waiting = ask(pool)
+        await settle()
+        assert pool.is_coming
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await pool.close()
+
+    asyncio.run(work())

@@ -75,6 +75,12 @@ class EnginePool:
     def receivers(self) -> int:
         return sum(member.engine.receivers for member in self._expected())
 
+    @property
+    def is_coming(self) -> bool:
+        """Nobody could make a token, and somebody is taken back: by whoever publishes, or each in its own time."""
+        there = self._those("in")
+        return all(getattr(member.engine, "is_coming", False) for member in there) if there else self._attached
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -96,6 +96,11 @@ class ServerEngine:
     def receivers(self) -> int:
         return self._receivers
 
+    @property
+    def is_coming(self) -> bool:
+        """It is being started or sought, or is yet to load what it shall serve: each within a deadline of its own."""
+        return self._meeting.locked() or not self._serving.is_set()
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -55,16 +55,19 @@ class Clock:
         self._tokens += 1
 
     @asynccontextmanager
-    async def engine_deadline(self, limit_s: float) -> AsyncGenerator[None]:
+    async def engine_deadline(
+        self, limit_s: float, is_coming: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[None]:
         """TimeoutError once the engine has made no token for anybody for `limit_s`.
 
         A request that waits its turn is not a silent engine, and neither is an event loop that was held by a training
-        step: so silence is counted in quarters of the limit, and a long standstill is one of them.
+        step: so silence is counted in quarters of the limit, and a long standstill is one of them. Nor is one that is
+        being started: that has a deadline of its own.
         """
         async with asyncio.timeout(None) as timeout:
             if not self._asking:
                 self._quiet = 0
-                self._look_later(limit_s / 4)
+                self._look_later(limit_s / 4, is_coming)
             self._asking.add(timeout)
             try:
                 yield
@@ -73,17 +76,17 @@ class Clock:
                 if not self._asking and self._next_look is not None:
                     self._next_look.cancel()
 
-    def _look_later(self, quarter_s: float) -> None:
-        self._next_look = asyncio.get_running_loop().call_later(quarter_s, self._look, quarter_s)
+    def _look_later(self, quarter_s: float, is_coming: Callable[[], bool]) -> None:
+        self._next_look = asyncio.get_running_loop().call_later(quarter_s, self._look, quarter_s, is_coming)
 
-    def _look(self, quarter_s: float) -> None:
-        self._quiet = self._quiet + 1 if self._tokens == self._seen else 0
+    def _look(self, quarter_s: float, is_coming: Callable[[], bool]) -> None:
+        self._quiet = self._quiet + 1 if self._tokens == self._seen and not is_coming() else 0
         self._seen = self._tokens
         if self._quiet == 4:
             self._quiet = 0
             for timeout in self._asking:
                 timeout.reschedule(asyncio.get_running_loop().time())
-        self._look_later(quarter_s)
+        self._look_later(quarter_s, is_coming)
 
     @asynccontextmanager
     async def deadline(self, limit_s: float) -> AsyncGenerator[asyncio.Timeout]:

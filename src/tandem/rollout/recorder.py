@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
@@ -193,7 +194,8 @@ class Recorder:
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
             with self.off_the_clock():
-                async with self._clock.engine_deadline(self._deadline_s):
+                coming = partial(getattr, self._engine, "is_coming", False)  # of one that can tell
+                async with self._clock.engine_deadline(self._deadline_s, coming):
                     return await self._engine.generate(
                         prompt_ids, sampling, session=self._task.id, on_token=self._clock.token
                     )
