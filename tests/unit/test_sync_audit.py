@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,8 +17,11 @@ import tandem
 from tandem.errors import NothingLearned
 from tandem.io.atomic import write_json
 from tandem.io.jsonl import JsonlWriter, read_jsonl
-from tandem.obs.audit import RULES, audit_sync
+from tandem.obs.audit import RULES, audit_sync, proof_of
+from tandem.obs.live import LiveView
 from tandem.obs.sync_text import audit_json, audit_text
+from tandem.runs.lease import Lease, begin
+from tandem.runs.run import Run
 from tandem.spec.load import parse_spec
 
 TANDEM = Path(sys.executable).with_name("tandem")
@@ -25,7 +29,7 @@ FIRST, LAST = 8, 14
 """Versions: a warm-up makes the first, RL the others."""
 
 Rows = list[dict[str, Any]]
-Fault = Callable[["Files"], None]
+Fault = Callable[["Files"], object]
 
 
 class Files:
@@ -144,6 +148,10 @@ FAILURES: dict[str, tuple[Fault, str, tuple[int, ...]]] = {
     "rows of steps lost": (_lose_rows, "steps_missing", ()),
     "the last rows of steps lost": (lambda run: run.metrics.pop(), "steps_missing", ()),
     "a row that is none": (_change(0, bytes_moved="many"), "damaged", ()),
+    "engines that are no list": (_change(0, engines=5), "damaged", ()),
+    "a transport that is no object": (_change(0, transport=5), "damaged", ()),
+    "a digest that is no text": (_change(0, digest=[1]), "damaged", ()),
+    "a version that no number holds": (lambda run: run.row(0).update({"version": 10**400}), "damaged", ()),
 }
 
 
@@ -183,6 +191,70 @@ def test_metrics_that_are_gone_cannot_vouch_for_a_run(tmp_path: Path):
     assert findings(directory) == [("failure", "steps_missing", ())]
 
 
+def test_a_version_far_away_costs_nothing_and_is_out_of_order(tmp_path: Path):
+    run = Files()
+    run.ledger.insert(1, proof(3_000_000, cache_epoch=1))
+    run.ledger[0]["cache_epoch"] = 0
+    directory = run.write(tmp_path / "run")
+    tracemalloc.start()
+    try:
+        assert findings(directory) == [("failure", "out_of_order", (FIRST,))]
+        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_events_and_metrics_with_odd_values_are_read_past(tmp_path: Path):
+    run = Files()
+    run.events += [{"stage": "error", "kind": ["SyncError"]}, {"stage": ["boot"]}, {"stage": "resume", "step": "x"}]
+    run.metrics.append({"step": 10**400})
+    assert findings(run.write(tmp_path / "run")) == []
+
+
+# --- a step back is free at a boot, and nowhere else
+
+
+def _versions(run: Files, *versions: int) -> None:
+    """Of a ledger that says nothing else than these; what was trained on is not told."""
+    run.ledger = [proof(version, cache_epoch=epoch) for epoch, version in enumerate(versions)]
+    run.metrics = [{"step": 1, "stage": "sft"}]
+    run.status |= {"recipe": "sft", "steps_done": 1}
+
+
+def _told(run: Files, directory: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    found = findings(run.write(directory))
+    return [each for each in found if each[1] in ("out_of_order", "resumed")]
+
+
+def test_a_step_back_elsewhere_than_at_the_boot_is_a_failure(tmp_path: Path):
+    run = Files()
+    _versions(run, 0, 1, 2, 2, 3, 1)
+    run.events = [{"stage": "boot", "proofs": 0}, {"stage": "boot", "proofs": 3}, {"stage": "resume", "step": 2}]
+    assert _told(run, tmp_path / "run") == [("failure", "out_of_order", (1,))]
+    run.events[1]["proofs"] = 5
+    assert _told(run, tmp_path / "run") == [("note", "resumed", (1,))]
+    run.events.append({"stage": "boot", "proofs": 2})  # what the boot before it wrote was cut off
+    assert _told(run, tmp_path / "run") == [("failure", "out_of_order", (1,))]
+
+
+def test_where_boots_do_not_say_after_which_row_they_began_the_step_of_the_resume_decides(tmp_path: Path):
+    run = Files()
+    _versions(run, 0, 1, 2, 2, 3, 1)
+    run.events = [{"stage": "boot"}, {"stage": "boot"}, {"stage": "resume", "step": 2}]
+    assert _told(run, tmp_path / "run") == [("failure", "out_of_order", (1,))]
+    run.events[2]["step"] = 1
+    assert _told(run, tmp_path / "run") == [("note", "resumed", (1,))]
+
+
+@pytest.mark.parametrize("events", [[{"stage": "boot"}, {"stage": "boot"}], []], ids=["bare", "none"])
+def test_where_nothing_says_where_a_boot_was_that_is_said(tmp_path: Path, events: Rows):
+    run = Files()
+    _versions(run, 0, 1, 2, 2, 3, 1)
+    run.events = events
+    assert _told(run, tmp_path / "run") == [("failure", "out_of_order", (1,))]
+    assert "whether the run was resumed there cannot be told" in audit_text(audit_sync(tmp_path / "run"))
+
+
 # --- notes: worth knowing, and no failure
 
 
@@ -199,7 +271,8 @@ def _other_mode(run: Files) -> None:
 
 
 def _resumed(run: Files) -> None:
-    run.events.append({"stage": "boot"})
+    run.events[0]["proofs"] = 0
+    run.events += [{"stage": "boot", "proofs": len(run.ledger)}, {"stage": "resume", "step": 11}]
     again = [{**row, "cache_epoch": row["cache_epoch"] + 20} for row in run.ledger if row["version"] >= 11]
     run.ledger += again
     run.metrics += [row for row in run.metrics if row["step"] >= 12]
@@ -362,6 +435,7 @@ def test_a_real_run_is_proven(real_run: Path):
     assert audit.findings == []
     assert len(audit.proofs) == len(read_jsonl(real_run / "sync.jsonl")) > 2
     assert len(audit.steps) == 2
+    assert [row["proofs"] for row in read_jsonl(real_run / "events.jsonl") if row["stage"] == "boot"] == [0]
 
 
 @pytest.fixture
@@ -378,3 +452,18 @@ def real_run(tmp_path: Path, one_thread: None) -> Path:
     with suppress(NothingLearned):
         tandem.run(spec, tmp_path / "run")
     return tmp_path / "run"
+
+
+def test_a_run_that_goes_on_says_after_which_row_of_the_ledger(tmp_path: Path):
+    begin(tmp_path / "run", 'recipe = "rl"\n')
+    earlier: dict[str, Any] | None = None
+    for versions in ((0, 1, 2, 3), (1, 2)):
+        lease, view = Lease(tmp_path / "run"), LiveView("run")
+        with Run(tmp_path / "run", name="run", recipe="rl", view=view, lease=lease, earlier=earlier) as run:
+            for version in versions:
+                run.synced(proof_of(proof(version)))
+                earlier = run.state() if version == 1 else earlier
+        lease.close()
+    boots = [row for row in read_jsonl(tmp_path / "run" / "events.jsonl") if row["stage"] == "boot"]
+    assert [boot["proofs"] for boot in boots] == [0, 2]
+    assert [row["version"] for row in read_jsonl(tmp_path / "run" / "sync.jsonl")] == [0, 1, 1, 2]

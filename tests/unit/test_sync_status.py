@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,11 +10,16 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from tandem.engine.vllm import VllmEngine
 from tandem.errors import EngineError, RunError, SpecError
+from tandem.inside.layout import Layout, Piece
+from tandem.inside.worker import Worker
 from tandem.io.atomic import write_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.obs.sync_status import sync_status
@@ -83,16 +89,76 @@ def test_a_run_tells_its_version_its_coverage_and_its_last_proofs(tmp_path: Path
     assert "sync.backend = auto: gloo, an engine is on cpu, and NCCL joins GPUs\n" in text
 
 
-def test_where_an_engine_fuses_tensors_the_pieces_count_and_not_its_layout(tmp_path: Path):
-    pieces = {name: {"in": "fused"} for name in list(LAYOUT)[:9]}
-    engines = [
-        {"boot_id": "boot-1", "workers": 1, "layout": {"fused": ["float32", [40, 4]]}, "pieces": pieces},
-        {"boot_id": "boot-2", "workers": 1, "layout": LAYOUT},
-    ]
+class Workers:
+    """Stands where `vllm serve` is talked to: two real workers of it, over a model that this test lays out."""
+
+    options = SimpleNamespace(sleeps=False, tensor_parallel=2)
+
+    def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tandem.inside.worker.layout_of", lambda model: layouts[model])
+        monkeypatch.setattr("tandem.inside.worker.open_source", lambda link: SimpleNamespace(carries=link["carries"]))
+        monkeypatch.setattr("tandem.inside.worker._vllm_version", lambda: "0")
+        parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2)
+        self._workers = [
+            Worker(
+                SimpleNamespace(
+                    vllm_config=SimpleNamespace(parallel_config=parallel),
+                    get_model=lambda rank=rank: rank,
+                    rank=rank,
+                    device=torch.device("cpu"),
+                    model_runner=SimpleNamespace(),
+                )
+            )
+            for rank in range(2)
+        ]
+
+    async def post(self, path: str, body: Any, *, deadline_s: float) -> Any:
+        name = body["method"].removeprefix("tandem_")
+        return json.loads(json.dumps({"results": [getattr(each, name)(*body["args"]) for each in self._workers]}))
+
+
+def half(rank: int) -> Layout:
+    """Of four tensors: q and k are fused, o is sharded by columns, norm is whole in both workers."""
+
+    def piece(name: str, param: str, view: torch.Tensor, row: int, col: int, full: tuple[int, ...]) -> list[Piece]:
+        return [Piece(name, param, view, row, col, full)]
+
+    qkv, o, norm = torch.zeros(4, 4), torch.zeros(4, 2), torch.zeros(4)
+    pieces = {
+        "q": piece("q", "qkv", qkv[:2], 2 * rank, 0, (4, 4)),
+        "k": piece("k", "qkv", qkv[2:], 2 * rank, 0, (4, 4)),
+        "o": piece("o", "o", o, 0, 2 * rank, (4, 4)),
+        "norm": piece("norm", "norm", norm, 0, 0, (4,)),
+    }
+    return Layout(pieces, {}, None, {})
+
+
+def test_what_vllms_workers_tell_is_shown_where_it_fuses_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = VllmEngine(
+        Workers([half(0), half(1)], monkeypatch),  # pyright: ignore[reportArgumentType]
+        end_ids=frozenset(),
+        num_ids=0,
+    )
+    heard: list[Any] = []
+    source = SimpleNamespace(link={"mode": "broadcast", "carries": "full"}, carries="full", attached=heard.append)
+    asyncio.run(engine.attach(source))  # pyright: ignore[reportArgumentType]
+    told = of_run(make_run(tmp_path / "run", engines=heard))
+    shown = told["engines"][0]
+    assert (shown["mapped"], shown["workers"], len(shown["places"])) == (4, 2, 8)
+    assert shown["fused"] == {"qkv": ["q", "k"]}
+    assert shown["sharded"] == {"q": 2, "k": 2, "o": 2}
+    text = status_text(told)
+    assert "  fused: 2 tensors in 1 parameters, as qkv from q, k\n" in text
+    assert "  sharded: 3 tensors, as q in 2 pieces\n" in text
+    assert "40% of the 10 sent mapped" in text
+
+
+def test_a_tensor_that_is_in_no_place_is_not_mapped_unless_the_engine_derives_it(tmp_path: Path):
+    places = [[name, name, 0, 4, 0, 4] for name in list(LAYOUT)[:8]]
+    engines = [{"boot_id": "boot-1", "layout": LAYOUT, "places": places, "derived": list(LAYOUT)[8:9]}]
     told = of_run(make_run(tmp_path / "run", engines=engines))
-    assert [engine["coverage"] for engine in told["engines"]] == [0.9, 1.0]
     assert told["coverage"] == 0.9
-    assert "90% of the 10 sent mapped" in status_text(told)
+    assert (told["engines"][0]["fused"], told["engines"][0]["sharded"]) == ({}, {})
 
 
 def test_of_an_engine_that_takes_adapters_the_base_is_what_must_be_mapped(tmp_path: Path):
@@ -130,10 +196,48 @@ def test_a_run_without_engines_says_so(tmp_path: Path):
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
     with pytest.raises(RunError, match="is not a run directory"):
         sync_status(str(tmp_path))
+
+
+# --- damage
+
+
+DAMAGED: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "sync-map.json is not JSON"),
+    "no object": ("[1]", "sync-map.json is no object: [1]"),
+    "engines 5": ('{"engines": 5}', "engines = 5 is no list"),
+    "no engine": ('{"engines": ["x"]}', "'x' is no engine"),
+    "layout 5": ('{"engines": [{"boot_id": "b", "layout": 5}]}', "layout = 5 is no object"),
+    "places 5": ('{"engines": [{"boot_id": "b", "places": 5}]}', "places = 5 is no list"),
+    "a place 5": ('{"engines": [{"boot_id": "b", "places": [5]}]}', "1 of 1 places are none"),
+    "sleep": ('{"engines": [{"boot_id": "b", "sleep": {"requested": "free"}}]}', "sleep lacks engaged"),
+    "transport 5": ('{"transport": 5}', "transport = 5 is no object"),
+    "transport": ('{"transport": {"engaged": "gloo"}}', "transport lacks requested"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_map_is_said_to_be_one_and_the_rest_is_shown(tmp_path: Path, name: str):
+    written, what = DAMAGED[name]
     directory = make_run(tmp_path / "run")
-    (directory / "sync-map.json").write_text("{")
-    with pytest.raises(RunError, match=r"sync-map\.json is not JSON"):
-        sync_status(str(directory))
+    (directory / "sync-map.json").write_text(written)
+    told = of_run(directory)
+    assert len(told["damage"]) == 1
+    assert what in told["damage"][0]
+    assert (told["version"], len(told["proofs"])) == (3, 4)
+    text = status_text(told)
+    assert f"damaged: {told['damage'][0]}\n" in text
+    assert "broadcast" in text.splitlines()[-1]
+
+
+def test_rows_of_the_ledger_that_cannot_be_read_are_counted(tmp_path: Path):
+    directory = make_run(tmp_path / "run")
+    lines = (directory / "sync.jsonl").read_text().splitlines()
+    lines[1], lines[2] = lines[1].replace('"digest": "00ff"', '"digest": [1]'), "{"
+    (directory / "sync.jsonl").write_text("\n".join(lines) + "\n")
+    told = of_run(directory)
+    assert (told["unreadable_proofs"], [proof["version"] for proof in told["proofs"]]) == (2, [0, 3])
+    assert "damaged: sync.jsonl: 2 rows cannot be read; `tandem sync audit` says which\n" in status_text(told)
+    assert "no map: no engine has been attached" in status_text(told)
 
 
 # --- a server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -46,6 +47,8 @@ class Evidence:
     directory: Path
     proofs: Sequence[Proof]
     """In the order in which they were written."""
+    lines: Sequence[int]
+    """Of sync.jsonl: where each of them stands."""
     made: Sequence[int]
     """The version that each row of metrics.jsonl made, of whatever stage."""
     moved: frozenset[int]
@@ -89,7 +92,8 @@ def read_evidence(run_dir: Path) -> Evidence:
     rows = [row for row in metrics.rows.values() if number(row.get("step")) is not None]
     return Evidence(
         run_dir,
-        proofs,
+        list(proofs.values()),
+        list(proofs),
         [int(row["step"]) for row in rows],
         frozenset(int(row["step"]) for row in rows if (number(row.get("update/served_fraction")) or 0.0) > 0),
         [step for row in rows if (step := _step(row)) is not None],
@@ -103,12 +107,13 @@ def read_evidence(run_dir: Path) -> Evidence:
 # --- reading
 
 
-def proofs_of(ledger: Salvage) -> tuple[list[Proof], list[Finding]]:
-    proofs: list[Proof] = []
+def proofs_of(ledger: Salvage) -> tuple[dict[int, Proof], list[Finding]]:
+    """By line, counted from 1; and what is no proof."""
+    proofs: dict[int, Proof] = {}
     odd: list[Finding] = []
     for line, row in ledger.rows.items():
         try:
-            proofs.append(proof_of(row))
+            proofs[line] = proof_of(row)
         except ValueError as error:
             odd.append(Finding("failure", "damaged", f"sync.jsonl:{line} is no row of a ledger: {error}"))
     return proofs, odd
@@ -121,25 +126,35 @@ def proof_of(row: Row) -> Proof:
     for name in ("version", "tensors", "bytes_moved"):
         if not _is_whole(values.get(name)):
             raise ValueError(f"{name} = {values.get(name)!r}")
-    for name in ("cache_epoch", "canary_tokens", "attempts"):
+    for name in ("cache_epoch", "canary_tokens", "lent_bytes", "attempts"):
         if name in values and not _is_whole(values[name]):
             raise ValueError(f"{name} = {values[name]!r}")
     for name in ("mode", "verified"):
         if not isinstance(values.get(name), str):
             raise ValueError(f"{name} = {values.get(name)!r}")
+    if not isinstance(values.setdefault("digest", ""), str):
+        raise ValueError(f"digest = {values['digest']!r}")
     for name in ("logprob_gap", "gap_limit"):
         values[name] = _or_nan(values.get(name))
     seconds = values.get("seconds")
     if not isinstance(seconds, Mapping):
         raise ValueError(f"seconds = {seconds!r}")
     values["seconds"] = {str(phase): _or_nan(took) for phase, took in seconds.items()}
-    values["transport"] = dict(values.get("transport") or {})
-    values["engines"] = tuple(str(engine) for engine in values.get("engines") or ())
+    transport, engines = values.get("transport") or {}, values.get("engines") or ()
+    if not isinstance(transport, Mapping):
+        raise ValueError(f"transport = {transport!r}")
+    if not isinstance(engines, list | tuple):
+        raise ValueError(f"engines = {engines!r}")
+    values["transport"], values["engines"] = dict(transport), tuple(str(engine) for engine in engines)
     return Proof(**values)
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _whole_or_none(value: Any) -> int | None:
+    return value if _is_whole(value) else None
 
 
 def _or_nan(value: Any) -> float:
@@ -179,6 +194,7 @@ def _unproven(run: Evidence) -> Iterator[Finding]:
     """The oldest token's version is known to have made tokens; the version that was trained from, or the one published
     last before it, could have."""
     proven = {proof.version for proof in run.proofs}
+    in_order = sorted(proven)
     trained_on: dict[int, int] = {}
     trained_from: list[int] = []
     for step in run.steps:
@@ -186,7 +202,7 @@ def _unproven(run: Evidence) -> Iterator[Finding]:
         oldest = at - (step.lag or 0)
         if oldest not in proven and step.lag is not None:
             trained_on.setdefault(oldest, step.version)
-        if not any(version in proven for version in range(at - run.every + 1, at + 1)):
+        if not _any_within(in_order, at - run.every + 1, at):
             trained_from.append(at)
     for version, step in sorted(trained_on.items()):
         yield Finding(
@@ -199,6 +215,12 @@ def _unproven(run: Evidence) -> Iterator[Finding]:
             f"version {version} was trained from, and has no proof{_within(run.every)}",
             (version,),
         )
+
+
+def _any_within(in_order: Sequence[int], first: int, last: int) -> bool:
+    """Without a walk from one to the other: a damaged row may name any version."""
+    upto = bisect_right(in_order, last)
+    return upto > 0 and in_order[upto - 1] >= first
 
 
 def _within(every: int) -> str:
@@ -233,15 +255,41 @@ def _span(first: int, last: int) -> str:
 
 
 def _out_of_order(run: Evidence) -> Iterator[Finding]:
-    """A run that was resumed begins again at its checkpoint; within one process versions only grow."""
-    boots = sum(event.get("stage") == "boot" for event in run.events)
-    back = [(before, after) for before, after in pairwise(run.proofs) if after.version < before.version]
-    for before, after in back[max(boots - 1, 0) :]:
-        text = f"version {after.version} was published after version {before.version}"
-        yield Finding("failure", "out_of_order", text, (after.version,))
-    if resumed := back[: max(boots - 1, 0)]:
-        versions = tuple(after.version for _, after in resumed)
-        yield Finding("note", "resumed", f"the run was resumed from {_listed(versions)}", versions)
+    """A run that was resumed begins again at its checkpoint; within one process versions only grow. Only a step back
+    at a boot is free."""
+    places, steps = _boots(run.events)
+    resumed: list[int] = []
+    for (line, before), (next_line, after) in pairwise(zip(run.lines, run.proofs, strict=True)):
+        if after.version >= before.version:
+            continue
+        if any(line <= place < next_line for place in places):
+            resumed.append(after.version)
+        elif after.version in steps:
+            del steps[: steps.index(after.version) + 1]
+            resumed.append(after.version)
+        else:
+            text = f"version {after.version} was published after version {before.version}"
+            if None in steps:
+                text += "; whether the run was resumed there cannot be told: events.jsonl does not say where it was"
+            yield Finding("failure", "out_of_order", text, (after.version,))
+    if resumed:
+        yield Finding("note", "resumed", f"the run was resumed from {_listed(resumed)}", tuple(resumed))
+
+
+def _boots(events: Sequence[Row]) -> tuple[list[int], list[int | None]]:
+    """After how many rows of the ledger each boot began; and of boots after the first that do not say it, the step that
+    they went on from, None where that is not said either."""
+    boots: list[tuple[int | None, int | None]] = []
+    for event in events:
+        if event.get("stage") == "boot":
+            boots.append((_whole_or_none(event.get("proofs")), None))
+        elif event.get("stage") == "resume" and boots:
+            boots[-1] = boots[-1][0], _whole_or_none(event.get("step"))
+    places: list[int] = []
+    for place, _ in boots:
+        if place is not None:
+            places = [*(each for each in places if each < place), place]  # what stood after it was cut off
+    return places, [step for place, step in boots[1:] if place is None] if boots else [None]
 
 
 def _twice_and_different(run: Evidence) -> Iterator[Finding]:
@@ -259,8 +307,9 @@ def _twice_and_different(run: Evidence) -> Iterator[Finding]:
 
 def _stale(run: Evidence) -> Iterator[Finding]:
     """Steps changed what is served, and yet the same bytes were sent: both sides agree, about old weights."""
+    moved = sorted(run.moved)
     for before, after in pairwise(run.proofs):
-        between = run.moved & set(range(before.version + 1, after.version + 1))
+        between = _any_within(moved, before.version + 1, after.version)
         if "digest" == before.verified == after.verified and before.digest == after.digest and between:
             text = f"version {after.version} has the very digest of version {before.version}, but the weights had moved"
             yield Finding("failure", "stale", text, (after.version,))
@@ -336,7 +385,7 @@ def _attempts(run: Evidence) -> Iterator[Finding]:
 def _ended_by_sync(run: Evidence) -> Iterator[Finding]:
     """That is proof at work: what was not proven was not trained on."""
     for event in run.events:
-        if event.get("stage") == "error" and event.get("kind") in _ENDED_BY_SYNC:
+        if event.get("stage") == "error" and str(event.get("kind")) in _ENDED_BY_SYNC:
             yield Finding("note", "ended", f"the run ended with {event['kind']}: {event.get('message', '')}")
 
 

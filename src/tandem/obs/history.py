@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ def by_loss(status: Mapping[str, Any]) -> bool:
 def number(value: Any) -> float | None:
     """None for whatever is not a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def evaluations(history: History) -> list[Evaluation]:

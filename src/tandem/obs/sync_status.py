@@ -7,12 +7,13 @@ layout that they serve from.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tandem.errors import EngineError, RunError, SpecError
+from tandem.errors import EngineError, SpecError
 from tandem.io.jsonl import finite, salvage_jsonl
 from tandem.obs.audit import proofs_of
 from tandem.obs.history import read_status
@@ -20,6 +21,8 @@ from tandem.obs.history import read_status
 MAP_FILE = "sync-map.json"
 STATUS_ROUTE = "/engine/status"
 _TIMEOUT_S = 10.0
+_KINDS = {dict: "object", list: "list"}
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
 def sync_status(source: str, *, token_file: Path | None = None, last: int = 5) -> dict[str, Any]:
@@ -32,32 +35,47 @@ def sync_status(source: str, *, token_file: Path | None = None, last: int = 5) -
 
 
 def _of_run(run_dir: Path, last: int) -> dict[str, Any]:
-    status, (proofs, _) = read_status(run_dir), proofs_of(salvage_jsonl(run_dir / "sync.jsonl"))
+    status, ledger = read_status(run_dir), salvage_jsonl(run_dir / "sync.jsonl")
+    by_line, odd = proofs_of(ledger)
+    proofs, unreadable = list(by_line.values()), len(odd) + len(ledger.damaged)
     newest = proofs[-1] if proofs else None
-    told = _read_map(run_dir / MAP_FILE)
-    engines = [_engine(each, newest.tensors if newest else 0) for each in told.get("engines") or ()]
+    damage: list[str] = []
+    told = _read_map(run_dir / MAP_FILE, damage)
+    read = [_engine(each, newest.tensors if newest else 0, damage) for each in _part(told, "engines", list, damage)]
+    engines = [engine for engine in read if engine]
     mapped = {str(engine["boot_id"]) for engine in engines}
+    if unreadable:
+        rows = "1 row" if unreadable == 1 else f"{unreadable} rows"
+        damage.append(f"sync.jsonl: {rows} cannot be read; `tandem sync audit` says which")
     return {
         "kind": "run",
         "directory": str(run_dir),
         "state": str(status.get("state", "unknown")),
         "mode": str(told.get("mode") or (newest.mode if newest else "")),
-        "transport": dict(told.get("transport") or {}),
+        "transport": _part(told, "transport", dict, damage, needs=("requested", "engaged")),
         "version": newest.version if newest else None,
         "engines": engines,
         "coverage": min((engine["coverage"] for engine in engines), default=None),
         # A map is written before the first proof of its meeting; in between they are of different engines.
         "map_is_of_the_last_proof": bool(newest and engines and mapped == set(newest.engines)),
         "proofs": [finite(asdict(proof)) for proof in (proofs[-last:] if last else ())],
+        "unreadable_proofs": unreadable,
+        "damage": damage,
     }
 
 
-def _engine(told: Mapping[str, Any], sent: int) -> dict[str, Any]:
-    """`pieces` says where each of the trainer's tensors lies in an engine that fuses or shards them; an engine that
-    keeps their names needs none. Of an engine that takes adapters it is the base that must be mapped; what is sent on
-    top of it, each proof compares."""
-    layout, pieces, base = (told.get(name) or {} for name in ("layout", "pieces", "base"))
-    mapped, wanted = len(pieces or layout), len(base) or sent
+def _engine(told: Any, sent: int, damage: list[str]) -> dict[str, Any]:
+    """`places` says where each of the trainer's tensors lies in an engine that fuses or shards them; what it derives is
+    in no place. An engine that keeps their names needs none. Of an engine that takes adapters it is the base that must
+    be mapped; what is sent on top of it, each proof compares. Nothing for what is no engine."""
+    if not isinstance(told, dict):
+        damage.append(f"{MAP_FILE}: {told!r:.80} is no engine")
+        return {}
+    layout, base, versions = (_part(told, name, dict, damage) for name in ("layout", "base", "versions"))
+    places = _places(told, damage)
+    held = {place[0] for place in places} | {str(name) for name in _part(told, "derived", list, damage)}
+    mapped, wanted = len(held if places else layout), len(base) or sent
+    fused, sharded = _joined(places)
     return {
         "boot_id": str(told.get("boot_id", "")),
         "workers": told.get("workers", 1),
@@ -67,20 +85,63 @@ def _engine(told: Mapping[str, Any], sent: int) -> dict[str, Any]:
         "is_base": bool(base),
         "coverage": min(mapped / wanted, 1.0) if wanted else 0.0,
         "layout": layout,
-        "pieces": pieces,
-        "versions": told.get("versions") or {},
-        "sleep": told.get("sleep") or {},
+        "places": places,
+        "fused": fused,
+        "sharded": sharded,
+        "versions": versions,
+        "sleep": _part(told, "sleep", dict, damage, needs=("requested", "engaged")),
     }
 
 
-def _read_map(path: Path) -> Mapping[str, Any]:
+def _places(told: Mapping[str, Any], damage: list[str]) -> list[list[Any]]:
+    """Name, the engine's parameter, rows from and to, columns from and to: of each piece that some worker serves."""
+    places = _part(told, "places", list, damage)
+    whole = [
+        place
+        for place in places
+        if isinstance(place, list) and len(place) == 6 and all(isinstance(name, str) for name in place[:2])
+    ]
+    if len(whole) < len(places):
+        damage.append(f"{MAP_FILE}: {len(places) - len(whole)} of {len(places)} places are none")
+    return whole
+
+
+def _joined(places: Sequence[Sequence[Any]]) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Parameters that hold several tensors, with their names; tensors that lie in several pieces, with how many."""
+    names: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    boxes: defaultdict[str, set[str]] = defaultdict(set)
+    for name, param, *box in places:
+        names[param][name] = None
+        boxes[name].add(str(box))  # a piece that several workers hold is one
+    fused = {param: list(held) for param, held in names.items() if len(held) > 1}
+    return fused, {name: len(held) for name, held in boxes.items() if len(held) > 1}
+
+
+def _read_map(path: Path, damage: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunError(f"{path} is not JSON: {error}") from error
-    return told if isinstance(told, dict) else {}
+        damage.append(f"{path.name} is not JSON: {error}")
+        return {}
+    if not isinstance(told, dict):
+        damage.append(f"{path.name} is no object: {told!r:.80}")
+        return {}
+    return told
+
+
+def _part(told: Mapping[str, Any], name: str, kind: type[Kind], damage: list[str], needs: Sequence[str] = ()) -> Kind:
+    """Empty where it is not said, or is something else."""
+    value = told.get(name)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        damage.append(f"{MAP_FILE}: {name} = {value!r:.80} is no {_KINDS[kind]}")
+        return kind()
+    if lacking := [field for field in needs if value and field not in value]:
+        damage.append(f"{MAP_FILE}: {name} lacks {' and '.join(lacking)}")
+    return value
 
 
 def _of_server(url: str, token_file: Path | None) -> dict[str, Any]:

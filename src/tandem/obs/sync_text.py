@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.io.jsonl import finite
 from tandem.obs.audit import Audit, Finding, proof_of
+from tandem.obs.sync_status import MAP_FILE
 from tandem.obs.wording import printable
 from tandem.types import Proof
 
@@ -168,24 +169,39 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
     version, mode = told["version"], told["mode"] or "no bridge yet"
     serves = "no version is served yet" if version is None else f"version {version} was served last"
     lines = [f"{told['directory']}: {told['state']}; {serves}, by {mode}."]
+    lines += [f"damaged: {what}" for what in told["damage"]]
     if way := told["transport"]:
         why = f", {way['why']}" if way.get("why") else ""
-        lines.append(f"sync.backend = {way['requested']}: {way['engaged']}{why}")
+        lines.append(f"sync.backend = {way.get('requested', '?')}: {way.get('engaged', '?')}{why}")
     for engine in told["engines"]:
         what = "of the base" if engine["is_base"] else "sent"
         share = f", {engine['coverage']:.0%} of the {engine['of']} {what} mapped" if engine["of"] else ""
         workers = f"{engine['workers']} worker{'s' if engine['workers'] != 1 else ''}"
         lines.append(f"engine {engine['boot_id'][:8]}: {workers}, {engine['tensors']} tensors in its layout{share}")
+        lines += _joined_lines(engine)
         if sleep := engine["sleep"]:
-            had = "engaged" if sleep["engaged"] else f"not engaged, {sleep['why_not']}"
-            lines.append(f"  sleep = {sleep['requested']}: {had}")
-    if not told["engines"]:
+            had = "engaged" if sleep.get("engaged") else f"not engaged, {sleep.get('why_not', '?')}"
+            lines.append(f"  sleep = {sleep.get('requested', '?')}: {had if 'engaged' in sleep else '?'}")
+    if not told["engines"] and not any(what.startswith(MAP_FILE) for what in told["damage"]):
         lines.append("no map: no engine has been attached")
     elif told["proofs"] and not told["map_is_of_the_last_proof"]:
         lines.append("the map is of other engines than the last proof: a partner is being taken back")
     if told["proofs"]:
         lines += ["", *_ledger([proof_of(row) for row in told["proofs"]], set())]
     return lines
+
+
+def _joined_lines(engine: Mapping[str, Any]) -> list[str]:
+    fused, sharded = engine["fused"], engine["sharded"]
+    found: list[str] = []
+    if fused:
+        param, names = next(iter(fused.items()))
+        count = sum(len(each) for each in fused.values())
+        found.append(f"  fused: {count} tensors in {len(fused)} parameters, as {param} from {', '.join(names)}")
+    if sharded:
+        name, count = next(iter(sharded.items()))
+        found.append(f"  sharded: {len(sharded)} tensors, as {name} in {count} pieces")
+    return found
 
 
 def _engine_lines(told: Mapping[str, Any]) -> list[str]:

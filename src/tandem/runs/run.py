@@ -61,6 +61,7 @@ class Run:
             self._started -= earlier["seconds"]
         self._numbering = threading.Lock()
         self._event_number = self._cut_back(earlier["files"] if earlier is not None else {})
+        self._proofs = (directory / "sync.jsonl").read_bytes().count(b"\n")
         self._metrics, self._ledger, self._samples, self._events = (
             JsonlWriter(directory / f"{name}.jsonl") for name in _FILES
         )
@@ -85,7 +86,7 @@ class Run:
         logger.addHandler(self._log)
         logger.setLevel(logging.INFO)
         self._watchdog.start()
-        self.event("boot", pid=os.getpid())
+        self.event("boot", pid=os.getpid(), proofs=self._proofs)
         self._set_state("running")
         return self
 
