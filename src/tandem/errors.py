@@ -143,6 +143,10 @@ class EngineLost(EngineError):
     pass
 
 
+class NotLetIn(EngineError):
+    """It has another token."""
+
+
 class EngineSilent(EngineError, TimeoutError):
     pass
 

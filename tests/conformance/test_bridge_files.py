@@ -237,6 +237,15 @@ def test_a_full_disk_is_an_error_of_the_sync_and_leaves_nothing_behind(tmp_path:
 # --- storage
 
 
+def test_a_directory_that_was_named_from_here_is_told_to_others_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bridge = AdapterBridge(Path("adapters"))
+    assert Path(bridge.source().link["directory"]).is_relative_to(tmp_path.resolve() / "adapters")
+    bridge.close()
+
+
 def test_an_adapters_storage_is_private_and_gone_afterwards(tmp_path: Path) -> None:
     bridge = AdapterBridge()
     home = Path(bridge.source().link["directory"]).parent

@@ -46,7 +46,7 @@ lr = 1e-4
 """
 RL_WITH_WARMUP = RL + "[warmup]\nsteps = 5\nlr = 1e-3\n"
 SERVER = RL + "[engine]\nkind = 'server'\n"
-WITH_URL = SERVER + "url = 'http://127.0.0.1:9'\n"
+WITH_URL = SERVER + "url = 'http://127.0.0.1:9'\ntoken_file = 'token'\n"
 REMOTE = RL + "[engine]\nkind = 'remote'\nurls = ['http://127.0.0.1:9/v1']\nmodel = 'm'\n"
 SHARED = SERVER + "[sync]\nbridge = 'shared'\n"
 
@@ -135,6 +135,9 @@ BAD = [
     (REMOTE, "sync.bridge = 'disk'", "sync.bridge = 'disk'", "choose 'adapter'"),
     (WITH_URL + "replicas = 2\n", "sync.bridge = 'disk'", "engine.replicas = 2", "engine.url names one"),
     (WITH_URL, "sync.bridge = 'restart'", "sync.bridge = 'restart'", "choose 'disk'"),
+    (WITH_URL + "[sync]\nbridge = 'disk'\n", "engine.token_file = ''", "engine.url = 'http://127", "engine.token_file"),
+    (WITH_URL + "[sync]\nbridge = 'disk'\n", "engine.url = '127.0.0.1:9'", "engine.url = ", "https?"),
+    (SHARED, "engine = {kind = 'vllm', gpus = [-1]}", "engine.gpus", "greater than or equal to 0"),
     (SHARED, "engine.replicas = 2", "engine.replicas = 2", "choose 'broadcast'"),
     (SHARED, "model.lora = {rank = 4}", "sync.bridge = 'shared'", "'adapter_broadcast'"),
     (SHARED, "precision = {weights = 'bfloat16', master = 'none'}", "sync.bridge = 'shared'", "'split'"),

@@ -22,7 +22,7 @@ from tandem.bridge.notes import BROKEN, CLOSED, CLOSING_S, WAY_OUT, Meeting, Not
 from tandem.bridge.outgoing import Form, forms, outgoing
 from tandem.bridge.seat import GroupSource
 from tandem.bridge.way import Backend, Way, way
-from tandem.errors import SyncError, SyncTimeout
+from tandem.errors import SpecError, SyncError, SyncTimeout
 from tandem.ops import digest
 from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
@@ -51,7 +51,10 @@ class CollectiveBridge:
     def source(self, num_receivers: int = 1) -> GroupSource:
         self.close()
         self._meetings += 1
-        listening = socket.create_server((self._host, 0), backlog=128)
+        try:
+            listening = socket.create_server((self._host, 0), backlog=128)
+        except OSError as error:
+            raise SpecError(f"sync.host = '{self._host}': nobody can listen there: {error.strerror}") from error
         meeting = Meeting(
             self.mode,
             self._host,

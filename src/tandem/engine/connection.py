@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tandem.errors import EngineError, EngineLost, EngineSilent
+from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
 from tandem.io.engine_wire import error_of
 from tandem.protocols import OnToken
 from tandem.types import Completion, Sampling, Span
@@ -55,7 +55,9 @@ class Connection:
     async def open(self) -> Mapping[str, Any]:
         """Its status. EngineLost if nobody answers."""
         status = await self.status()
-        self.boot_id = str(status["boot_id"])
+        if not isinstance(status.get("boot_id"), str):
+            raise EngineError(f"engine: what answers at {self.url} is no engine of `tandem engine serve`")
+        self.boot_id = status["boot_id"]
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="engine watch", daemon=True).start()
         return status
@@ -174,7 +176,7 @@ class Connection:
             while not self._closed.wait(_BEAT_S):
                 try:
                     why, missed = self._look(client), 0
-                except httpx.TransportError as error:
+                except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # no JSON, or not what it says
                     missed += 1
                     why = self._describe(error) if missed == _BEATS_MISSED or self._epitaph() else ""
                 if why:
@@ -275,6 +277,8 @@ class _Growing:
 
 def _checked(answer: httpx.Response) -> Mapping[str, Any]:
     otherwise = f"engine: {answer.url} answers {answer.status_code}: {answer.text[:200]}"
+    if answer.status_code == 401:
+        raise NotLetIn(f"engine: {answer.url} refuses the token")
     try:
         body = answer.json()
     except ValueError:

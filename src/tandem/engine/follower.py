@@ -16,10 +16,12 @@ import httpx
 
 from tandem.engine.connection import Connection
 from tandem.errors import EngineError, EngineLost
+from tandem.io.token import read_token
 from tandem.protocols import OnToken
 from tandem.types import Completion, Sampling
 
 _LOOK_AGAIN_S, _TELL_S = 0.3, 10.0
+_OPTION = "--token-file"
 
 
 class Follower:
@@ -33,7 +35,7 @@ class Follower:
     def tell(self, route: str) -> Mapping[str, Any]:
         """What it says of itself; blocks."""
         try:
-            headers = {"Authorization": f"Bearer {self._token()}"}
+            headers = {"Authorization": f"Bearer {read_token(self._token_file, _OPTION)}"}
             answer = httpx.get(self._url + route, headers=headers, timeout=_TELL_S, trust_env=False)
             answer.raise_for_status()
             told = answer.json()
@@ -78,7 +80,7 @@ class Follower:
             return self._connection
 
     async def _open(self) -> Connection:
-        connection = Connection(self._url, self._token())
+        connection = Connection(self._url, read_token(self._token_file, _OPTION))
         try:
             status = await connection.open()
         except BaseException:
@@ -86,6 +88,3 @@ class Follower:
             raise
         self.version = int(status["version"])
         return connection
-
-    def _token(self) -> str:
-        return self._token_file.read_text(encoding="utf-8").strip()

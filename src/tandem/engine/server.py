@@ -19,10 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engine.connection import Connection
-from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError, SyncTimeout, TandemError
+from tandem.errors import (
+    EngineError,
+    EngineLost,
+    EngineSilent,
+    NotLetIn,
+    SpecError,
+    SyncError,
+    SyncTimeout,
+    TandemError,
+)
 from tandem.io.child import Child, Ready
 from tandem.io.engine_wire import served_of
 from tandem.io.process import identity
+from tandem.io.token import read_token
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served
@@ -229,10 +239,12 @@ class ServerEngine:
         until = time.monotonic() + self._place.patience_s
         while True:
             try:
-                token = self._place.token_file.read_text(encoding="utf-8").strip()
+                token = read_token(self._place.token_file, "engine.token_file")
                 return await self._connect(Ready(self._place.url, 0, token))
             except (EngineError, OSError) as error:
                 if time.monotonic() > until:
+                    if self._connection is None and isinstance(error, NotLetIn | OSError):  # a typing error, then
+                        raise SpecError(f"engine.token_file = '{self._place.token_file}': {error}") from error
                     raise EngineLost(f"engine: none answers at {self._place.url}: {error}") from error
                 await asyncio.sleep(_LOOK_AGAIN_S)
 

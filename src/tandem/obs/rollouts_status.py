@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import SpecError, StoreError
+from tandem.io.token import read_token
 
 READY_FILE = "ready.json"
 """In a rollout service's data directory, unless it was told of another place: where it listens."""
@@ -92,9 +93,6 @@ class Asking:
 
 def _token(path: Path) -> str:
     try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"--token-file = '{path}': cannot be read: {error}") from error
-    if not (token.isascii() and token.isprintable()):
-        raise SpecError(f"--token-file = '{path}': holds more than a token")
-    return token
+        return read_token(path, "--token-file")
+    except OSError as error:
+        raise SpecError(f"--token-file = '{path}': cannot be read: {error.strerror}") from error

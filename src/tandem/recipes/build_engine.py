@@ -222,8 +222,6 @@ def _server(
 
     place: Owned | Standing
     if engine.url:
-        if not engine.token_file:
-            raise SpecError(f"engine.url = '{engine.url}': it asks for a token; say where with engine.token_file")
         place = Standing(engine.url, Path(engine.token_file))
     else:
         place = Owned(
@@ -344,6 +342,8 @@ def _environment(engine: ServerEngineSpec | VllmEngineSpec) -> Mapping[str, str]
         return {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     numbers = seen.split(",") if seen else [str(n) for n in range(max(gpus) + 1)]
+    if max(gpus) >= len(numbers):
+        raise SpecError(f"engine.gpus = {list(gpus)}: CUDA_VISIBLE_DEVICES = '{seen}' shows {len(numbers)} of them")
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
 
 

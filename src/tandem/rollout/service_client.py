@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, SpecError, Starved, StoreError, StoreTimeout
 from tandem.io.retry_after import retry_after_s
+from tandem.io.token import read_token
 
 if TYPE_CHECKING:
     import httpx
@@ -134,14 +135,13 @@ class ServiceClient:
         """Read every time: a service made anew has a new one. Its file may be gone for a moment then, but not before
         it was ever of use: that is a typing error, which no repetition mends."""
         try:
-            return self._token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            if self._was_let_in and isinstance(error, OSError):
+            return read_token(self._token_file, self._token_option)
+        except OSError as error:
+            if self._was_let_in:
                 raise
-            why = getattr(error, "strerror", None) or str(error)
             raise SpecError(
-                f"{self._token_option} = '{self._token_file}': {why}; it must be the file that holds the token of "
-                f"{self.url} (a service writes it when it starts)"
+                f"{self._token_option} = '{self._token_file}': {error.strerror}; it must be the file that holds the "
+                f"token of {self.url} (a service writes it when it starts)"
             ) from error
 
     def _tell(self, why: str) -> None:

@@ -35,7 +35,7 @@ class HfEngineSpec(_Batching):
 
 
 class _Process(_Batching):
-    url: str = ""
+    url: str = Field(default="", pattern=r"^(https?://.+)?$")
     """An engine that was started by somebody else, as `tandem engine serve` does. Left out: the run starts its own."""
     token_file: Annotated[str, Place()] = ""
     """With url: the file that holds its token."""
@@ -72,7 +72,7 @@ class VllmEngineSpec(_Process):
     one GPU and train.max_lag = 0, so that nothing would be sampled anyway."""
     eager: bool = False
     """Without CUDA graphs: starts sooner, decodes slower."""
-    gpus: tuple[int, ...] = Field(default=(), strict=False)
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
     """Which ones; left out, those that the run itself sees."""
     on_update: Literal["finish", "restart"] = "finish"
     """What becomes of requests under way when a version comes. finish: they end under the old one first. restart: they

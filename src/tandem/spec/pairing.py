@@ -68,6 +68,8 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
         return
     if isinstance(engine, HfEngineSpec):
         return
+    if engine.url and not engine.token_file:
+        raise ValueError(f"engine.url = '{engine.url}': it asks for a token; say where with engine.token_file")
     if engine.url and engine.replicas > 1:
         raise ValueError(f"engine.replicas = {engine.replicas}: engine.url names one engine; leave one of them out")
     if isinstance(sync, RestartSync) and engine.url:

@@ -22,7 +22,7 @@ class AdapterBridge(FilesBridge):
 
     def __init__(self, directory: Path | None = None, *, deadline_s: float = 60.0) -> None:
         """Without a directory: the machine's shared memory, readable by this user alone."""
-        super().__init__(directory or memory_backed(), deadline_s, private=True)
+        super().__init__((directory or memory_backed()).resolve(), deadline_s, private=True)
 
     def _stem(self, name: str) -> str:
         return "adapter_model.safetensors"
