@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tandem.errors import EngineError, SpecError
 from tandem.io.jsonl import finite, salvage_jsonl
+from tandem.io.token import read_token
 from tandem.obs.audit import proofs_of
 from tandem.obs.history import read_status
 
@@ -170,6 +171,6 @@ def _of_server(url: str, token_file: Path | None) -> dict[str, Any]:
 
 def _token(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_token(path, "--token-file")
     except OSError as error:
         raise SpecError(f"--token-file = '{path}': cannot be read: {error.strerror}") from error
