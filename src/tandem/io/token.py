@@ -13,3 +13,11 @@ def read_token(file: Path, option: str) -> str:
     if not token or not all(33 <= byte < 127 for byte in token):
         raise SpecError(f"{option} = '{file}': holds no token, which is one line of letters and digits")
     return token.decode()
+
+
+def named_token(file: Path, option: str = "--token-file") -> str:
+    """Of a file that a user named: SpecError as well if it cannot be read."""
+    try:
+        return read_token(file, option)
+    except OSError as error:
+        raise SpecError(f"{option} = '{file}': cannot be read: {error.strerror}") from error

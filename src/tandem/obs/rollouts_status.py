@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from tandem.errors import SpecError, StoreError
-from tandem.io.token import read_token
+from tandem.errors import StoreError
+from tandem.io.token import named_token
 
 READY_FILE = "ready.json"
 """In a rollout service's data directory, unless it was told of another place: where it listens."""
@@ -38,7 +38,7 @@ class Asking:
 
     def status(self) -> dict[str, Any]:
         url, token_file = self._where()
-        token = "" if token_file is None else _token(token_file)
+        token = "" if token_file is None else named_token(token_file)
         told = self._get(url, "/v2/status", token)
         if not {"queue", "environments", "rates"} <= told.keys():
             raise StoreError(f"{url}/v2/status: that is no service of `tandem rollouts serve`")
@@ -89,10 +89,3 @@ class Asking:
         if answer.status_code != 200 or not isinstance(told, dict):
             raise StoreError(f"{url}{path} answers {answer.status_code}: that is no service of `tandem rollouts serve`")
         return cast("dict[str, Any]", told)
-
-
-def _token(path: Path) -> str:
-    try:
-        return read_token(path, "--token-file")
-    except OSError as error:
-        raise SpecError(f"--token-file = '{path}': cannot be read: {error.strerror}") from error

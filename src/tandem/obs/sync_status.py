@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tandem.errors import EngineError, SpecError
 from tandem.io.jsonl import finite, salvage_jsonl
-from tandem.io.token import read_token
+from tandem.io.token import named_token
 from tandem.obs.audit import proofs_of
 from tandem.obs.history import read_status
 
@@ -148,7 +148,7 @@ def _part(told: Mapping[str, Any], name: str, kind: type[Kind], damage: list[str
 def _of_server(url: str, token_file: Path | None) -> dict[str, Any]:
     import httpx
 
-    headers = {} if token_file is None else {"Authorization": f"Bearer {_token(token_file)}"}
+    headers = {} if token_file is None else {"Authorization": f"Bearer {named_token(token_file)}"}
     try:
         # Not by a proxy of the environment: the token is for this server alone.
         answer = httpx.get(url + STATUS_ROUTE, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
@@ -167,10 +167,3 @@ def _of_server(url: str, token_file: Path | None) -> dict[str, Any]:
             f"{url}{STATUS_ROUTE} answers {answer.status_code}: that is no engine of `tandem engine serve`"
         )
     return {"kind": "engine", "url": url, **told}
-
-
-def _token(path: Path) -> str:
-    try:
-        return read_token(path, "--token-file")
-    except OSError as error:
-        raise SpecError(f"--token-file = '{path}': cannot be read: {error.strerror}") from error
