@@ -21,6 +21,9 @@ MEASURED = ("time/", "memory/")
 MAX_METRICS = 256
 """Of one trajectory. An environment that says more has failed there, and not where its group is sent."""
 
+MAX_NUMBER = 1e30
+"""The largest reward, shaping or metric, of either sign: any number of them can be added up, also in float32."""
+
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompts, template glue, recorded data."""
 

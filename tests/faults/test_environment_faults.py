@@ -234,6 +234,8 @@ FAULTS = {
     "reward a word": (returns(Outcome("good")), "not_a_number"),
     "reward a number in quotes": (returns(Outcome("1.0")), "not_a_number"),
     "reward too large": (returns(Outcome(10**400)), "not_a_number"),
+    "reward that nothing can be added to": (returns(Outcome(1.7e308)), "not_a_number"),
+    "metric that nothing can be added to": (returns(Outcome(1.0, {"score": -1.1e30})), "not_a_number"),
     "metric NaN": (returns(Outcome(1.0, {"correct": float("nan")})), "not_a_number"),
     "metrics None": (returns(Outcome(1.0, None)), "not_a_number"),
     "hangs": (hangs, "hung"),

@@ -84,6 +84,9 @@ MALFORMED: list[tuple[str, str, bytes]] = [
     ("hexadecimal score", "scores", _raw("scores", "[0x10, 0]")),
     *((f"NaN in {name}", name, _with(name, [[float("nan")] * LENGTH] * 2)) for name in _FLOATS),
     *((f"inf in {name}", name, _with(name, [[float("inf")] * LENGTH] * 2)) for name in _FLOATS),
+    ("score that nothing can be added to", "scores", _with("scores", 1.7e308, 0)),
+    ("whole score that nothing can be added to", "scores", _raw("scores", f"[{10**31}, 0]")),
+    *((f"beyond bounds in {name}", name, _with(name, [[-1.1e30] * LENGTH] * 2)) for name in _FLOATS),
     # lengths that differ
     ("scores too few", "scores", _with("scores", [1.0])),
     ("scores too many", "scores", _with("scores", [1.0] * 3)),

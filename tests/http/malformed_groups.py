@@ -99,6 +99,9 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("a version of 70 bits", "spans", [[-1, 1], [2**70, 3]], "spans"),
     ("a span of 2^70 tokens", "spans", [[-1, 1], [0, 2**70]], "spans"),
     ("thinking without end", "thinking_tokens", 2**70, "thinking_tokens"),
+    ("a reward that nothing can be added to", "reward", 1.7e308, "reward"),
+    ("a shaping that nothing can be added to", "shaping", -1.1e30, "shaping"),
+    ("a metric that nothing can be added to", "metrics", {"fine": 1e30, "steps": 1.7e308}, "metrics"),
     ("an unknown field", "surprise", 1, "surprise"),
 ]
 

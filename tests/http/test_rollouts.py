@@ -318,3 +318,28 @@ def test_what_does_not_fit_the_state_names_its_field_too(client: RolloutClient):
         assert (answer.status_code, answer.json().get("error", {}).get("field", "")) == (status, field), path
     client.post("/v2/release", {"epoch": old, "count": 0}, key="k")
     assert client.send("/v2/ack", {"epoch": old}, key="k").json()["error"]["field"] == "idempotency-key"
+
+
+def test_an_acknowledgement_that_comes_too_late_is_not_taken_for_one(client: RolloutClient):
+    client.post("/v2/groups", GOOD_FRAME)
+    lease = take(client).id
+    client.begin()  # as after a kill: what was leased is queued again
+    body = {"epoch": client.epoch, "leases": [lease]}
+    answer = client.send("/v2/ack", body)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (404, "leases")
+    again = take(client).id
+    for _ in range(2):
+        assert client.send("/v2/ack", body | {"leases": [again]}, key="same").json() == {"groups": 1}
+    assert client.post("/v2/ack", body | {"leases": [again]}) == {"groups": 0}
+
+
+@pytest.mark.parametrize("path", ["trainer", "environments"])
+def test_a_registration_that_cannot_be_kept_moves_nobody(client: RolloutClient, path: str):
+    deep: Any = {}
+    for _ in range(600):
+        deep = {"a": deep}
+    for extra in (deep, {"a": 2**70}):
+        body = {"extra": extra} | ({"run_id": "run", "groups_per_step": 4} if path == "trainer" else {"name": "b"})
+        answer = client.send(f"/v2/{path}", body)
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, "extra"), answer.text
+    client.post("/v2/trainer/version", {"epoch": client.epoch, "version": 0})

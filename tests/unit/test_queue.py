@@ -201,6 +201,9 @@ def test_a_lease_that_is_not_acknowledged_returns_in_the_old_order_and_an_acknow
         assert names(await rig.take(2)) == ["a", "b"]
         assert await rig.queue.ack(rig.epoch, [second.id]) == 1
         assert await rig.queue.ack(rig.epoch, [second.id]) == 0
+        for lapsed_or_none in (first.id, 77):
+            with pytest.raises(NotKnown, match="lapsed"):
+                await rig.queue.ack(rig.epoch, [second.id, lapsed_or_none])
         rig.now += 100
         await rig.queue.tick()
         assert names(await rig.take(3)) == ["a", "b", "d"]
@@ -265,6 +268,26 @@ def test_another_run_is_refused_unless_it_begins_afresh(tmp_path: Path):
             await rig.put("by an environment of the run before")
         await rig.again()
         assert (rig.queue.queued, rig.queue.trainer) == (0, other)
+
+    rigged(tmp_path, scenario)
+
+
+def test_a_trainer_that_holds_groups_or_waits_for_them_keeps_its_seat_against_another_run(tmp_path: Path):
+    async def scenario(rig: Rig) -> None:
+        await rig.begin(dataclasses.replace(RUN, lease_s=30))
+        other = dataclasses.replace(RUN, run_id="other")
+        waiting = asyncio.create_task(rig.take(1, wait_s=5))
+        await settle()
+        for _ in range(2):
+            with pytest.raises(Conflict, match=r"run 'run' sits there"):
+                await rig.queue.register_trainer(other, fresh=True)
+            await rig.put("x")
+            await waiting
+        rig.epoch = (await rig.queue.register_trainer(dataclasses.replace(RUN, lease_s=30))).epoch
+        assert names(await rig.take(1)) == ["x"]
+        rig.now += 31
+        await rig.queue.register_trainer(other, fresh=True)
+        assert rig.queue.status()["dropped"] == {"other_run": 2}
 
     rigged(tmp_path, scenario)
 

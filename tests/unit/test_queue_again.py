@@ -42,6 +42,7 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
         assert lease is not None
         for _ in range(2):
             assert await rig.queue.ack(rig.epoch, [lease.id], once=Once("ack", b"1")) == 1
+            assert await rig.queue.ack(rig.epoch, [lease.id]) == 0
             await rig.queue.release(rig.epoch, 1, once=Once("release", b"1"))
         assert rig.queue.status()["queue"]["held"] == 1
         with pytest.raises(Conflict, match="ended since"):
@@ -149,6 +150,7 @@ def test_slots_of_acknowledged_groups_are_held_over_a_restart(tmp_path: Path):
         await rig.queue.ack(rig.epoch, [second.id])
         await rig.again()
         assert await rig.take(1) is None
+        assert await rig.queue.ack(rig.epoch, [second.id]) == 0
         await rig.queue.release(rig.epoch, 2)
         assert names(await rig.take(1)) == ["z"]
 

@@ -18,6 +18,7 @@ async def _another_run(rig: Rig, how: str) -> None:
     other = dataclasses.replace(RUN, run_id="other")
     if how == "reset":
         await rig.queue.reset()
+    rig.now += RUN.lease_s  # whatever was leased has lapsed
     rig.epoch = (await rig.queue.register_trainer(other, fresh=how == "fresh")).epoch
 
 

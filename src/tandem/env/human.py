@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from tandem.env.load import load_environment
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.io.tool_calls import parse_calls
-from tandem.types import Message, Outcome, ToolCall
+from tandem.types import MAX_NUMBER, Message, Outcome, ToolCall
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,9 @@ def try_environment(
     chat = HumanChat(ask, tell)
     chat.say(*tasks[index].messages)
     outcome = asyncio.run(environment.run(tasks[index], chat))
-    if not math.isfinite(outcome.reward):
-        raise EpisodeFailed("not_a_number", f"the reward is {outcome.reward}; return a finite number")
+    if not abs(outcome.reward) <= MAX_NUMBER:  # NaN is not, either
+        may_be = f"return a finite number, {-MAX_NUMBER:g} to {MAX_NUMBER:g}"
+        raise EpisodeFailed("not_a_number", f"the reward is {outcome.reward}; {may_be}")
     metrics = "".join(f"  {key} {value:g}" for key, value in outcome.metrics.items())
     tell(f"{'reward':>9}> {outcome.reward:g}{metrics}")
     return outcome

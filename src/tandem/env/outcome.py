@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import cast
 
 from tandem.errors import EpisodeFailed
-from tandem.types import MAX_METRICS, Outcome
+from tandem.types import MAX_METRICS, MAX_NUMBER, Outcome
 
 
 def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
@@ -27,6 +26,6 @@ def _number(value: object) -> float:
     if isinstance(value, str | bytes):
         raise TypeError("a text is no number")
     number = float(cast(float, value))
-    if not math.isfinite(number):
-        raise ValueError("it must be finite")
+    if not abs(number) <= MAX_NUMBER:  # NaN is not, either
+        raise ValueError(f"it must be finite, {-MAX_NUMBER:g} to {MAX_NUMBER:g}")
     return number

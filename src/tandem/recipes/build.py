@@ -381,11 +381,11 @@ def store(stage: RlStage | SftStage) -> RolloutStore:
 
 
 def rollouts(
-    spec: RlSpec, setting: Setting, algorithm: Algorithm, model: Model, trainer: Trainer
+    spec: RlSpec, directory: Path, setting: Setting, algorithm: Algorithm, model: Model, trainer: Trainer
 ) -> tuple[RolloutStore, Producer]:
-    """Where groups wait, and who sees to it that they come."""
+    """Where groups wait, and who sees to it that they come. `directory`: the run's."""
     if isinstance(spec.rollouts, ServiceRollouts):
-        remote = _service(spec, spec.rollouts, model, trainer)
+        remote = _service(spec, directory, spec.rollouts, model, trainer)
         return remote, remote
     from tandem.rollout.producer import EnvironmentProducer
 
@@ -402,14 +402,14 @@ def rollouts(
     return waiting, producer
 
 
-def _service(spec: RlSpec, rollouts: ServiceRollouts, model: Model, trainer: Trainer) -> RemoteStore:
+def _service(spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: Model, trainer: Trainer) -> RemoteStore:
     from tandem.rollout.queue_types import TrainerSpec
-    from tandem.rollout.remote_store import RemoteStore
+    from tandem.rollout.remote_store import RemoteStore, run_id_of
     from tandem.rollout.service_client import ServiceClient
 
     stage = spec.train
     seat = TrainerSpec(
-        run_id=rollouts.run_id or spec.name,
+        run_id=rollouts.run_id or run_id_of(directory, spec.name),
         groups_per_step=stage.groups_per_step,
         max_lag=stage.max_lag,
         num_ids=model.num_ids,

@@ -131,7 +131,7 @@ class RlRun:
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         spec, stage = self.spec, self.spec.train
         build.show_life(trainer, self.run.progress.tick, self.run.note_option)
-        store, producer = build.rollouts(spec, self.setting, algorithm, self.model, trainer)
+        store, producer = build.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]

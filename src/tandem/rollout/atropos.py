@@ -299,7 +299,7 @@ class Atropos:
 
     async def _acknowledge(self) -> None:
         """In an order in which every part may happen twice: this process may die between any two."""
-        await self.queue.ack(self.notes.epoch, [self.notes.lease])
+        await self.queue.ack(self.notes.epoch, groups=self.notes.groups)  # also if the lease lapsed: it has them
         once = Once(f"atropos-release-{self.notes.run}-{self.notes.lease}", b"")
         await self.queue.release(self.notes.epoch, len(self.notes.groups), once=once)
         await self.queue.announce_version(self.notes.epoch, self.notes.step)

@@ -22,7 +22,7 @@ from msgspec import UNSET, Raw, UnsetType
 from tandem.errors import GroupRefused
 from tandem.rollout.wire import GroupHead, TrajectoryHead, WireGroup, decode, encode
 from tandem.rollout.wire_check import check_whole
-from tandem.types import NO_VERSION, Group, Trajectory
+from tandem.types import MAX_NUMBER, NO_VERSION, Group, Trajectory
 
 MAGIC = b"TAT1"
 MASKED = -100
@@ -37,18 +37,20 @@ _PREFIX = struct.Struct("<4sq")
 
 Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 Label: TypeAlias = Annotated[int, msgspec.Meta(ge=MASKED, le=MAX_ID)]
+Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+"""What a trainer can add up."""
 Text: TypeAlias = dict[str, Any]
 
 
 class ScoredData(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[list[Id]]
     masks: list[list[Label]]
-    scores: list[float]
-    advantages: list[list[float]] | UnsetType | None = UNSET
-    ref_logprobs: list[list[float]] | UnsetType | None = UNSET
+    scores: list[Number]
+    advantages: list[list[Number]] | UnsetType | None = UNSET
+    ref_logprobs: list[list[Number]] | UnsetType | None = UNSET
     messages: list[list[Text]] | UnsetType | None = UNSET
     generation_params: Text | UnsetType | None = UNSET
-    inference_logprobs: list[list[float]] | UnsetType | None = UNSET
+    inference_logprobs: list[list[Number]] | UnsetType | None = UNSET
     overrides: list[Text] | UnsetType | None = UNSET
     group_overrides: Text | UnsetType | None = UNSET
     images: Any | UnsetType = UNSET

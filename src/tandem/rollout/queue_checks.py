@@ -11,6 +11,7 @@ from tandem.errors import Conflict, GroupRefused, NotKnown, QueueFull, Starved
 from tandem.rollout.queue_state import Entry, EnvironmentState, QueueState
 from tandem.rollout.queue_types import EnvironmentSpec, QueueLimits, TrainerSpec
 from tandem.rollout.wire import Rules, WireGroup, check
+from tandem.rollout.wire_check import check_plain
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REASON = re.compile(r"[a-z0-9][a-z0-9_./-]{0,63}")
@@ -46,8 +47,23 @@ def check_trainer(spec: TrainerSpec) -> None:
         raise GroupRefused(
             "max_lag", f"(max_lag + 1) * groups_per_step = {spec.slots} slots; 1 to 1000000 are possible"
         )
+    check_plain(spec.extra, "extra")
     if not 1 <= spec.lease_s <= 86400:
         raise GroupRefused("lease_s", f"{spec.lease_s:g}; 1 to 86400 seconds are possible")
+
+
+def check_left(state: QueueState, now: float, waiting: bool) -> None:
+    """The trainer of another run has gone: it neither waits for groups nor holds any under lease."""
+    sitting = state.trainer
+    if sitting is None or "atropos" in sitting.extra:  # whose lease lasts for a day, whoever is there
+        return
+    left_s = min(sitting.lease_s, max([lease.expires - now for lease in state.leases.values()], default=0.0))
+    if waiting or left_s > 0:
+        does = "waits for groups" if waiting else f"holds groups under lease for another {math.ceil(left_s)} s"
+        raise Conflict(
+            f"run '{sitting.run_id}' sits there and {does}; end it, and register when its lease has lapsed",
+            field="run_id",
+        )
 
 
 def check_environment(
@@ -62,6 +78,7 @@ def check_environment(
         raise GroupRefused("min_share", f"{spec.min_share}; 0 to 1 are possible")
     if spec.group_size < 0 or spec.max_tokens < 0:
         raise GroupRefused("group_size" if spec.group_size < 0 else "max_tokens", "below 0")
+    check_plain(spec.extra, "extra")
     if not 1 <= spec.lapse_s <= 86400:
         raise GroupRefused("lapse_s", f"{spec.lapse_s}; 1 to 86400 seconds are possible")
     if spec.tokenizer and trainer.tokenizer and spec.tokenizer != trainer.tokenizer:

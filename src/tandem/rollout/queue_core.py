@@ -38,6 +38,8 @@ class Core:
         self._news = asyncio.Event()
         self._run = 0
         """Goes up when everything is forgotten."""
+        self._waiting = 0
+        """Takes that wait for groups."""
         self._calls = Calls(self._db, self.limits.answers_kept_s)
         self._ticking: asyncio.Task[None] | None = None
         self._swept = 0.0
@@ -175,7 +177,7 @@ class Core:
             while each.asking:
                 if not (answer := each.asking.popleft().answer).done():
                     answer.set_result(None)
-        for held in (state.entries, state.flight, state.playing, state.leases, state.environments):
+        for held in (state.entries, state.flight, state.playing, state.leases, state.acked, state.environments):
             held.clear()
         state.in_lines, state.holding = 0, deque()
         state.first_environment = first = state.next_environment

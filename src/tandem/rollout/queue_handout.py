@@ -65,9 +65,13 @@ class HandOut(Seats):
         left = deadline - self._clock()
         if left <= 0:
             return False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await self._news.wait()
+        self._waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+        finally:
+            self._waiting -= 1
         return True
 
     async def _hand_out(self, lease: LeaseState, once: Once | None) -> Lease | None:
@@ -143,7 +147,8 @@ class HandOut(Seats):
     async def ack(
         self, epoch: int, leases: Sequence[int] = (), *, groups: Sequence[int] = (), once: Once | None = None
     ) -> int:
-        """They are in a checkpoint: forgotten for good. How many were still held. Again is no error."""
+        """They are in a checkpoint: forgotten for good. How many were still held. Again is no error. NotKnown, and
+        nothing is acknowledged, if a lease lapsed: its groups are in the queue again."""
         self._check_epoch(epoch)
         return await self._calls.whole(self._ack(leases, groups, once))
 
@@ -152,6 +157,12 @@ class HandOut(Seats):
             if earlier is not None:
                 return earlier
             state = self._state
+            if lapsed := [lease for lease in leases if lease not in state.leases and lease not in state.acked]:
+                raise NotKnown(
+                    f"leases {lapsed[:8]} are not held and were not acknowledged: they lapsed, or another registration "
+                    "returned them, and their groups are handed out again; nothing was acknowledged",
+                    field="leases",
+                )
             named = [entry for lease in leases if lease in state.leases for entry in state.leases[lease].entries]
             entries = {entry.id: entry for entry in named}
             entries |= {id: state.entries[id] for id in groups if id in state.entries and state.entries[id].place}
@@ -166,7 +177,7 @@ class HandOut(Seats):
 
             def change(db: sqlite3.Connection) -> None:
                 rows.remove(db, entries)
-                rows.forget_lease(db, emptied)
+                rows.note_acked(db, emptied)
                 rows.say(db, holding_acked=still)
 
             held = {id: state.leases[id].expires for id in leases if id in state.leases}
@@ -180,6 +191,7 @@ class HandOut(Seats):
                 raise
             for lease in emptied:
                 state.leases.pop(lease, None)
+            state.acked.update(emptied)
             for lease in state.leases.values():
                 lease.entries = [entry for entry in lease.entries if entry.id not in entries]
             for entry in entries.values():

@@ -48,6 +48,8 @@ SCHEMA = (
 
 Db = sqlite3.Connection
 
+_ACKED = -1  # in place of a lease's version
+
 
 # --- writing
 
@@ -91,11 +93,11 @@ def lend(db: Db, lease: LeaseState) -> None:
 def take_back(db: Db, leases: Iterable[int]) -> None:
     rows = [(lease,) for lease in leases]
     db.executemany("UPDATE groups SET lease=0, holds=0 WHERE lease=?", rows)
-    db.executemany("DELETE FROM leases WHERE id=?", rows)
+    db.executemany(f"DELETE FROM leases WHERE id=? AND version<>{_ACKED}", rows)
 
 
-def forget_lease(db: Db, leases: Iterable[int]) -> None:
-    db.executemany("DELETE FROM leases WHERE id=?", [(lease,) for lease in leases])
+def note_acked(db: Db, leases: Iterable[int]) -> None:
+    db.executemany(f"UPDATE leases SET version={_ACKED} WHERE id=?", [(lease,) for lease in leases])
 
 
 def stop_holding(db: Db, ids: Iterable[int]) -> None:
@@ -186,7 +188,10 @@ def read_state(store: Durable, now: float) -> QueueState:
     state.next_id, state.next_lease = ids.get("groups", 0) + 1, ids.get("leases", 0) + 1
     lease_s = state.trainer.lease_s if state.trainer else 0.0
     for id, version in store.read("SELECT id, version FROM leases ORDER BY id"):
-        state.leases[id] = LeaseState(id, version, [], now + lease_s)
+        if version == _ACKED:
+            state.acked.add(id)
+        else:
+            state.leases[id] = LeaseState(id, version, [], now + lease_s)
     state.holding.extend([None] * facts.get("holding_acked", 0))
     _read_groups(store, state, now)
     state.next_order = max([facts.get("next_order", 1), *(entry.order + 1 for entry in state.entries.values())])

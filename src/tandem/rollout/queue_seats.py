@@ -20,7 +20,7 @@ class Seats(Core):
     ) -> TrainerSeat:
         """Again, by the same run: what an earlier registration holds under lease returns at once, and its calls are
         Fenced. With a lower version than before it has lost some: what those played is dropped. By another run:
-        Conflict, unless `fresh`: then whatever is queued for the run before is dropped."""
+        Conflict, unless `fresh` and nobody sits there: then whatever is queued for the run before is dropped."""
         self._wake()
         checks.check_trainer(spec)
         return await self._calls.whole(self._register_trainer(spec, fresh, once))
@@ -39,6 +39,9 @@ class Seats(Core):
                     field="run_id",
                 )
             if other:
+                checks.check_left(state, self._clock(), self._waiting > 0)
+                if left_over := len(rows.places(state)):
+                    self.watch.count("dropped", left_over, reason="other_run")
                 await self._begin_again()
             state.epoch += 1  # at once: whoever held the seat takes nothing any more
             leases = list(state.leases)

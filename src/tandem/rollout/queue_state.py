@@ -109,6 +109,8 @@ class QueueState:
         self.playing: dict[int, Entry] = {}
         """Those of them whose group is still to come."""
         self.leases: dict[int, LeaseState] = {}
+        self.acked: set[int] = set()
+        """Leases that were acknowledged whole; any other that is not held lapsed."""
         self.holding: deque[Entry | None] = deque()
         """Taken and not released, oldest take first; None for one that was acknowledged before a restart."""
         self.in_lines = 0

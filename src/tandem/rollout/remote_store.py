@@ -10,12 +10,16 @@ checkpoint.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.errors import NotKnown, StoreError, StoreTimeout
+from tandem.io import atomic
 from tandem.rollout import wire, wire_lease
 from tandem.rollout.measures import of_groups
 from tandem.rollout.queue_types import Lease, TrainerSpec
@@ -25,8 +29,17 @@ from tandem.types import Group, Metrics, Ticket
 _log = logging.getLogger(__name__)
 
 _POLL_S = 20.0
+_RUN_ID_FILE = "rollouts.json"
 
 T = TypeVar("T")
+
+
+def run_id_of(directory: Path, name: str) -> str:
+    """One that no other run directory has, also if it is of the same name; whoever resumes the run finds it again."""
+    path = directory / _RUN_ID_FILE
+    if not path.exists():
+        atomic.write_json(path, {"run_id": f"{name[:100]}-{uuid.uuid4().hex[:12]}"})
+    return json.loads(path.read_text(encoding="utf-8"))["run_id"]
 
 
 class RemoteStore:
@@ -161,6 +174,12 @@ class RemoteStore:
                 raise StoreError(f"store: {error}; was this process stopped?") from error
 
     def _opened(self, lease: Lease) -> list[Group]:
+        held = {number for _, number in self._ids.values()}
+        if again := [taken.id for taken in lease.groups if taken.id in held]:
+            raise StoreError(
+                f"store: {self._client.url} handed out groups {again[:8]} again, which this run has trained on: their "
+                "lease lapsed; was this process stopped?"
+            )
         groups = [wire.decode(taken.frame) for taken in lease.groups]
         for group, taken in zip(groups, lease.groups, strict=True):
             self._ids[id(group)] = (lease.id, taken.id)

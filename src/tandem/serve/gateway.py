@@ -35,7 +35,7 @@ from tandem.serve.generate import Generate
 from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools
 from tandem.serve.openai_choice import Opened
 from tandem.serve.openai_request import Strict, body_of, checked
-from tandem.types import Message
+from tandem.types import MAX_NUMBER, Message
 
 _log = logging.getLogger(__name__)
 
@@ -146,9 +146,12 @@ class OpenBody(Strict):
     task_id: str = Field(default="", max_length=256)
 
 
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+
+
 class RewardBody(Strict):
-    reward: float
-    metrics: Annotated[dict[Annotated[str, Field(max_length=128)], float], Field(max_length=256)] = Field(default={})
+    reward: Number
+    metrics: Annotated[dict[Annotated[str, Field(max_length=128)], Number], Field(max_length=256)] = Field(default={})
     branch: str = Field(default="", max_length=64)
     finish: bool | None = None
 

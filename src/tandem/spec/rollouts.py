@@ -25,9 +25,11 @@ class ServiceRollouts(Spec):
     token_file: Annotated[str, Place()] = Field(min_length=1)
     """Holds the service's token."""
     run_id: str = Field(default="", max_length=256)
-    """Under which the service knows this run, also when it is started again. Empty: the run's name."""
+    """Under which the service knows this run, also when it is started again. Empty: its name and an id, kept in its
+    directory."""
     fresh: bool = False
-    """Groups of another run that are queued there are dropped; otherwise they are a reason to refuse this one."""
+    """Groups of another run that are queued there are dropped, once its trainer has gone; otherwise they are a reason
+    to refuse this one."""
     lease_s: float = Field(default=600.0, ge=1.0)
     """A batch returns to the queue when this process has been silent for so long."""
 
