@@ -277,3 +277,15 @@ def test_plain_curl(random_model: Gateway) -> None:
     told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=20).stdout)
     assert told["session_id"] == session
     assert random_model.check(session) == [["0"]]
+
+
+@pytest.mark.parametrize("id", [2**31, 2**70, -(2**31) - 1])
+def test_an_id_that_no_model_has_is_refused(random_model: Gateway, id: int) -> None:
+    for path, body in (
+        ("/v1/completions", {"model": MODEL, "prompt": [1, id]}),
+        ("/generate", {"prompt": {"prompt_token_ids": [1, id]}}),
+        ("/generate", {"input_ids": [1, id]}),
+    ):
+        answer = random_model.post(path, body)
+        assert answer.status_code == 422, (path, answer.text)
+        assert "token id" in answer.json()["error"]["message"]

@@ -202,7 +202,11 @@ def prompt_list(prompt: Any) -> Any:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    if not (isinstance(value, list) and value and all(type(item) is int for item in value)):
+        return False
+    if not -(2**31) <= min(value) <= max(value) < 2**31:
+        raise ValueError("has a token id that no model has")
+    return True
 
 
 class CompletionRequest(_Request):
