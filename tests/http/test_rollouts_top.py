@@ -120,7 +120,7 @@ def test_what_is_asked_and_is_not_there_is_named(client: RolloutClient, tmp_path
         ("http://[::1", None, StoreError, "no rollout service answers there"),
         (client.url, None, StoreError, "not its token"),
         (client.url, stranger, StoreError, "not its token"),
-        (client.url, two_lines, SpecError, "more than a token"),
+        (client.url, two_lines, SpecError, "holds no token"),
         (client.url, tmp_path / "none", SpecError, "cannot be read"),
         (f"{client.url}/v2", tmp_path / "token", StoreError, "no service of `tandem rollouts serve`"),
         (str(tmp_path / "nowhere"), None, StoreError, "neither a URL nor the data directory"),
