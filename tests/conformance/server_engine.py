@@ -30,7 +30,7 @@ class LinkedSource:
 
     def __init__(self, inner: InprocSource) -> None:
         self.inner = inner
-        self.link: Mapping[str, Any] = {"mode": "shared", "meeting": uuid.uuid4().hex}
+        self.link: Mapping[str, Any] = {"mode": "shared", "meeting": uuid.uuid4().hex, "deadline_s": 10.0}
         self.reply: Mapping[str, Any] = {}
         _MEETINGS[self.link["meeting"]] = self
 

@@ -34,6 +34,7 @@ from tandem.bridge.seat import buckets_of
 from tandem.errors import SyncError, SyncTimeout
 from tandem.inside.sources import open_source
 from tandem.protocols import WeightBridge
+from tandem.serve.engine_link import Allowed
 
 
 def _made(name: str, at: Path, deadline_s: float) -> Iterator[WeightBridge]:
@@ -56,6 +57,12 @@ def copying(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightBr
 @pytest.fixture(params=COPYING)
 def hasty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightBridge]:
     yield from _made(request.param, tmp_path, 0.3)
+
+
+def test_its_link_is_one_that_an_engine_s_server_takes(bridge: WeightBridge) -> None:
+    link = meet(bridge).link
+    if link:
+        Allowed(directories=(Path("/"),)).check({**link, "rank": 1})
 
 
 def test_every_version_arrives_in_turn(bridge: WeightBridge) -> None:

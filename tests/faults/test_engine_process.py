@@ -31,7 +31,7 @@ class Source:
     carries = "full"
 
     def __init__(self, directory: Path, mode: str = "disk") -> None:
-        self.link: Mapping[str, Any] = {"mode": mode, "directory": str(directory)}
+        self.link: Mapping[str, Any] = {"mode": mode, "directory": str(directory), "deadline_s": 10.0}
         self.directory, self.replies = directory, list[Mapping[str, Any]]()
 
     def house(self, tensors: Any) -> None:
@@ -339,6 +339,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def real(model: str, version: int, ready_file: Path) -> list[str]:
     options = ["--version", version, "--ready-file", ready_file, "--data-dir", ready_file.parent, "--device", "cpu"]
     return [sys.executable, "-m", "tandem", "engine", "serve", model, *map(str, options)]
+
+
+def test_a_second_server_is_refused_where_one_keeps_its_token(model: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(real(str(model), 0, ready), env=environment, stdout=subprocess.DEVNULL) as first:
+        try:
+            wait_until(ready.exists, 60)
+            second = subprocess.run(
+                real(str(model), 0, ready), env=environment, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert second.returncode == 1
+            assert f"belongs to process {first.pid}" in second.stderr
+            assert pid_of(tmp_path) == first.pid
+        finally:
+            first.kill()
 
 
 def test_the_real_engine_shares_its_memory_survives_a_kill_and_ends_in_time(model: Path, tmp_path: Path) -> None:

@@ -437,21 +437,74 @@ def test_memory_that_cannot_move_is_not_lent_again_while_who_had_it_is_there(ser
     assert served.post("attach", {"link": LINK, "owner": "heir", "process": identity()}).status_code == 200
 
 
-# --- what a link may reach for
+# --- what a link may be, and reach for
+
+
+_HEX = "0123456789abcdef" * 2
+_GROUP = {
+    "host": "127.0.0.1", "port": 29500, "token": _HEX, "generation": 1, "world_size": 2, "device": "cpu",
+    "deadline_s": 1.0,
+}  # fmt: skip
+LINKS_OF: dict[str, dict[str, Any]] = {
+    "shared": {"mode": "shared", "meeting": _HEX, "deadline_s": 1.0},
+    **{mode: {"mode": mode, **_GROUP} for mode in ("broadcast", "adapter_broadcast")},
+    **{mode: {"mode": mode, "directory": "ROOT", "deadline_s": 1.0} for mode in ("disk", "adapter", "restart")},
+}
+WRONG: dict[str, list[Any]] = {
+    "deadline_s": [None, "1", True, 0, -1, -1e300, 1e300, 10**400, [], {}],
+    "rank": [None, "0", -1, 0.5, 2**40, True],
+    "meeting": [None, 5, "", "a1b2", _HEX.upper(), f"{_HEX}0", f"{_HEX}\n", [_HEX], "ü" * 32],
+    "token": [None, 5, "", "a1b2", f"{_HEX}/x", [_HEX]],
+    "directory": [None, 5, "", ["ROOT"], "x" * 5000],
+    "host": [None, 5, [], "x" * 300],
+    "port": [None, "29500", 0, -1, 2**16, 1.5],
+    "generation": [None, 0, -1, "1", 2**40],
+    "world_size": [None, 0, 1, -1, 1e9, 2**40],
+    "device": [None, 0, "", "meta", "cuda:0"],
+    "odd": [1],
+}
+
+
+@pytest.mark.parametrize("mode", LINKS_OF)
+def test_a_link_that_is_wrong_is_refused_with_its_field_and_who_is_attached_goes_on(
+    served: EngineServed, tmp_path: Path, mode: str
+) -> None:
+    caller = served.attach()
+    before = served.status()
+    right = json.loads(json.dumps(LINKS_OF[mode]).replace("ROOT", str(tmp_path)))
+    wrong = [(key, right | {key: value}) for key in WRONG if key in {*right, "rank", "odd"} for value in WRONG[key]]
+    wrong += [(key, {name: right[name] for name in right if name != key}) for key in right]
+    for key, link in wrong:
+        answer = served.post("attach", {"link": link, "owner": "heir"})
+        assert answer.status_code == 422, (link, answer.text)
+        assert answer.json()["error"]["field"] == f"link.{key}", answer.text
+    assert served.status() == before
+    assert len(served.ends) == 1
+    assert served.post("load", {"version": 4} | caller).status_code == 200
+    assert served.post("attach", {"link": right | {"rank": 1}}).status_code == 200
+
+
+def test_a_number_that_is_none_is_refused_before_the_link_is_read(served: EngineServed) -> None:
+    caller = served.attach()
+    for number in ("NaN", "Infinity", "-Infinity", "1e400"):
+        body = json.dumps({"link": LINK}).replace("5.0", number).encode()
+        answer = served.client.post("/engine/attach", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 422, answer.text
+    assert served.post("load", {"version": 4} | caller).status_code == 200
 
 
 def refused(link: dict[str, Any]) -> dict[str, Any]:
-    return {"mode": "broadcast", "deadline_s": 1.0} | link
+    return LINKS_OF["broadcast"] | link
 
 
 LINKS: list[dict[str, Any]] = [
     {"mode": "pickle"}, {"mode": "inproc"}, {"mode": ""}, {"mode": 1}, {},
-    *(refused({key: value}) for key in ("host", "address", "master_addr", "hosts") for value in (
+    *(refused({"host": value}) for value in (
         "169.254.169.254", "10.0.0.1", "127.1", "0x7f.1", "2130706433", "0.0.0.0", "evil.example", "localhost.evil",
         "metadata", "[::ffff:10.0.0.1]", "::ffff:10.0.0.1", "127.0.0.1@evil.example", "127.0.0.1 evil", "127.0.0.1\x00",
     )),
     refused({"hosts": ["127.0.0.1", "10.0.0.1"]}), refused({"deep": {"er": {"host": "10.0.0.1"}}}),
-    *(refused({key: value}) for key in ("directory", "path", "root_dir", "file") for value in (
+    *(LINKS_OF[mode] | {"directory": value} for mode in ("disk", "adapter", "restart") for value in (
         "/etc", "/proc/self/fd", "relative", "../x", "ROOT/../..", "ROOT/link", "/", "\x00", "ROOT\x00/x", "~", "",
     )),
     *(refused({key: value}) for key in ("name", "init_method", "callback") for value in (
@@ -473,9 +526,8 @@ def test_a_link_reaches_nothing_that_the_server_was_not_started_with(served: Eng
 
 def test_a_link_may_name_this_machine_and_what_lies_under_the_roots(served: EngineServed, tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
-        assert served.post("attach", {"link": refused({"host": host, "port": 29500})}).status_code == 200
+        assert served.post("attach", {"link": refused({"host": host})}).status_code == 200
     (tmp_path / "versions").mkdir()
     for path in (str(tmp_path), str(tmp_path / "versions" / "1")):
-        link = {"mode": "disk", "directory": path, "meeting": "a1b2", "names": ["model.layers.0.weight"]}
-        assert served.post("attach", {"link": link}).status_code == 200
+        assert served.post("attach", {"link": LINK | {"directory": path}}).status_code == 200
     assert served.status()["attachment"] == 6

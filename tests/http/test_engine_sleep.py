@@ -265,6 +265,15 @@ def test_vllm_is_asked_for_sleep_mode_where_it_has_one(tmp_path: Path, monkeypat
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment_of(VllmOptions("model", "python"), tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    ("version", "asked"),
+    [("0.9.2", False), ("0.26.0", False), ("0.31.9+cpu", False), ("0.32.0rc1", True), ("0.100.0", True), ("1.0", True)],
+)
+def test_token_ids_are_asked_for_from_0_32_on(version: str, asked: bool, tmp_path: Path):
+    arguments = VllmOptions("model", "python").arguments(tmp_path / "socket", version)
+    assert ("--enable-scale-out" in arguments) == asked
+
+
 def environment_of(options: VllmOptions, folder: Path) -> dict[str, str]:
     folder.mkdir()
     made = object.__new__(VllmProcess)

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from tandem.engine.vllm_versions import refuse_unknown_version, version_of
+from tandem.engine.vllm_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io.child import Child
 
@@ -79,7 +79,7 @@ class VllmOptions:
         if self.adapter_slots:
             slots, rank = str(self.adapter_slots), next(rank for rank in _RANKS if rank >= self.max_rank)
             given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
-        if version >= "0.32":  # token ids in and out have to be asked for
+        if is_since(version, 0, 32):  # token ids in and out have to be asked for
             given += ["--enable-scale-out"]
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]

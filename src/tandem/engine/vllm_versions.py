@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,11 @@ def refuse_unknown_version(version: str, python: str) -> None:
             f"engine: vLLM {version} has not passed the conformance suite; {', '.join(known)} have. Run `tandem engine "
             f"check --python {python}`, or install one of these with `tandem engine install vllm`"
         )
+
+
+def is_since(version: str, major: int, minor: int) -> bool:
+    """Also what is built ahead of that release."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= (major, minor)
 
 
 def version_of(python: str) -> str:

@@ -19,7 +19,8 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -181,6 +182,17 @@ def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
     for each in batch:
         if not each.future.done():
             each.future.set_exception(error)
+
+
+@contextmanager
+def owned(directory: Path) -> Generator[None]:
+    """By this process alone, which keeps no store in it; StoreOwned if another one holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = _own(directory)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _own(directory: Path) -> int:

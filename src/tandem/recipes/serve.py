@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.errors import RunError
+from tandem.io.durable import owned
 from tandem.protocols import Engine
 from tandem.recipes import build, build_engine
 from tandem.serve.chat import chat_loop
@@ -49,7 +50,7 @@ def serve_engine(
     """An engine for a trainer in another process, until SIGTERM or Ctrl-C. It answers with what lies on the disk, as
     `version`, until a trainer attaches and loads another. vLLM needs to know how many versions of an adapter may be in
     use at a time (`adapter_slots`), and of which rank; `unchecked` takes one that has not passed the conformance
-    suite."""
+    suite. StoreOwned if another process holds the data directory."""
     from tandem.inside.sources import open_source
     from tandem.serve.app import create_app
     from tandem.serve.engine import engine_service
@@ -57,25 +58,27 @@ def serve_engine(
 
     path, name, found = find_model(source)
     spec, version = spec or ServerEngineSpec(), found if version is None else version
-    device = build.pick_device(device).type
-    if isinstance(spec, VllmEngineSpec):
-        alone = build_engine.vllm_alone(
-            spec, path, listen.data_dir, version=version, device=device, dtype=dtype, thinking=thinking,
-            adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked,
-        )  # fmt: skip
-    else:
-        alone = build_engine.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
-        _publish(alone.model, alone.engine, version)
-    service = engine_service(
-        alone.engine,
-        open_source,
-        renderer=alone.renderer,
-        model_id=name,
-        context=alone.context,
-        num_ids=alone.num_ids,
-        allowed=Allowed(hosts=frozenset(allow_hosts), directories=tuple(allow_directories)),
-    )
-    serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
+    token = listen.token()
+    with owned(listen.data_dir):
+        device = build.pick_device(device).type
+        if isinstance(spec, VllmEngineSpec):
+            alone = build_engine.vllm_alone(
+                spec, path, listen.data_dir, version=version, device=device, dtype=dtype, thinking=thinking,
+                adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked,
+            )  # fmt: skip
+        else:
+            alone = build_engine.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
+            _publish(alone.model, alone.engine, version)
+        service = engine_service(
+            alone.engine,
+            open_source,
+            renderer=alone.renderer,
+            model_id=name,
+            context=alone.context,
+            num_ids=alone.num_ids,
+            allowed=Allowed(hosts=frozenset(allow_hosts), directories=tuple(allow_directories)),
+        )
+        serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 
 def chat_with(

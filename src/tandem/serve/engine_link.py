@@ -1,49 +1,84 @@
-"""What a trainer's link may make this process reach for.
+"""What a trainer's link may be, and what it may make this process reach for.
 
-A link comes with a request, and whoever sends it holds the token. Still it is no command: hosts other than this one,
-and directories, are what the server was started with.
+A link comes with a request, and whoever sends it holds the token. Still it is no command: each mode has its keys and no
+others, and hosts other than this one, and directories, are what the server was started with.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.serve.app import Refused
+from tandem.serve.openai_request import checked
 
-MODES = frozenset({"shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"})
+_MAX_DEADLINE_S = 86400.0
 
-_HOSTS = re.compile(r"(^|_)(host|hosts|address|addresses|master_addr)$")
-_DIRECTORIES = re.compile(r"(^|_)(directory|path|dir|root|file)$")
-_MAX_VALUES = 200_000  # names of tensors, mostly
+Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Link(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    mode: str
+    deadline_s: float = Field(gt=0, le=_MAX_DEADLINE_S)
+    rank: int = Field(default=0, ge=0, lt=2**16)
+    """Which of several engines this one is."""
+
+
+class SharedLink(_Link):
+    meeting: Token
+
+
+class FilesLink(_Link):
+    directory: str = Field(max_length=4096)
+
+
+class GroupLink(_Link):
+    """A bridge/notes.py Meeting."""
+
+    host: str = Field(max_length=253)
+    port: int = Field(ge=1, lt=2**16)
+    token: Token
+    generation: int = Field(ge=1, lt=2**31)
+    world_size: int = Field(ge=2, lt=2**16)
+    device: Literal["cpu", "cuda"]
+
+
+_LINKS: dict[str, type[_Link]] = {
+    "shared": SharedLink,
+    "broadcast": GroupLink,
+    "adapter_broadcast": GroupLink,
+    "adapter": FilesLink,
+    "disk": FilesLink,
+    "restart": FilesLink,
+}
 
 
 @dataclass(frozen=True)
 class Allowed:
     """`hosts`: beyond this machine's loopback. `directories`: everything under them."""
 
-    modes: frozenset[str] = MODES
     hosts: frozenset[str] = frozenset()
     directories: tuple[Path, ...] = ()
 
     def check(self, link: Mapping[str, Any]) -> None:
-        """Refused, with the field, if it reaches for anything else."""
+        """Refused, with the field, if it is no link of its mode, or reaches for anything else."""
         mode = link.get("mode")
-        if not isinstance(mode, str) or mode not in self.modes:
-            raise Refused(422, f"mode must be one of {', '.join(sorted(self.modes))}", field="link.mode")
-        for number, (field, key, value) in enumerate(_strings(link, "link", "")):
-            if number >= _MAX_VALUES:
-                raise Refused(422, f"it holds more than {_MAX_VALUES} values", field="link")
-            if _HOSTS.search(key):
-                self._check_host(value, field)
-            elif _DIRECTORIES.search(key):
-                self._check_directory(value, field)
-            elif value.startswith("/") or re.search(r"://|\\|\x00|\.\./", value):
-                raise Refused(422, f"'{value:.80}' is a place, and no field for places", field=field)
+        if not isinstance(mode, str) or mode not in _LINKS:
+            raise Refused(422, f"mode must be one of {', '.join(sorted(_LINKS))}", field="link.mode")
+        match checked(_LINKS[mode], link, within="link"):
+            case GroupLink(host=host):
+                self._check_host(host, "link.host")
+            case FilesLink(directory=directory):
+                self._check_directory(directory, "link.directory")
+            case _:
+                pass
 
     def _check_host(self, value: str, field: str) -> None:
         if value in self.hosts or value == "localhost" or _is_loopback(value):
@@ -68,15 +103,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback  # 127.1 and 0x7f.1 are no addresses to it
     except ValueError:
         return False
-
-
-def _strings(value: Any, field: str, key: str) -> Iterator[tuple[str, str, str]]:
-    """(where, key, text) of all that are in it. What stands in a list stands under the list's key."""
-    if isinstance(value, str):
-        yield field, key, value
-    elif isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _strings(part, f"{field}.{name:.80}", str(name))
-    elif isinstance(value, list):
-        for part in value:
-            yield from _strings(part, field, key)

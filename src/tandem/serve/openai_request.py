@@ -247,17 +247,18 @@ async def body_of(request: Request) -> Any:
         raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def checked(kind: type[R], data: Any) -> R:
+def checked(kind: type[R], data: Any, *, within: str = "") -> R:
+    """`within`: the field of the body that `data` is."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _as_refused(error) from error
+        raise _as_refused(error, within) from error
 
 
-def _as_refused(error: ValidationError) -> Refused:
+def _as_refused(error: ValidationError, within: str) -> Refused:
     first = error.errors(include_url=False, include_context=False)[0]
     message = first["msg"].removeprefix("Value error, ")
-    field = ".".join(str(part) for part in first["loc"])
+    field = ".".join(str(part) for part in (*filter(None, [within]), *first["loc"]))
     if first["type"] == "extra_forbidden":
         message = f"'{field}' is not supported by this service, or not with this value; leave it out"
     # Validators over several fields have no location; their text begins with the field's name.
