@@ -25,6 +25,7 @@ from tandem.spec.artifacts import ArtifactsSpec
 _log = logging.getLogger(__name__)
 _RESULTS = (
     "spec.toml",
+    "rollouts.json",
     "status.json",
     "plan.json",
     "events.jsonl",
