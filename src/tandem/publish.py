@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
 from tandem.ops.relay import Relay
@@ -52,13 +52,6 @@ class Teacher(Protocol):
     def score(self, ids: Sequence[int], first: int) -> list[float]: ...
     def base(self) -> Iterator[tuple[str, Tensor]]: ...
     def live_in(self, storage: Mapping[str, Tensor]) -> None: ...
-
-
-@runtime_checkable
-class _Several(Protocol):
-    """Engines behind one: see engine/pool.py."""
-
-    async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> Mapping[str, Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +322,8 @@ class Publisher:
 
     async def _say(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
         """Each engine of a pool, by name: one whose weights are right may still compute another model."""
-        if isinstance(self._engine, _Several):
-            return await self._engine.generate_each(prompt, sampling)
-        return {"": await self._engine.generate(prompt, sampling)}
+        each: Callable[..., Awaitable[Mapping[str, Completion]]] | None = getattr(self._engine, "generate_each", None)
+        return await each(prompt, sampling) if each else {"": await self._engine.generate(prompt, sampling)}
 
     async def _answered(self, call: Awaitable[None], what: str) -> bool:
         """False: it is lost, and may be taken back."""
