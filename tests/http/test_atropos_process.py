@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from atropos_served import TRAINER, seeds
 from served import wait_until
 
 from tandem.errors import SpecError
+from tandem.recipes import rollouts
 from tandem.recipes.rollouts import serve_rollouts
+from tandem.serve.app import Service
 from tandem.serve.run import Listen
 
 ENVIRONMENT = {"max_token_length": 512, "desired_name": "env", "weight": 1.0, "group_size": 2}
@@ -96,6 +101,45 @@ def test_its_clients_need_no_token_and_everybody_else_does(process: Process):
     assert process.http.get("/batch", headers={"Host": "evil.example"}).status_code == 421
     answer = process.http.get("/status", headers={"Origin": str(process.http.base_url).rstrip("/")})
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_of_another_local_port_wipe_nothing(process: Process):
+    """The GET of an image says no Origin."""
+    process.begin(4)
+    assert process.send(encoded(env_id=process.env_id, seed=1)).status_code == 200
+    for site in ("same-site", "cross-site"):
+        for path in ("/reset_data", "/batch", "/"):
+            assert process.http.get(path, headers={"Sec-Fetch-Site": site}).status_code == 403
+    assert process.get("/status")["queue_size"] == 1
+    for site in ("same-origin", "none"):
+        assert process.http.get("/status", headers={"Sec-Fetch-Site": site}).status_code == 200
+
+
+def test_stalled_bodies_keep_no_group_out(process: Process):
+    process.begin(4)
+    url, head = (
+        process.http.base_url,
+        "Content-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: 5000",
+    )
+    with ExitStack() as opened:
+        for _ in range(16):
+            stalled = opened.enter_context(socket.create_connection((url.host, url.port)))
+            stalled.sendall(f"POST /scored_data HTTP/1.1\r\nHost: {url.host}\r\n{head}\r\n\r\n0123456789".encode())
+        time.sleep(0.3)
+        packed = gzip.compress(encoded(env_id=process.env_id, seed=1))
+        assert process.send(packed, **{"Content-Encoding": "gzip"}).status_code == 200
+
+
+def test_its_clients_are_told_no_4xx_for_a_body_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They would throw the group away; tests/http/test_slow_bodies.py says what patient paths are told."""
+    made: list[Service] = []
+    monkeypatch.setattr(rollouts, "create_app", lambda service, **_: made.append(service))
+    monkeypatch.setattr(rollouts, "serve_forever", lambda *_, **__: None)
+    serve_rollouts(Listen(tmp_path), atropos=True)
+    assert made[0].close is not None
+    asyncio.run(made[0].close())  # pyright: ignore[reportArgumentType] - a coroutine
+    assert {"/scored_data", "/scored_data_list", "/register-env"} <= made[0].patient_paths
+    assert "/v2/groups" not in made[0].patient_paths
 
 
 def test_nobody_is_let_in_without_a_token_from_elsewhere(tmp_path: Path):

@@ -6,8 +6,11 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -55,6 +58,46 @@ def test_it_serves_is_the_only_owner_and_ends_in_peace(tmp_path: Path):
         assert f"belongs to process {process.pid}" in second.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
+
+
+def test_a_take_that_waits_when_it_ends_is_told_so(tmp_path: Path):
+    with started(tmp_path) as (process, client, token):
+        headers = {"Authorization": f"Bearer {token}"}
+
+        def ask(path: str, body: object) -> httpx.Response:
+            key = {"Idempotency-Key": path}
+            return client.post(f"/v2/{path}", json=body, headers=headers | key, timeout=30)
+
+        epoch = ask("trainer", {"run_id": "run", "groups_per_step": 1}).json()["epoch"]
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(ask, "leases", {"epoch": epoch, "groups": 1, "wait_s": 60})
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            answer = waits.result()
+        assert process.wait(10) == 0
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert answer.headers["connection"] == "close"
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("option", "where"),
+    [
+        ("--data-dir", "file"), ("--data-dir", "file/under"), ("--ready-file", "missing/ready.json"),
+        ("--ready-file", "file/ready.json"), ("--ready-file", "directory"),
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, option: str, where: str):
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    place = tmp_path / where
+    options = {"--data-dir": tmp_path / "data", "--port": 0} | {option: place}
+    command = [sys.executable, "-m", "tandem", "rollouts", "serve", *map(str, chain(*options.items()))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert f"{option} = '{place}'" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_only_what_atropos_clients_call_is_open_and_only_where_both_were_asked_for(tmp_path: Path):

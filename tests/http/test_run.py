@@ -71,6 +71,8 @@ def test_sigterm_cuts_long_answers_within_10_s(tmp_path: Path) -> None:
                 list(lines)
             assert process.wait(timeout=10) == 0
             assert time.monotonic() - began < 9
+            assert process.stdout is not None
+            assert "Traceback" not in process.stdout.read()
 
 
 def test_the_collector_leaves_alone_what_was_there_when_a_service_started(

@@ -48,6 +48,7 @@ def serve_gateway(
         # Forward passes leave the event loop: HTTP must answer while the model works.
         loaded, engine = load_model(path, version, HfEngineSpec(), thinking=thinking, inline=False)
         alone = build_engine.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
+    token = listen.token()  # before anything else is put into its data directory
     directory = trajectories or listen.data_dir / "trajectories"
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -55,7 +56,7 @@ def serve_gateway(
     if rollouts:
         if rollouts_token_file is None:
             raise SpecError(f"--rollouts = '{rollouts}': it asks for a token; say where with --rollouts-token-file")
-        deliver = to_service(rollouts, rollouts_token_file, whose=listen.token(), refused=deliver)
+        deliver = to_service(rollouts, rollouts_token_file, whose=token, refused=deliver)
     service = gateway_service(
         alone.engine,
         alone.renderer,
@@ -66,7 +67,7 @@ def serve_gateway(
         num_ids=alone.num_ids,
         bounds=Bounds(idle_s=idle_s),
     )
-    serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
+    serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 
 def check_model(model: str) -> None:

@@ -60,4 +60,5 @@ def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open
         router=router,
         hot=[*hot, *service.hot],
         open_paths=service.open_paths | (paths if open_to_all else set()),
+        patient_paths=frozenset(paths),
     )

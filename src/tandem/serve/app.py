@@ -45,10 +45,14 @@ _CLOSE_S = 3.0
 _AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
 _MAX_RATIO = 100
 _BODIES_AT_A_TIME = 16  # as large as they may be
+_STALL_S = 15.0  # without a byte of a body, and its sender has hung
+_SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body comes within that time, and what it takes at that rate
+_ROOM_S = 5.0  # for room among the bodies, where a client should not be told of it
 
 _CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid", 429: "busy",
+    408: "too_slow", 409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid",
+    429: "busy",
     499: "client_gone", 500: "internal", 503: "unavailable", 507: "full",
 }  # fmt: skip
 
@@ -68,9 +72,10 @@ T = TypeVar("T")
 class Refused(TandemError):
     """A request that is answered with an error; `field` names what to change in it."""
 
-    def __init__(self, status: int, message: str, *, field: str = "", code: str = "") -> None:
+    def __init__(self, status: int, message: str, *, field: str = "", code: str = "", close: bool = False) -> None:
+        """`close`: the connection too."""
         super().__init__(message)
-        self.status, self.message, self.field = status, message, field
+        self.status, self.message, self.field, self.close = status, message, field, close
         self.code = code or _CODES[status]
 
     @property
@@ -110,6 +115,8 @@ class Service:
     """Whether bodies may come compressed; unpacked they are held to the same cap."""
     open_paths: frozenset[str] = frozenset()
     """Beside /health: who calls them needs no token."""
+    patient_paths: frozenset[str] = frozenset()
+    """Their clients repeat a 5xx alone: bodies wait for room, and are told 507 or 503 instead of 429 or 408."""
     hot: Sequence[HotRoute] = ()
     """Tried before the router."""
     ending: Callable[[], None] = lambda: None
@@ -186,7 +193,8 @@ def as_refused(error: Exception) -> Refused:
 
 
 def refusal(error: Refused) -> JSONResponse:
-    return JSONResponse(error.body, error.status, _HEADERS.get(error.status))
+    headers = _HEADERS.get(error.status, {}) | ({"Connection": "close"} if error.close else {})
+    return JSONResponse(error.body, error.status, headers)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -215,8 +223,9 @@ class Gate:
         headers = Headers(scope=scope)
         try:
             self._check_host(headers)
-            self._check_origin(headers)
-            if scope["path"] not in self.open_paths:
+            is_open = scope["path"] in self.open_paths
+            self._check_origin(headers, needs_token=not is_open)
+            if not is_open:
                 self._check_token(headers)
             if _has_body(headers):
                 self._check_type(headers)
@@ -226,26 +235,33 @@ class Gate:
         await self.app(scope, receive, send)
 
     async def _with_body(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        """Held in memory from its first byte until it was parsed, or answered: what it takes is counted for that time.
-        Of a body whose size nobody knows yet, packed or in chunks, that is the cap."""
-        room = self.body_bytes if _is_packed(headers) else int(headers.get("content-length", self.body_bytes))
-        room = min(room, self.body_bytes)
-        if self.held and self.held + room > _BODIES_AT_A_TIME * self.body_bytes:
-            raise Refused(429, f"bodies of {self.held} bytes are under way; send it again")
-        self.held += room
+        """Held in memory from its first byte until it was parsed, or answered: what it takes, and before it is
+        whole what has come of it, is counted for that time."""
+        patient, room = scope["path"] in self.service.patient_paths, 0
 
         def now_takes(size: int) -> None:
             nonlocal room
             self.held += size - room
             room = size
 
+        async def grow(size: int) -> None:
+            await self._room_for(size - room, patient=patient)
+            now_takes(size)
+
         try:
-            scope[_BODY] = await self._whole_body(headers, receive)
+            scope[_BODY] = await self._whole_body(headers, receive, grow, patient=patient)
             now_takes(len(scope[_BODY]))
             scope[_LET_GO] = lambda: now_takes(0)
             await self.app(scope, _played_back(scope, receive), send)
         finally:
             now_takes(0)
+
+    async def _room_for(self, size: int, *, patient: bool) -> None:
+        until = time.monotonic() + (_ROOM_S if patient else 0)
+        while self.held + size > _BODIES_AT_A_TIME * self.body_bytes:
+            if time.monotonic() >= until:
+                raise Refused(507 if patient else 429, f"bodies of {self.held} bytes are under way; send it again")
+            await asyncio.sleep(0.05)
 
     def _check_host(self, headers: Headers) -> None:
         """A name that is not ours comes from a browser whose DNS was rebound to this address."""
@@ -257,12 +273,14 @@ class Gate:
         if self.hosts is not None and host not in self.hosts:
             raise Refused(421, f"this service is not '{host}'; it answers to {', '.join(sorted(self.hosts))}")
 
-    def _check_origin(self, headers: Headers) -> None:
-        """Browsers send Origin; a page from elsewhere has no business here, token or not."""
+    def _check_origin(self, headers: Headers, *, needs_token: bool) -> None:
+        """Browsers send Origin; a page from elsewhere has no business here, token or not. With the GET of an image they
+        send none: where no token is asked for, another port of this host is elsewhere too."""
         ours = {f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")}
         if any(origin.lower() not in ours for origin in headers.getlist("origin")):
             raise Refused(403, "pages of another origin may not call this service")
-        if headers.get("sec-fetch-site") == "cross-site":
+        site = headers.get("sec-fetch-site", "none")
+        if site == "cross-site" or not (needs_token or site in ("same-origin", "none")):
             raise Refused(403, "pages of another site may not call this service")
 
     def _check_token(self, headers: Headers) -> None:
@@ -278,14 +296,26 @@ class Gate:
         if encoding != "identity" and not (self.service.gzip and encoding == "gzip"):
             raise Refused(415, "bodies of this encoding are not taken; send it plain", field="content-encoding")
 
-    async def _whole_body(self, headers: Headers, receive: Receive) -> bytes:
+    async def _whole_body(
+        self, headers: Headers, receive: Receive, grow: Callable[[int], Awaitable[None]], *, patient: bool
+    ) -> bytes:
         """Reads the body up to the cap, before anything parses it."""
         too_large = Refused(413, f"the body is larger than {self.body_bytes} bytes")
-        if int(headers.get("content-length", "0")) > self.body_bytes:
+        said = int(headers.get("content-length", "0"))
+        if said > self.body_bytes:
             raise too_large
+        await self._room_for(said, patient=patient)
+        unseen = min(said or self.body_bytes, self.body_bytes, _AT_ONCE)  # what may have come before it is handed on
+        await grow(unseen)
         parts, size, more = list[bytes](), 0, True
+        began = heard = asyncio.get_running_loop().time()
         while more:
-            message = await receive()
+            try:
+                async with asyncio.timeout_at(min(heard + _STALL_S, began + _SLOW_S + size / _SLOW_BYTES_S)):
+                    message = await receive()
+            except TimeoutError:
+                slow = f"the body comes too slowly: {size} bytes so far"
+                raise Refused(503 if patient else 408, slow, close=True) from None
             if message["type"] == "http.disconnect":
                 raise Refused(499, "the client hung up")
             parts.append(message.get("body", b""))
@@ -293,17 +323,25 @@ class Gate:
             more = message.get("more_body", False)
             if size > self.body_bytes:
                 raise too_large
+            await grow(max(size, unseen))
+            if parts[-1]:
+                heard = asyncio.get_running_loop().time()
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if not _is_packed(headers):
             return body
+        await grow(_most_plain(size, self.body_bytes))
         if size > _AT_ONCE:
             return await asyncio.to_thread(gunzip, body, self.body_bytes)
         return gunzip(body, self.body_bytes)
 
 
+def _most_plain(packed_bytes: int, most: int) -> int:
+    """The cap, and less for what no honest text packs to: a small body must not cost much memory."""
+    return min(most, max(_AT_ONCE, _MAX_RATIO * packed_bytes))
+
+
 def gunzip(body: bytes, most: int) -> bytes:
-    """Stops at the cap, and earlier at what no honest text packs to: a small body must not cost much memory."""
-    most = min(most, max(_AT_ONCE, _MAX_RATIO * len(body)))
+    most = _most_plain(len(body), most)
     unpacker = zlib.decompressobj(wbits=31)
     try:
         plain = unpacker.decompress(body, most + 1)
@@ -342,7 +380,8 @@ def _played_back(scope: Scope, receive: Receive) -> Receive:
 
 
 class Meter:
-    """Counts every answer by route (never by path: its cardinality would be the client's to choose) and status."""
+    """Counts every answer by route (never by path: its cardinality would be the client's to choose) and status. One
+    that the end of the server cut off before it began is a 503."""
 
     def __init__(self, app: ASGIApp, *, registry: CollectorRegistry) -> None:
         self.app = app
@@ -357,16 +396,20 @@ class Meter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, status = time.perf_counter(), 500
+        started, status, begun = time.perf_counter(), 500, False
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal status, begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, begun = message["status"], True
             await send(message)
 
         try:
             await self.app(scope, receive, watch)
+        except asyncio.CancelledError:  # by uvicorn, which would log it as a fault; it closes what was begun
+            if not begun:
+                ended = Refused(503, "the service ends; send it again once it is back", close=True)
+                await refusal(ended)(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"

@@ -8,7 +8,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _MAX_HEAD_BYTES = 64 * 2**10
-_PIECE_BYTES = 2**20
+_PIECE_BYTES, _PIECE_S = 2**20, 1.0  # the latter, so that the door knows a slow body from none
 
 
 class FastHttp(HttpToolsProtocol):
@@ -16,7 +16,7 @@ class FastHttp(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._head_bytes, self._in_head, self._ended = 0, True, False
         self._parts: list[bytes] = []
-        self._part_bytes = 0
+        self._part_bytes, self._handed_s = 0, 0.0
 
     def data_received(self, data: bytes) -> None:
         in_head, self._ended = self._in_head, False
@@ -31,7 +31,7 @@ class FastHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._handed_s = False, self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -41,7 +41,7 @@ class FastHttp(HttpToolsProtocol):
             return
         self._parts.append(body)
         self._part_bytes += len(body)
-        if self._part_bytes >= _PIECE_BYTES:
+        if self._part_bytes >= _PIECE_BYTES or self.loop.time() > self._handed_s + _PIECE_S:
             self.flow.pause_reading()
             self._hand_over()
             self.cycle.message_event.set()
@@ -53,7 +53,7 @@ class FastHttp(HttpToolsProtocol):
         self._head_bytes, self._in_head, self._ended = 0, True, True
 
     def _hand_over(self) -> None:
-        parts, self._parts, self._part_bytes = self._parts, [], 0
+        parts, self._parts, self._part_bytes, self._handed_s = self._parts, [], 0, self.loop.time()
         if self.cycle.body:
             parts.insert(0, bytes(self.cycle.body))
         body: Any = b"".join(parts)  # and not a bytearray, of which whoever receives it makes a copy

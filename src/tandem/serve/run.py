@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,12 @@ class Listen:
 
     def token(self) -> str:
         """The token of this data directory, made at the first start."""
+        try:
+            return self._token()
+        except OSError as error:
+            raise SpecError(f"--data-dir = '{self.data_dir}': cannot keep anything there: {error}") from error
+
+    def _token(self) -> str:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         # A token that others could read is no secret any more: it is replaced.
         private = self.token_file.is_file() and not self.token_file.stat().st_mode & 0o077
@@ -68,6 +75,17 @@ class Listen:
         token = secrets.token_urlsafe(32)
         atomic.write_bytes(self.token_file, token.encode(), mode=0o600)
         return token
+
+    def clear_ready_file(self) -> None:
+        """A stale one would send callers to a dead process."""
+        if self.ready_file is None:
+            return
+        try:
+            self.ready_file.unlink(missing_ok=True)
+            with tempfile.TemporaryFile(dir=self.ready_file.parent):
+                pass  # once it serves is too late to learn that nothing can be written there
+        except OSError as error:
+            raise SpecError(f"--ready-file = '{self.ready_file}': cannot be written: {error}") from error
 
 
 class Server(uvicorn.Server):
@@ -85,8 +103,7 @@ class Server(uvicorn.Server):
         self.url = ""
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.listen.ready_file is not None:
-            self.listen.ready_file.unlink(missing_ok=True)  # a stale one would send callers to a dead process
+        self.listen.clear_ready_file()
         if threading.current_thread() is threading.main_thread():
             # uvicorn raises the signal again after a clean end; the default handler would then kill the process.
             for number in (signal.SIGTERM, signal.SIGINT):
