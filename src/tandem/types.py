@@ -24,6 +24,9 @@ MAX_METRICS = 256
 MAX_NUMBER = 1e30
 """The largest reward, shaping or metric, of either sign: any number of them can be added up, also in float32."""
 
+NUMBERS = f"{-MAX_NUMBER:g} to {MAX_NUMBER:g}"
+"""What may be said of them."""
+
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompts, template glue, recorded data."""
 

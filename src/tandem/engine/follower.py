@@ -21,7 +21,7 @@ from tandem.protocols import OnToken
 from tandem.types import Completion, Sampling
 
 _LOOK_AGAIN_S, _TELL_S = 0.3, 10.0
-_OPTION = "--token-file"
+_OPTION = "--engine-token-file"
 
 
 class Follower:

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
 from tandem.ops.relay import Relay
@@ -26,6 +26,7 @@ from tandem.protocols import Engine, OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _SESSIONS_KEPT = 100_000
 _TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
 _MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
@@ -103,20 +104,8 @@ class EnginePool:
         )
 
     async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Completion]:
-        """What each of those says that serve now, by its name. Who is lost over it is left out."""
-        asked = [(member, member.life) for member in self._those("in")]
-        asking = (self._ask(member, prompt_ids, sampling) for member, _ in asked)
-        answers = dict[str, Completion]()
-        for (member, life), answer in zip(asked, await asyncio.gather(*asking, return_exceptions=True), strict=True):
-            if isinstance(answer, _GONE):
-                self._leave_out(member, life, answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                answers[f"engine {member.name}"] = answer
-        if not answers:
-            raise EngineLost("pool: no engine is left")
-        return answers
+        """Of each of those that serve now."""
+        return await self._all(lambda member: self._ask(member, prompt_ids, sampling))
 
     async def _ask(self, member: _Member, prompt_ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
         cut = asyncio.timeout(None)
@@ -205,10 +194,10 @@ class EnginePool:
         return served, [error for _, _, error in failed]
 
     async def sleep(self) -> None:
-        await self._all(lambda engine: engine.sleep())
+        await self._all(lambda member: member.engine.sleep())
 
     async def wake(self) -> None:
-        await self._all(lambda engine: engine.wake())
+        await self._all(lambda member: member.engine.wake())
 
     async def lost(self) -> None:
         """Returns once it would do good to attach anew: somebody is lost, or somebody lost was found again."""
@@ -317,18 +306,25 @@ class EnginePool:
             self._move(member, "in")
             self._came.set()
 
-    async def _all(self, ask: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+    async def _all(self, ask: Callable[[_Member], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """What each says, by its name. Who is lost over it is left out."""
         there = [(member, member.life) for member in self._those("in")]
         if not there:
             raise EngineLost("pool: no engine is left")
-        answers = await asyncio.gather(*(ask(member.engine) for member, _ in there), return_exceptions=True)
-        for (member, life), answer in zip(there, answers, strict=True):
+        said, answers = (
+            await asyncio.gather(*(ask(member) for member, _ in there), return_exceptions=True),
+            dict[str, T](),
+        )
+        for (member, life), answer in zip(there, said, strict=True):
             if isinstance(answer, _GONE):
                 self._leave_out(member, life, answer)
             elif isinstance(answer, BaseException):
                 raise answer
-        if not self._those("in"):
+            else:
+                answers[f"engine {member.name}"] = answer
+        if not answers or not self._those("in"):
             raise EngineLost("pool: no engine is left")
+        return answers
 
 
 async def _load(member: _Member, version: int) -> Served:

@@ -11,7 +11,7 @@ from typing import Any
 from tandem.env.load import load_environment
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.io.tool_calls import parse_calls
-from tandem.types import MAX_NUMBER, Message, Outcome, ToolCall
+from tandem.types import MAX_NUMBER, NUMBERS, Message, Outcome, ToolCall
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def try_environment(
     chat.say(*tasks[index].messages)
     outcome = asyncio.run(environment.run(tasks[index], chat))
     if not abs(outcome.reward) <= MAX_NUMBER:  # NaN is not, either
-        may_be = f"return a finite number, {-MAX_NUMBER:g} to {MAX_NUMBER:g}"
-        raise EpisodeFailed("not_a_number", f"the reward is {outcome.reward}; {may_be}")
+        text = f"the reward is {outcome.reward}; return a finite number, {NUMBERS}"
+        raise EpisodeFailed("not_a_number", text)
     metrics = "".join(f"  {key} {value:g}" for key, value in outcome.metrics.items())
     tell(f"{'reward':>9}> {outcome.reward:g}{metrics}")
     return outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from tandem.errors import EpisodeFailed
-from tandem.types import MAX_METRICS, MAX_NUMBER, Outcome
+from tandem.types import MAX_METRICS, MAX_NUMBER, NUMBERS, Outcome
 
 
 def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
@@ -27,5 +27,5 @@ def _number(value: object) -> float:
         raise TypeError("a text is no number")
     number = float(cast(float, value))
     if not abs(number) <= MAX_NUMBER:  # NaN is not, either
-        raise ValueError(f"it must be finite, {-MAX_NUMBER:g} to {MAX_NUMBER:g}")
+        raise ValueError(f"it must be finite, {NUMBERS}")
     return number

@@ -9,10 +9,9 @@ import numpy as np
 
 from tandem.errors import GroupRefused
 from tandem.rollout.wire_form import MAX_SIBLINGS, MAX_TOKENS, Array, GroupHead, TrajectoryHead, path_of
-from tandem.types import MAX_METRICS, MAX_NUMBER, NO_VERSION
+from tandem.types import MAX_METRICS, MAX_NUMBER, NO_VERSION, NUMBERS
 
 _MAX_VERSION, _MAX_NAME, _MAX_DEPTH = 2**53, 1024, 16
-_BOUNDS = f"{-MAX_NUMBER:g} to {MAX_NUMBER:g}"
 _ABOVE_CERTAIN = 0.01  # how far rounding may lift a logprob over 0
 
 
@@ -46,9 +45,9 @@ def _check_trajectory(head: TrajectoryHead, field: str, number: int) -> None:
     if head.length < 1:
         raise refuse("ids", "no tokens")
     if not abs(head.reward) <= MAX_NUMBER:  # NaN is not, either
-        raise refuse("reward", f"{head.reward:g} is no number to learn from; {_BOUNDS} are taken")
+        raise refuse("reward", f"{head.reward:g} is no number to learn from; {NUMBERS} are taken")
     if not abs(head.shaping) <= MAX_NUMBER:
-        raise refuse("shaping", f"{head.shaping:g} is no number to learn from; {_BOUNDS} are taken")
+        raise refuse("shaping", f"{head.shaping:g} is no number to learn from; {NUMBERS} are taken")
     if any(count < 1 or not NO_VERSION <= version < _MAX_VERSION for version, count in head.spans):
         raise refuse("spans", "each is [version, tokens], with a version of -1 or above and at least one token")
     if (spanned := sum(count for _, count in head.spans)) != head.length:
@@ -61,7 +60,7 @@ def _check_trajectory(head: TrajectoryHead, field: str, number: int) -> None:
         if len(head.metrics) > MAX_METRICS or any(len(name) > _MAX_NAME for name in head.metrics):
             raise refuse("metrics", f"more than {MAX_METRICS}, or a name of more than {_MAX_NAME} characters")
         if not all(abs(value) <= MAX_NUMBER for value in head.metrics.values()):
-            raise refuse("metrics", f"a value is not finite, or too large: {_BOUNDS} are taken")
+            raise refuse("metrics", f"a value is not finite, or too large: {NUMBERS} are taken")
     if head.messages:
         check_plain(head.messages, path_of(field, f"trajectories.{number}.messages"))
     if head.extra:

@@ -61,7 +61,6 @@ class Run:
             self._started -= earlier["seconds"]
         self._numbering = threading.Lock()
         self._event_number = self._cut_back(earlier["files"] if earlier is not None else {})
-        self._proofs = (directory / "sync.jsonl").read_bytes().count(b"\n")
         self._metrics, self._ledger, self._samples, self._events = (
             JsonlWriter(directory / f"{name}.jsonl") for name in _FILES
         )
@@ -86,7 +85,8 @@ class Run:
         logger.addHandler(self._log)
         logger.setLevel(logging.INFO)
         self._watchdog.start()
-        self.event("boot", pid=os.getpid(), proofs=self._proofs)
+        proofs = (self.directory / "sync.jsonl").read_bytes().count(b"\n")
+        self.event("boot", pid=os.getpid(), proofs=proofs)
         self._set_state("running")
         return self
 

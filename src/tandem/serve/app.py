@@ -396,24 +396,24 @@ class Meter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started, status, begun = time.perf_counter(), 500, False
+        started, status = time.perf_counter(), 0
 
         async def watch(message: Message) -> None:
-            nonlocal status, begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                status, begun = message["status"], True
+                status = message["status"]
             await send(message)
 
         try:
             await self.app(scope, receive, watch)
         except asyncio.CancelledError:  # by uvicorn, which would log it as a fault; it closes what was begun
-            if not begun:
+            if not status:
                 ended = Refused(503, "the service ends; send it again once it is back", close=True)
                 await refusal(ended)(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self.requests.labels(method, route, str(status)).inc()
+            self.requests.labels(method, route, str(status or 500)).inc()
             self.seconds.labels(route).observe(time.perf_counter() - started)
 
 
