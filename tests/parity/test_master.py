@@ -14,6 +14,7 @@ from tandem.optim import master as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.master import Fp32Copy, InPlace, Split, Stochastic, round_half_away
 from tandem.optim.optimizer import Optimizer
+from tandem.optim.rule import ByParts
 from tandem.spec.optim import AdamWSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,7 +159,7 @@ def test_two_hundred_steps_of_split_are_those_of_a_float32_copy_to_the_bit(lr: f
 def test_the_share_of_a_gaussian_update_that_rounding_in_place_loses(lr: float, lost: float) -> None:
     """Weights N(0, 0.02), update N(0, 1) lr."""
 
-    class Gaussian:
+    class Gaussian(ByParts):
         by_rows = True
 
         def init(self, name: str, like: Tensor) -> dict[str, Tensor]:

@@ -179,17 +179,23 @@ def test_a_teacher_counts(tmp_path):
 # --- against what a run makes and accounts for
 
 
-OPTIMIZERS = ("adamw", "adamw_8bit", "adamw_offload", "adafactor", "muon", "apollo", "apollo_mini")
+OPTIMIZERS: list[dict[str, str]] = [
+    *(
+        {"kind": kind}
+        for kind in ("adamw", "adamw_8bit", "adamw_offload", "adafactor", "muon", "apollo", "apollo_mini")
+    ),
+    {"kind": "apollo", "tables": "adamw_8bit"},
+]
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: " ".join(each.values()))
 @pytest.mark.parametrize("precision", [Float32Precision(), Bfloat16Precision()], ids=["fp32", "bf16"])
 def test_what_a_step_accounts_for_and_what_is_saved_are_planned(tmp_path, precision, optimizer, lora):
     rows, length = 4, 64
     spec = sft(
         {"preset": "tiny", **({"lora": lora.model_dump()} if lora else {})},
-        {"batch_size": rows, "micro_tokens": rows * length, "optimizer": {"kind": optimizer}},
+        {"batch_size": rows, "micro_tokens": rows * length, "optimizer": optimizer},
         precision={"weights": precision.weights},
     )
     model = build.model(spec.model, precision, 0, torch.device("cpu"))

@@ -14,7 +14,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from tandem.errors import SpecError
+from tandem.recipes.build_engine import _environment
 from tandem.spec.base import Spec
+from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.load import json_schema, load_spec, parse_overrides, parse_spec, to_toml
 from tandem.spec.online import load_online_spec
 from tandem.spec.run import RlSpec, SftSpec
@@ -49,6 +51,7 @@ SERVER = RL + "[engine]\nkind = 'server'\n"
 WITH_URL = SERVER + "url = 'http://127.0.0.1:9'\ntoken_file = 'token'\n"
 REMOTE = RL + "[engine]\nkind = 'remote'\nurls = ['http://127.0.0.1:9/v1']\nmodel = 'm'\n"
 SHARED = SERVER + "[sync]\nbridge = 'shared'\n"
+BROADCAST = SERVER + "[sync]\nbridge = 'broadcast'\n"
 
 
 def edited(text: str, *changes: str) -> dict[str, Any]:
@@ -147,6 +150,8 @@ BAD = [
     (SHARED, "engine = {kind = 'vllm', sleep = 'free'}", "engine.sleep = 'free'", "choose another bridge"),
     (SHARED, "engine = {kind = 'vllm', tensor_parallel = 2}", "engine.tensor_parallel = 2", "choose 'broadcast'"),
     (SHARED, "engine = {kind = 'vllm', gpus = [1]}", "engine.gpus = [1]", "leave gpus out"),
+    (BROADCAST, "engine = {kind = 'vllm', gpus = [1, 2]}", "engine.gpus = [1, 2]", "take 1 different ones"),
+    (BROADCAST, "engine = {kind = 'vllm', gpus = [1, 1], replicas = 2}", "engine.gpus = [1, 1]", "take 2 different"),
     (
         SERVER + "[sync]\nbridge = 'adapter'\n[model.lora]\nrank = 600\n",
         "engine.kind = 'vllm'",
@@ -412,3 +417,30 @@ def test_the_schema_tells_recipes_and_kinds_apart():
     assert {"dr_grpo", "grpo", "rloo"} < set(properties["algorithm"]["discriminator"]["mapping"])
     assert "group_size" not in schema["$defs"]["SftStage"]["properties"]
     assert all(node["additionalProperties"] is False for node in schema["$defs"].values())
+
+
+def test_each_replica_has_its_gpus() -> None:
+    own = VllmEngineSpec(gpus=(1, 2, 3, 4), tensor_parallel=2, replicas=2)
+    assert [own.gpus_of(number) for number in range(2)] == [(1, 2), (3, 4)]
+    shared = VllmEngineSpec(gpus=(3,), replicas=2, memory_share=0.4)
+    assert [shared.gpus_of(number) for number in range(2)] == [(3,), (3,)]
+    assert VllmEngineSpec().gpus_of(0) == ()
+
+
+@pytest.mark.parametrize("gpus", [(), (1,)])
+def test_replicas_that_do_not_fit_on_one_gpu_are_refused(gpus: tuple[int, ...]) -> None:
+    engine = VllmEngineSpec(gpus=gpus, replicas=2)
+    with pytest.raises(SpecError, match=r"engine.replicas = 2: on one GPU each would take memory_share = 0.9"):
+        _environment(engine, 0, "cuda")
+    _environment(engine, 0, "cpu")
+    half = engine.model_copy(update={"memory_share": 0.45})
+    assert _environment(half, 1, "cuda") == ({"CUDA_VISIBLE_DEVICES": "1"} if gpus else {})
+
+
+def test_replicas_are_started_on_gpus_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    engine = VllmEngineSpec(gpus=(1, 2), replicas=2)
+    assert [_environment(engine, number, "cuda") for number in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "5"},
+        {"CUDA_VISIBLE_DEVICES": "7"},
+    ]

@@ -16,7 +16,7 @@ from tandem.model.precision import narrow
 from tandem.optim import master as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
-from tandem.optim.rule import Slot
+from tandem.optim.rule import ByParts, Slot
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.model import LoraSpec
@@ -54,7 +54,7 @@ def make_optimizer(policy: CausalPolicy, rule: Any, master: Any = None, **option
     return Optimizer(named, {name: rule for name, _ in named}, master or masters.Float32(), **options)
 
 
-class PlainDescent:
+class PlainDescent(ByParts):
     by_rows = True
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Any causal language model of transformers as a Policy: full fine-tuning or LoRA.
 
-Shapes: B rows, T positions, N trained tokens, H hidden.
+Shapes: T tokens that are computed, N trained tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from tandem.model import frozen_context, serving
 from tandem.model.activations import Activations
 from tandem.model.activations import Policy as ActivationPolicy
 from tandem.model.deploy import Deployer
+from tandem.model.forward import Forward
 from tandem.model.lora import add_lora
 from tandem.model.quantized import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
-from tandem.ops import masks
+from tandem.ops import masks, packed_attention
 from tandem.ops.head import Head
-from tandem.ops.tensors import live_tensors, move_in
+from tandem.ops.tensors import live_tensors, move_in, stand_on
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
@@ -40,20 +41,31 @@ class CausalPolicy:
         lora: LoraSpec | None = None,
         adapter: str | None = None,
         activations: ActivationPolicy = "keep",
+        packed: bool = False,
+        compiled: bool = False,
     ) -> None:
-        """`adapter`: a saved one that `lora` begins with."""
+        """`adapter`: a saved one that `lora` begins with. `packed`, `compiled`: as model/forward.py says."""
         masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
+        self._adapted = serving.adapted(module)
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
         self.context_grad = True
         """False: no gradient through what stands before a sequence's first trained token."""
-        self.activations = Activations(module, activations)
+        # Compiled layers choose by themselves what is cheap to compute again.
+        by_compiler = compiled and activations == "selective"
+        self.activations = Activations(module, "keep" if by_compiler else activations)
         self.head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
+        why_not = _why_not_compiled(module, activations)
+        self.forward = Forward(
+            module, packed=packed, compiled=compiled, selective=by_compiler, why_not_compiled=why_not
+        )
+        if by_compiler and self.forward.why_not_compiled:
+            self.activations = Activations(module, activations)
         self.head.check(module)
 
     # --- scoring
@@ -81,6 +93,8 @@ class CausalPolicy:
     def follow(self, teacher: Any) -> None:
         """From now on, `reference_logprobs` speaks for another model with the same vocabulary."""
         masks.check_attention(teacher.config)
+        if self.forward.shares_freely and not packed_attention.why_not(teacher):
+            packed_attention.engage(teacher)
         self._reference = Head(teacher.requires_grad_(False).eval(), len(self.tokenizer))
         self._reference.check(teacher)
 
@@ -118,14 +132,9 @@ class CausalPolicy:
                 tensor.data = mine
 
     def _score(self, head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
-        mask, positions_BT = _mask(head.config, micro), micro.positions_BT
-        if mask is None:
-            # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
-            positions_BT = torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
-        hidden_BTH = head.hidden(micro.ids_BT, positions_BT, mask)
-        flat_H = hidden_BTH.flatten(0, 1)
+        hidden_TH, source_N = self.forward.hidden(head, micro)
         ids_N = micro.ids_BT.flatten()[micro.target_N]
-        logprobs_N, entropy_N = head.logprobs(flat_H[micro.source_N], ids_N, temperature, top_p)
+        logprobs_N, entropy_N = head.logprobs(hidden_TH[source_N], ids_N, temperature, top_p)
         return TokenLogprobs(logprobs_N, entropy_N)
 
     def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]:
@@ -152,11 +161,17 @@ class CausalPolicy:
             return Weights(version, kind, lambda: serving.whole(self.module))
         if self._adapter is None:
             raise SyncError("this policy has no adapter to send; set [model.lora], or choose another sync.bridge")
-        return Weights(version, kind, lambda: serving.adapter(self.module), serving.adapter_config(self._adapter))
+        return Weights(
+            version, kind, lambda: serving.adapter(self.module, self._adapted), serving.adapter_config(self._adapter)
+        )
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """What the adapters stand upon: it must be the engine's, too, and is never sent."""
         return serving.base(self.module)
+
+    def base_in(self, storage: Mapping[str, Tensor]) -> int:
+        """The base goes on in memory that holds its very values, and that nobody writes to; so many bytes."""
+        return stand_on(serving.base_parameters(self.module), storage)
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
         move_in(live_tensors(self.module), storage)
@@ -177,12 +192,7 @@ class CausalPolicy:
         return Deployer(self.module, self._adapter, self.tokenizer).write
 
 
-def _mask(config: Any, micro: MicroBatch) -> Any:
-    if masks.plainly_causal(config) and bool((micro.segments_BT <= 0).all()):
-        return None  # one sequence a row, padding on the right
-    segments_BT, positions_BT = micro.segments_BT, micro.positions_BT
-    order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
-    keys_B1T = segments_BT[:, None, :]
-    seen_BTT = (segments_BT[:, :, None] == keys_B1T) | (micro.parents_BT[:, :, None] == keys_B1T)
-    allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
-    return masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
+def _why_not_compiled(module: Any, activations: ActivationPolicy) -> str:
+    if activations == "offload":
+        return "model.activations = 'offload' moves single tensors, which compiled layers keep to themselves"
+    return "few-bit weights are computed by kernels of their own" if quantized_parts(module) else ""

@@ -11,14 +11,18 @@ from torch import Tensor
 from tandem.model.quantized import exact, quantized_parts
 from tandem.ops.tensors import live_tensors
 
-_ADAPTED = ".lora_A.default.weight"
+_foreach_mul: Any = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
 def whole(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Names of a checkpoint of the plain model. Adapters are merged and few bits widened, one tensor at a time."""
-    changed = {f"{name}.weight" for name, part in module.named_modules() if hasattr(part, "get_base_layer")}
-    changed |= {f"{name}.weight" for name, part in module.named_modules() if quantized_parts(part) == [part]}
+    few_bits = {id(part) for part in quantized_parts(module)}
+    changed = {
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if id(part) in few_bits or hasattr(type(part), "get_base_layer")
+    }
     for name, tensor in live_tensors(module):
         plain = name.replace(".base_layer.", ".")
         if ".lora_" not in name:
@@ -32,16 +36,29 @@ def base(module: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(".base_layer.", "."), tensor.detach()
 
 
-@torch.no_grad()
-def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Under PEFT's names. B is scaled already, so that every engine computes with the very same numbers."""
+def base_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The same without buffers: the parameters themselves."""
     for name, tensor in module.named_parameters():
-        if name.endswith(_ADAPTED):
-            owner = name.removesuffix(_ADAPTED)
-            part = module.get_submodule(owner)
-            scaled = part.lora_B["default"].weight.float() * part.scaling["default"]
-            yield f"base_model.model.{owner}.lora_A.weight", tensor.detach()
-            yield f"base_model.model.{owner}.lora_B.weight", scaled
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+@torch.no_grad()
+def adapter(module: Any, found: list[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Under PEFT's names. B is scaled already, so that every engine computes with the very same numbers. `found`: what
+    `adapted` has; to look for it takes as long as to move the adapter."""
+    found = adapted(module) if found is None else found
+    narrow, wide = ([getattr(part, side)["default"].weight for _, part in found] for side in ("lora_A", "lora_B"))
+    scales = [float(part.scaling["default"]) for _, part in found]
+    scaled = _foreach_mul([weight.detach().float() for weight in wide], scales) if found else ()
+    for (name, _), a, b in zip(found, narrow, scaled, strict=True):
+        yield f"base_model.model.{name}.lora_A.weight", a.detach()
+        yield f"base_model.model.{name}.lora_B.weight", b
+
+
+def adapted(module: Any) -> list[tuple[str, Any]]:
+    """The layers that an adapter was put on, by name."""
+    return [(name, part) for name, part in module.named_modules() if "lora_A" in part._modules]
 
 
 def adapter_config(adapted: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What forward leaves for backward, per token and from the shape alone: of the layers as transformers computes them.
 
 Counted by what autograd saves: a norm in fp32 and its output, queries and keys after the rotation, the four wide ones
-of a gated MLP. A frozen weight saves no input; an adapter saves its own in fp32.
+of a gated MLP. A frozen weight saves no input; an adapter saves its own in fp32. A compiled layer saves what goes into
+its products, into its norms and into its attention, and makes the rest again (counted from the allocator on a GPU).
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from tandem.ops.sizes import Shape
 @dataclass(frozen=True, slots=True)
 class Pass:
     """How a forward pass is done. `width` of a number; `rank` 0 trains every weight; `row` tokens in a masked row, 0
-    where rows hold one sequence each."""
+    where rows hold one sequence each, or are packed."""
 
     width: int
     rank: int = 0
     activations: str = "keep"
     row: int = 0
+    compiled: bool = False
 
 
 def layer_bytes(shape: Shape, how: Pass) -> float:
     """Of one token in one layer, all of it kept."""
     w, h, q, k, i = how.width, shape.hidden, shape.query, shape.key, shape.intermediate
+    if how.compiled and not how.rank:
+        heads = 4 * (shape.heads + (shape.heads + shape.kv_heads) * shape.qk_norm)
+        if how.activations == "selective":
+            return w * (2 * h + 3 * q + 3 * k + 2 * i) + heads + 8
+        return w * (4 * h + 3 * q + 3 * k + 3 * i) + heads + 8
     norm = 4 + (0 if how.rank else w)  # in fp32, and what the trained weight was multiplied with
     found = 2.0 * (norm * h + 4)
     if shape.qk_norm:
@@ -45,7 +52,7 @@ def kept_bytes(shape: Shape, how: Pass) -> float:
         return w * h
     if how.activations == "offload":
         return 0.0
-    if how.activations == "selective":
+    if how.activations == "selective" and not how.compiled:
         products = q + 2 * k + h + 2 * i + h
         adapters = 4 * how.rank * len(shape.linears) + 4 * products if how.rank else 0
         return w * h + w * products + w * q + 4 * shape.heads + adapters

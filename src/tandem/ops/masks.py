@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
+from tandem.ops import packed_attention
 
 
 def check_attention(config: Any) -> None:
@@ -26,7 +27,9 @@ def check_attention(config: Any) -> None:
 
 def plainly_causal(config: Any) -> bool:
     """Without a mask, every layer attends causally, and by its fast kernel."""
-    return config._attn_implementation == "sdpa" and not getattr(config.get_text_config(), "sliding_window", None)
+    return config._attn_implementation in ("sdpa", packed_attention.NAME) and not getattr(
+        config.get_text_config(), "sliding_window", None
+    )
 
 
 def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) -> Any:

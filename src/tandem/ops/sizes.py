@@ -87,8 +87,8 @@ class Shape:
 # --- optimizers
 
 ROWS_8BIT, FEWEST_8BIT = 256, 4096
-UPDATE_CHUNK = 2**24
-"""Numbers updated together."""
+UPDATE_CHUNK = 2**23
+"""Numbers updated together: what an update holds meanwhile is on top of every gradient."""
 
 
 def state_shapes(kind: str, like: Dims, rank: int = 1) -> dict[str, tuple[Dims, int]]:
@@ -223,7 +223,7 @@ def _doubled(size: int, wanted: int) -> int:
 # --- all of it
 
 
-def sharing_pays(hidden: int, alone: Iterable[float], tree: float) -> bool:
+def sharing_pays(hidden: float, alone: Iterable[float], tree: float) -> bool:
     """Whether one tree of sequences that begin alike computes less than `alone`, all in tokens: a layer costs 24 h^2 a
     token, and 4 h L^2 a masked row of length L."""
     alone = list(alone)

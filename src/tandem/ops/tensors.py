@@ -34,6 +34,21 @@ def move_in(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -
         tensor.data = home
 
 
+def stand_on(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -> int:
+    """Every tensor that `storage` has memory for goes on there, where its values are already: nothing is written. All
+    of them or, with a SyncError, none; in all so many bytes, of which `ours` needs no memory any more."""
+    found = [(name, tensor, storage[name]) for name, tensor in ours if name in storage]
+    for name, tensor, home in found:
+        if tensor.requires_grad:
+            raise SyncError(f"'{name}' is trained: it needs memory of its own")
+        if (home.shape, home.dtype, home.device) != (tensor.shape, tensor.dtype, tensor.device):
+            theirs, here = (f"{each.dtype} {list(each.shape)} on {each.device}" for each in (home, tensor))
+            raise SyncError(f"'{name}' is {here}, the memory offered for it {theirs}")
+    for _, tensor, home in found:
+        tensor.data = home
+    return sum(home.nbytes for *_, home in found)
+
+
 def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
     """Before anything is copied: copying would broadcast shapes and cast types without a word."""
     if odd := sorted(ours.keys() ^ saved.keys()):

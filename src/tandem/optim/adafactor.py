@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import Slot
+from tandem.optim.rule import ByParts, Slot
 from tandem.spec.optim import AdafactorSpec
 
 _LEAST_SQUARE = 1e-30
@@ -28,7 +28,7 @@ _LEAST_SIZE = 1e-3
 """Of a parameter, which could not leave zero otherwise; the paper's second epsilon."""
 
 
-class Adafactor:
+class Adafactor(ByParts):
     by_rows = False
 
     def __init__(self, spec: AdafactorSpec) -> None:

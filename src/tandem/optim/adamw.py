@@ -1,8 +1,9 @@
-"""AdamW: torch's own, fused."""
+"""AdamW: torch's own, fused; on a GPU ours, which fuses reading, writing and counting into it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import groupby
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import Slot
+from tandem.optim.rule import Slot, Whole
 from tandem.spec.optim import AdamWSpec
 
 
@@ -22,6 +23,18 @@ class AdamW:
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
         return {moment: torch.zeros_like(like, dtype=torch.float32) for moment in state_shapes("adamw", like.shape)}
+
+    def why_not_whole(self, live: Tensor) -> str:
+        if not live.is_cuda:
+            return "the kernel is for GPUs"
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        return "" if live.is_contiguous() else "its memory has gaps"
+
+    def update_whole(self, wholes: Sequence[Whole]) -> Tensor:
+        from tandem.optim import adamw_triton  # triton exists where a GPU is
+
+        return adamw_triton.update(wholes, self._spec)
 
     def update(self, slots: Sequence[Slot]) -> None:
         for (lr, decay, fused), alike in groupby(slots, key=lambda slot: (slot.lr, slot.decay, _contiguous(slot))):

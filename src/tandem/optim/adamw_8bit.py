@@ -33,8 +33,8 @@ from torch import Tensor
 
 from tandem.ops.sizes import ROWS_8BIT, state_shapes
 from tandem.optim.adamw import AdamW
-from tandem.optim.rule import Slot
-from tandem.spec.optim import AdamW8bitSpec
+from tandem.optim.rule import Slot, Whole
+from tandem.spec.optim import AdamWSpec
 
 _BLOCK = ROWS_8BIT
 
@@ -42,8 +42,8 @@ _BLOCK = ROWS_8BIT
 class AdamW8bit:
     by_rows = True
 
-    def __init__(self, spec: AdamW8bitSpec) -> None:
-        self._adamw = AdamW(spec)
+    def __init__(self, spec: AdamWSpec) -> None:
+        self._spec, self._adamw = spec, AdamW(spec)
         self._codes = {"exp_avg": Code.signed(), "exp_avg_sq": Code.positive()}
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
@@ -54,6 +54,23 @@ class AdamW8bit:
         return {
             key: torch.zeros(dims, dtype=dtypes[width], device=like.device) for key, (dims, width) in shapes.items()
         }
+
+    def why_not_whole(self, live: Tensor) -> str:
+        coded = "exp_avg_scale" in state_shapes("adamw_8bit", live.shape)
+        if coded and live[0].numel() % _BLOCK:
+            return f"a row of {live[0].numel()} numbers is not of whole blocks of {_BLOCK}"
+        return self._adamw.why_not_whole(live)
+
+    def update_whole(self, wholes: Sequence[Whole]) -> Tensor:
+        from tandem.optim import adamw_8bit_triton  # triton exists where a GPU is
+
+        coded = [whole for whole in wholes if "exp_avg_scale" in whole.state]
+        plain = [whole for whole in wholes if "exp_avg_scale" not in whole.state]
+        sums = [self._adamw.update_whole(plain)] if plain else []
+        if coded:
+            codes = (self._codes[moment].on(coded[0].live.device) for moment in ("exp_avg", "exp_avg_sq"))
+            sums.append(adamw_8bit_triton.update(coded, self._spec, *codes))
+        return torch.stack(sums).sum(0)
 
     def update(self, slots: Sequence[Slot]) -> None:
         coded = [slot for slot in slots if "exp_avg_scale" in slot.state]
@@ -88,19 +105,19 @@ class Code:
         return cls(torch.cat([-above.flip(0), torch.zeros(1), above]), torch.cat([-bounds.flip(0), bounds]))
 
     def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        shares, _ = self._on(codes.device)
+        shares, _ = self.on(codes.device)
         numbers = _in_blocks(shares.index_select(0, codes.flatten().int()).view(codes.shape))
         return _in_rows(numbers.mul_(scales.unsqueeze(-1)), codes)
 
     def encode(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Uses `numbers` up."""
-        _, bounds = self._on(codes.device)
+        _, bounds = self.on(codes.device)
         blocks = _in_blocks(numbers)
         torch.linalg.vector_norm(blocks, torch.inf, dim=-1, out=scales)
         blocks.div_(scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))  # a block of zeros has no greatest
         codes.copy_(_in_rows(torch.bucketize(blocks, bounds, out_int32=True), codes))
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._tables:
             shares, bounds = next(iter(self._tables.values()))
             self._tables[device] = shares.to(device), bounds.to(device)

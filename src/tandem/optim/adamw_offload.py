@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tandem.optim.adamw import AdamW
-from tandem.optim.rule import Slot
+from tandem.optim.rule import ByParts, Slot
 from tandem.spec.optim import AdamWOffloadSpec
 
 _PIECE = 2**22
@@ -32,7 +32,7 @@ _PIECE = 2**22
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class AdamWOffload:
+class AdamWOffload(ByParts):
     by_rows = True
 
     def __init__(self, spec: AdamWOffloadSpec) -> None:

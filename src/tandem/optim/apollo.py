@@ -42,13 +42,13 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import Slot
+from tandem.optim.rule import ByParts, Slot
 from tandem.spec.optim import ApolloMiniSpec, ApolloSpec
 
 # Shapes in names: R rank, M smaller side, N larger side (channels); a stack's experts come before them.
 
 
-class Apollo:
+class Apollo(ByParts):
     by_rows = False
 
     def __init__(self, spec: ApolloSpec | ApolloMiniSpec, seed: int) -> None:

@@ -25,6 +25,9 @@ Rows: TypeAlias = slice | EllipsisType
 class Master(Protocol):
     """`live` is the parameter. It may be a view of memory that somebody else owns, with any strides."""
 
+    halves: bool
+    """The exact value is the bits of `live` and, where `state` has 16 more by this name, those."""
+
     def adopt(self, name: str, exact: Tensor) -> Tensor:
         """What serves for the fp32 tensor `exact`."""
         ...
@@ -40,12 +43,16 @@ class Master(Protocol):
 
 
 class _NoState:
+    halves = False
+
     def state(self) -> dict[str, Tensor]:
         return {}
 
 
 class Float32(_NoState):
     """Float32 weights."""
+
+    halves = True
 
     def adopt(self, name: str, exact: Tensor) -> Tensor:
         return exact
@@ -92,6 +99,8 @@ class Stochastic(InPlace):
 class Fp32Copy:
     """bf16 with a whole fp32 copy beside it."""
 
+    halves = False
+
     def __init__(self) -> None:
         self._exact: dict[str, Tensor] = {}
 
@@ -112,6 +121,8 @@ class Fp32Copy:
 
 class Split:
     """bf16 with the other 16 bits of each weight beside it: together fp32 exactly, in 4 bytes and without a copy."""
+
+    halves = True
 
     def __init__(self) -> None:
         self._low: dict[str, Tensor] = {}

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim import _muon
 
 from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import Slot
+from tandem.optim.rule import ByParts, Slot
 from tandem.spec.optim import MuonSpec
 
 
-class Muon:
+class Muon(ByParts):
     by_rows = False
 
     def __init__(self, spec: MuonSpec) -> None:

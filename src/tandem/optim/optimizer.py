@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.ops import sizes
 from tandem.ops.tensors import check_alike
 from tandem.optim.master import Master, Rows
-from tandem.optim.rule import Rule, Slot
+from tandem.optim.rule import Rule, Slot, Whole
 from tandem.types import Metrics
 
 _CHUNK = sizes.UPDATE_CHUNK
@@ -36,28 +36,37 @@ class Optimizer:
         self._lr_scale = dict(lr_scale or {})
         self._state = {name: rules[name].init(name, tensor.detach()) for name, tensor in named_parameters}
         self._steps = dict.fromkeys(self._parameters, 0)
+        self._whole = {name for name, tensor in named_parameters if not self.why_not_whole(name, tensor.detach())}
         self._tally = _Tally()
+
+    def why_not_whole(self, name: str, live: Tensor) -> str:
+        """Why this parameter goes through several operations; empty if its rule reads, updates and writes in one."""
+        if not self._master.halves or (live.dtype != torch.float32 and name not in self._master.state()):
+            return f"{type(self._master).__name__} writes weights in a way of its own"
+        return self._rules[name].why_not_whole(live)
 
     @torch.no_grad()
     def update(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None:
         """One step of the parameters that have a gradient: finite, to be multiplied by `scale`, and used up by this."""
         for name in gradients:
             self._steps[name] += 1
+        self._update_whole({name: gradients[name] for name in gradients if name in self._whole}, lr, scale)
         pieces: list[_Piece] = []
         numbers = 0
-        for name, rows in self._in_pieces(gradients):
-            pieces.append(self._piece(name, rows, gradients[name][rows], lr, scale))
-            numbers += pieces[-1].slot.value.numel()
-            if numbers >= _CHUNK:
+        for name, rows in self._in_pieces({name: gradients[name] for name in gradients if name not in self._whole}):
+            gradient = gradients[name][rows]
+            if pieces and numbers + gradient.numel() > _CHUNK:  # before it is widened: what is held at once is bounded
                 self._apply(pieces)
                 pieces, numbers = [], 0
+            pieces.append(self._piece(name, rows, gradient, lr, scale))
+            numbers += gradient.numel()
         if pieces:
             self._apply(pieces)
 
     @property
     def workspace_bytes(self) -> int:
         """At most held while an update is applied."""
-        named = self._parameters.items()
+        named = [each for each in self._parameters.items() if each[0] not in self._whole]
         undivided = [tensor.numel() for name, tensor in named if not self._rules[name].by_rows]
         narrow = any(tensor.dtype != torch.float32 for _, tensor in named)
         return sizes.update_bytes([tensor.numel() for _, tensor in named], undivided, narrow=narrow)
@@ -82,6 +91,29 @@ class Optimizer:
         for key, value in state.items():
             ours[key].copy_(value)
         self._steps = {name: int(state[f"{name}|step"]) for name in self._parameters}
+
+    def _update_whole(self, gradients: Mapping[str, Tensor], lr: float, scale: float) -> None:
+        by_rule: defaultdict[int, list[str]] = defaultdict(list)
+        for name in gradients:
+            by_rule[id(self._rules[name])].append(name)
+        low = self._master.state()
+        for names in by_rule.values():
+            wholes = [
+                Whole(
+                    self._parameters[name].detach(),
+                    low.get(name),
+                    gradients[name].contiguous(),
+                    scale,
+                    self._state[name],
+                    self._steps[name],
+                    lr * self._lr_scale.get(name, 1.0),
+                    self._decay[name],
+                )
+                for name in names
+            ]
+            sums = self._rules[names[0]].update_whole(wholes)
+            total = sum(whole.live.numel() for whole in wholes)
+            self._tally.add(torch.cat([sums, sums.new_full((1,), total)]))
 
     def _in_pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Rows]]:
         """Large parameters by rows, where the rule allows it."""

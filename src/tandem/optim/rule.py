@@ -31,9 +31,42 @@ class Slot:
     """Decoupled weight decay: value -= lr * decay * value."""
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One parameter where it lies, for a rule that does reading, updating, writing and counting in one go."""
+
+    live: Tensor
+    low: Tensor | None
+    """The 16 bits that a bf16 weight lacks; None beside a float32 one."""
+    grad: Tensor
+    """bf16 or fp32, finite, to be multiplied by `scale`."""
+    scale: float
+    state: dict[str, Tensor]
+    step: int
+    lr: float
+    decay: float
+
+
 class Rule(Protocol):
     by_rows: bool
     """Rows of a parameter (along dim 0) may be updated apart from each other; every state tensor has the same rows."""
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]: ...
     def update(self, slots: Sequence[Slot]) -> None: ...
+    def why_not_whole(self, live: Tensor) -> str:
+        """Why `update_whole` is not for this parameter; empty if it is."""
+        ...
+
+    def update_whole(self, wholes: Sequence[Whole]) -> Tensor:
+        """What became of it, as optim/optimizer.py counts it: six numbers, on the device."""
+        ...
+
+
+class ByParts:
+    """A rule of torch's operations, one after the other."""
+
+    def why_not_whole(self, live: Tensor) -> str:
+        return f"{type(self).__name__} has no kernel of its own"
+
+    def update_whole(self, wholes: Sequence[Whole]) -> Tensor:
+        raise NotImplementedError(self.why_not_whole(wholes[0].live))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -94,7 +95,10 @@ class Model:
     """Outlives the stages of a run, as the weights do."""
 
     @property
-    def hidden_size(self) -> int:
+    def hidden_size(self) -> float:
+        """What decides whether siblings share a prompt (train/pack.py): without a mask it always pays."""
+        if self.policy.forward.shares_freely:
+            return math.inf
         return self.policy.module.config.get_text_config().hidden_size
 
     @property
@@ -140,7 +144,7 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
     transformers_logging.disable_progress_bar()  # the live view is the one that draws
     if isinstance(spec, PresetModel):
         tokenizer = byte_tokenizer()
-        module = make_model(spec.preset, tokenizer, seed, spec.attention)
+        module = make_model(spec.preset, tokenizer, seed, spec.kernel)
     else:
         tokenizer = load_tokenizer(spec.path, spec.revision)
         module = existing_model(spec, precision, device)
@@ -154,10 +158,19 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
     if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
         narrow(module, device, None if spec.lora else kept.adopt)
     module = module if quantized_parts(module) else module.to(device)  # few bits came onto it, and stay as they are
-    policy = CausalPolicy(module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations)
+    policy = CausalPolicy(
+        module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations,
+        packed=spec.attention == "packed", compiled=spec.compile,
+    )  # fmt: skip
     made_for = module.config.get_text_config().max_position_embeddings
     context = min(max_context or made_for, made_for)
     return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
+
+
+def tokenizer_from_scratch(idle: int) -> Any:
+    from tandem.text.tokenizer import byte_tokenizer
+
+    return byte_tokenizer(idle)
 
 
 def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> Any:
@@ -167,9 +180,9 @@ def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> An
     from tandem.model.quantized import load_quantized
 
     if spec.lora is None or spec.lora.base == "exact":
-        return load_model(spec.path, spec.revision, spec.attention)
+        return load_model(spec.path, spec.revision, spec.kernel)
     dtype = torch.bfloat16 if isinstance(precision, Bfloat16Precision) else torch.float32
-    return load_quantized(spec.path, spec.revision, spec.attention, base=spec.lora.base, dtype=dtype, device=device)
+    return load_quantized(spec.path, spec.revision, spec.kernel, base=spec.lora.base, dtype=dtype, device=device)
 
 
 def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
@@ -193,9 +206,14 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
 
     module = model.policy.module
     found: list[tuple[str, Any, bool, str]] = []
-    wanted, had = spec.model.attention, module.config._attn_implementation
-    why_not = "" if wanted == had else f"transformers chose '{had}' for {type(module).__name__}"
-    found.append(("model.attention", wanted, not why_not, why_not))
+    forward, had = model.policy.forward, module.config._attn_implementation
+    if spec.model.attention == "packed":
+        why_not = forward.why_masked
+    else:
+        why_not = "" if had == spec.model.attention else f"transformers chose '{had}' for {type(module).__name__}"
+    found.append(("model.attention", spec.model.attention, not why_not, why_not))
+    if spec.model.compile:
+        found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
     if spec.model.activations != "keep":
         why_not = model.policy.activations.why_not
         found.append(("model.activations", spec.model.activations, not why_not, why_not))
@@ -271,6 +289,7 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
     from tandem.errors import SpecError
     from tandem.model.checkpoint import load_model
     from tandem.model.precision import narrow
+    from tandem.ops import packed_attention
     from tandem.text.tokenizer import load_tokenizer
 
     if not isinstance(spec, DistillSpec):
@@ -282,7 +301,8 @@ def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> No
             f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {odd} entries, so its "
             "logprobs would be of other tokens; take a teacher of the same family"
         )
-    attention = model.policy.module.config._attn_implementation
+    had = model.policy.module.config._attn_implementation
+    attention = "sdpa" if had == packed_attention.NAME else had
     teacher = load_model(spec.teacher, spec.teacher_revision, attention, "algorithm.teacher")
     if isinstance(precision, Bfloat16Precision):
         narrow(teacher, model.device, None)
@@ -356,7 +376,8 @@ def rules(spec: OptimizerSpec, seed: int) -> tuple[Rule, Rule]:
     from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
 
     if isinstance(spec, ApolloMiniSpec):
-        return apollo.Apollo(spec, seed), adamw.AdamW(spec)
+        few_bits = spec.tables == "adamw_8bit"  # of vectors it keeps all: they are few
+        return apollo.Apollo(spec, seed), adamw_8bit.AdamW8bit(spec) if few_bits else adamw.AdamW(spec)
     if isinstance(spec, MuonSpec):
         return muon.Muon(spec), adamw.AdamW(spec)
     rule: Rule

@@ -24,6 +24,8 @@ from tandem.spec.train import WarmupStage
 from tandem.types import Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
+_OF_ENGINES = {"sleep": "engine.sleep", "sampled": "logprobs of rollouts"}
+"""What an engine says of itself when it is attached, and what it is called among a run's options."""
 
 
 class RlRun:
@@ -39,7 +41,7 @@ class RlRun:
         self.publisher = build_engine.publisher(
             self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
         )
-        self._sleep_noted = False
+        self._noted = set[str]()
         self.setting = Setting(
             environment,
             self.joined.engine,
@@ -97,10 +99,11 @@ class RlRun:
 
     def _met(self, meeting: Mapping[str, Any]) -> None:
         self.run.met(meeting)
-        told = next((engine["sleep"] for engine in meeting["engines"] if engine.get("sleep")), None)
-        if told is not None and not self._sleep_noted:
-            self._sleep_noted = True
-            self.run.note_option("engine.sleep", told["requested"], told["engaged"], told["why_not"])
+        for part, name in _OF_ENGINES.items():
+            told = next((engine[part] for engine in meeting["engines"] if engine.get(part)), None)
+            if told is not None and part not in self._noted:
+                self._noted.add(part)
+                self.run.note_option(name, told["requested"], told["engaged"], told["why_not"])
 
     async def close(self) -> None:
         build.close(self.environment)

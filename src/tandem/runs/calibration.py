@@ -25,7 +25,10 @@ class Machine:
     attention_flops: float
     passed_gb_s: float
     layer_s: float
+    compiled_passed_gb_s: float
+    compiled_layer_s: float
     updated_per_s: float
+    updated_at_once_per_s: float
     answer_share: float
     decode_step_s: float
     decode_step_lora_s: float

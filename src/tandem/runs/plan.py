@@ -87,7 +87,7 @@ def plan_run(
     shape = read_shape(spec.model)
     work = work_of(
         spec, shape, target.answer_share,
-        prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens,
+        prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens, on_gpu=target.on_gpu,
     )  # fmt: skip
     found = phases(spec, shape, work, target)
     peak = max(phase.peak_gib for phase in found)

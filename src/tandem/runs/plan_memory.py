@@ -11,10 +11,10 @@ from tandem.ops.layer_sizes import Pass, activation_bytes, backward_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
 from tandem.runs.plan_model import adapter_numbers, read_teacher, trained_tensors
-from tandem.runs.plan_work import Work
+from tandem.runs.plan_work import Work, compiles
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import LoraSpec
-from tandem.spec.optim import ApolloSpec, OptimizerSpec
+from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, BroadcastSync, SharedSync
@@ -132,7 +132,8 @@ def _state(optimizer: OptimizerSpec, shape: Shape, lora: LoraSpec | None) -> tup
     """Bytes of the state, and the sizes of what is updated whole."""
     kind = "apollo" if optimizer.kind == "apollo_mini" else optimizer.kind
     rank = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
-    others = "adamw" if kind in ("apollo", "muon") else kind
+    tables = optimizer.tables if isinstance(optimizer, ApolloMiniSpec) else "adamw"
+    others = tables if kind == "apollo" else "adamw" if kind == "muon" else kind
     total, whole = 0, list[int]()
     for dims, matrix in trained_tensors(shape, lora):
         rule = kind if matrix else others
@@ -168,7 +169,8 @@ def _train(
 ) -> Phase:
     lora, width = spec.model.lora, width_of(spec.precision)
     kept = "keep" if spec.model.activations == "offload" and not machine.on_gpu else spec.model.activations
-    how = Pass(width, lora.rank if lora else 0, kept, work.trained_row if work.masked else 0)
+    compiled = compiles(spec, on_gpu=machine.on_gpu)
+    how = Pass(width, lora.rank if lora else 0, kept, work.trained_row if work.masked else 0, compiled)
     tensors = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
     grad_width = 4 if lora or width == 4 or work.num_micro > 1 else width
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
@@ -176,6 +178,7 @@ def _train(
         work.micro_tokens, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
     )
     _, whole = _state(stage.optimizer, shape, lora)
+    update = sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None)
     parts = sizes.Parts(
         always=sum(always.values()),
         activations=activation_bytes(shape, how, work.micro_tokens) / _GIB,
@@ -184,7 +187,7 @@ def _train(
         head_forward=head[0] / _GIB,
         head_backward=head[1] / _GIB,
         largest=max(tensors) * (4 if lora else width) / _GIB,
-        update=sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None) / _GIB,
+        update=0.0 if at_once(spec, stage, machine) else update / _GIB,
         layer=backward_bytes(shape, how, work.micro_tokens) / _GIB,
     )
     shown = {
@@ -192,6 +195,13 @@ def _train(
         "update": parts.update,
     }  # fmt: skip
     return Phase("train", sizes.peak(parts), shown)
+
+
+def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
+    """One launch updates all of it (optim/adamw_triton.py)."""
+    precision = spec.precision
+    halves = not isinstance(precision, Bfloat16Precision) or precision.master == "split" or spec.model.lora is not None
+    return machine.on_gpu and stage.optimizer.kind in ("adamw", "adamw_8bit") and halves
 
 
 def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[str, float]:

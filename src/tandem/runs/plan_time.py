@@ -10,16 +10,17 @@ from tandem.ops import sizes
 from tandem.ops.layer_sizes import Pass, layer_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
-from tandem.runs.plan_memory import sync_bytes, width_of
+from tandem.runs.plan_memory import at_once, sync_bytes, width_of
 from tandem.runs.plan_model import adapter_numbers, read_teacher
-from tandem.runs.plan_work import PROMPT_TOKENS, Work
+from tandem.runs.plan_work import PROMPT_TOKENS, Work, compiles, packs
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import Stage
 
 _AGAIN = {"recompute": 1, "selective": 0}
 """Forward passes that backward does once more, products included."""
-_MASKED_ATTENTION, _CAUSAL_ATTENTION = 1.0, 0.25
-"""Under a mask every pair is computed; without one half of them, by kernels that are twice as fast."""
+_MASKED_ATTENTION, _CAUSAL_ATTENTION, _PACKED_ATTENTION = 1.0, 0.25, 0.16
+"""Under a mask every pair is computed; without one half of them, by kernels that are twice as fast, and those that are
+told the spans three times."""
 _LORA_LAUNCHES = 1.35
 
 
@@ -47,7 +48,8 @@ def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
         if spec.warmup is not None:
             credited = spec.warmup.batch_size * machine.answer_share * spec.train.max_tokens
             tokens = credited + spec.warmup.batch_size * PROMPT_TOKENS
-            shown = replace(work, step_tokens=tokens, credited_tokens=credited, masked=True)
+            masked = not packs(spec, on_gpu=machine.on_gpu)
+            shown = replace(work, step_tokens=tokens, credited_tokens=credited, masked=masked)
             warmup = spec.warmup.steps * _train_s(spec, spec.warmup, shape, shown, machine)
     step = rollout + train + sync
     return Times(rollout, train, sync, warmup + spec.train.steps * step, work.step_tokens / step)
@@ -65,8 +67,15 @@ def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Mac
     if (teacher := read_teacher(spec)) is not None:
         products += 2 * teacher.total * work.step_tokens
     pairs = 4 * shape.query * shape.layers * work.step_tokens * work.trained_row
-    pairs *= (3.5 + _AGAIN.get(kept, 0)) * (_MASKED_ATTENTION if work.masked else _CAUSAL_ATTENTION)
-    how = Pass(width_of(spec.precision), lora.rank if lora else 0, "keep", work.trained_row if work.masked else 0)
+    packed, compiled = (ask(spec, on_gpu=machine.on_gpu) for ask in (packs, compiles))
+    alone = _PACKED_ATTENTION if packed else _CAUSAL_ATTENTION
+    pairs *= (3.5 + _AGAIN.get(kept, 0)) * (_MASKED_ATTENTION if work.masked else alone)
+    masked_row = work.trained_row if work.masked else 0
+    how = Pass(width_of(spec.precision), lora.rank if lora else 0, "keep", masked_row, compiled)
+    layer_s, passed_gb_s = machine.layer_s, machine.passed_gb_s
+    if compiled:
+        layer_s, passed_gb_s = machine.compiled_layer_s, machine.compiled_passed_gb_s
+    updated_per_s = machine.updated_at_once_per_s if at_once(spec, stage, machine) else machine.updated_per_s
     passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
     micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro_tokens, stage.micro_tokens))))
     launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
@@ -74,9 +83,9 @@ def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Mac
     return (
         products / machine.train_flops
         + pairs / machine.attention_flops
-        + passed / (machine.passed_gb_s * 1e9)
-        + launches * machine.layer_s
-        + updated / machine.updated_per_s
+        + passed / (passed_gb_s * 1e9)
+        + launches * layer_s
+        + updated / updated_per_s
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tandem.ops import sizes
 from tandem.ops.sizes import Shape
+from tandem.spec.precision import Bfloat16Precision
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import RlStage, Stage
 
@@ -39,6 +41,17 @@ class Work:
     assumed: tuple[str, ...]
 
 
+def packs(spec: RunSpec, *, on_gpu: bool) -> bool:
+    """Rows need no mask, however many sequences they hold (ops/packed_attention.py)."""
+    return on_gpu and isinstance(spec.precision, Bfloat16Precision) and spec.model.attention == "packed"
+
+
+def compiles(spec: RunSpec, *, on_gpu: bool) -> bool:
+    """Layers are compiled (model/forward.py)."""
+    exact = spec.model.lora is None or spec.model.lora.base == "exact"
+    return packs(spec, on_gpu=on_gpu) and spec.model.compile and exact and spec.model.activations != "offload"
+
+
 def work_of(
     spec: RunSpec,
     shape: Shape,
@@ -47,10 +60,12 @@ def work_of(
     prompt_tokens: int = 0,
     row_tokens: int = 0,
     answer_tokens: float = 0.0,
+    on_gpu: bool = False,
 ) -> Work:
     """`answer_tokens`: of an answer, on average; left out, `answer_share` of the most that one may have."""
+    packed = packs(spec, on_gpu=on_gpu)
     if isinstance(spec, RlSpec):
-        return _rl(spec, spec.train, shape, answer_share, prompt_tokens, answer_tokens)
+        return _rl(spec, spec.train, shape, answer_share, prompt_tokens, answer_tokens, packed)
     stage = spec.train
     said = spec.data.max_tokens
     longest = row_tokens or min(said or LONGEST_RECORDED, shape.context or LONGEST_RECORDED)
@@ -62,13 +77,18 @@ def work_of(
     if not row_tokens:
         assumed = (*assumed, f"an example has {longest // 2} tokens on average")
     micro, number = _micro(stage, most, longest)
-    return Work(
-        sequences, longest, 0, longest, most * share, most * share, micro, number, 0, not row_tokens, assumed
-    )  # fmt: skip
+    masked = not row_tokens and not packed
+    return Work(sequences, longest, 0, longest, most * share, most * share, micro, number, 0, masked, assumed)
 
 
 def _rl(
-    spec: RlSpec, stage: RlStage, shape: Shape, answer_share: float, prompt_tokens: int, answer_tokens: float
+    spec: RlSpec,
+    stage: RlStage,
+    shape: Shape,
+    answer_share: float,
+    prompt_tokens: int,
+    answer_tokens: float,
+    packed: bool,
 ) -> Work:
     assumed: tuple[str, ...] = ()
     if not prompt_tokens:
@@ -83,8 +103,8 @@ def _rl(
     expected, row, most = credited + sequences * prompt_tokens, longest, sequences * longest
     lengths = [prompt_tokens + answer_tokens] * stage.group_size
     tree = prompt_tokens + stage.group_size * answer_tokens
-    masked = sizes.sharing_pays(shape.hidden, lengths, tree) and tree <= stage.micro_tokens
-    if masked:
+    shared = sizes.sharing_pays(math.inf if packed else shape.hidden, lengths, tree) and tree <= stage.micro_tokens
+    if shared:
         expected = stage.groups_per_step * tree
         longest_tree = min(int(tree * _LONGEST_TREE), prompt_tokens + stage.group_size * stage.max_tokens)
         row = min(longest_tree, stage.micro_tokens)
@@ -92,8 +112,9 @@ def _rl(
     micro, number = _micro(stage, most, row)
     under_way = sequences * (stage.max_lag + 1)
     rows = min(getattr(spec.engine, "max_running", 256), max(under_way, spec.eval.tasks))
+    masked, seen = shared and not packed, longest if packed else row
     return Work(
-        sequences, longest, stage.max_tokens, row, expected, credited, micro, number, rows, masked, assumed
+        sequences, longest, stage.max_tokens, seen, expected, credited, micro, number, rows, masked, assumed
     )  # fmt: skip
 
 

@@ -73,10 +73,16 @@ class VllmEngineSpec(_Process):
     eager: bool = False
     """Without CUDA graphs: starts sooner, decodes slower."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
-    """Which ones; left out, those that the run itself sees."""
+    """Which ones, of those that the run itself sees; left out, all of them. For several replicas `tensor_parallel` of
+    them, which they share, or so many for each, one replica's behind the other's."""
     on_update: Literal["finish", "restart"] = "finish"
     """What becomes of requests under way when a version comes. finish: they end under the old one first. restart: they
     are sampled again from their prompt."""
+
+    def gpus_of(self, replica: int) -> tuple[int, ...]:
+        """Empty: all of them."""
+        own = len(self.gpus) > self.tensor_parallel
+        return self.gpus[replica * self.tensor_parallel :][: self.tensor_parallel] if own else self.gpus
 
 
 class RemoteEngineSpec(_Engine):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from tandem.spec.base import Place, Spec
 
@@ -29,13 +29,29 @@ class _Model(Spec):
     that never ends is no answer: it scores 0."""
     lora: LoraSpec | None = None
     """Train adapters only. Left out: every weight is trained."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Which attention kernel of transformers to use."""
+    attention: Literal["sdpa", "eager", "packed"] = "sdpa"
+    """sdpa and eager: transformers' own, under a mask where a row holds several sequences. packed: on a GPU, with
+    16-bit weights, a kernel that is told where each sequence begins; no mask, no padding."""
     activations: Literal["keep", "selective", "recompute", "offload"] = "keep"
     """What backward needs of forward. keep: all of it. selective: matrix products and attention, the rest is computed
     again. recompute: the input of each layer. offload: all of it, in the host's memory."""
+    compile: bool = False
+    """With attention = "packed": layers are compiled (torch.compile), which takes up to a minute at the start."""
     warm_start: Annotated[str | None, Place()] = None
     """A run's export, any checkpoint of the same shape, or an adapter, to begin with. Left out: the model as it is."""
+
+    @property
+    def kernel(self) -> Literal["sdpa", "eager"]:
+        """What transformers is told: it does not know of packed rows."""
+        return "sdpa" if self.attention == "packed" else self.attention
+
+    @model_validator(mode="after")
+    def _compiled_is_packed(self) -> Self:
+        if self.compile and self.attention != "packed":
+            raise ValueError(
+                "compile = true needs attention = 'packed': a layer under masks is compiled for each shape"
+            )
+        return self
 
 
 class PresetModel(_Model):

@@ -67,6 +67,8 @@ class ApolloMiniSpec(AdamWSpec):
     """On top of sqrt(min(rows, columns) / rank), with which one to four times AdamW's learning rate fits."""
     growth_limit: float = Field(default=1.01, gt=1)
     """The norm of a matrix's update grows by no more than this factor from step to step."""
+    tables: Literal["adamw", "adamw_8bit"] = "adamw"
+    """What moves embeddings and the head: AdamW with 8 bytes of state a weight, or 2: its moments in 8 bits."""
 
 
 class ApolloSpec(ApolloMiniSpec):

@@ -45,6 +45,13 @@ def check_sync(
                 "the trainer's GPU, which is number 0; leave gpus out, or choose 'broadcast'"
             )
         _check_shared(model, precision, stages)
+    if isinstance(engine, VllmEngineSpec) and engine.gpus:
+        each, together = engine.tensor_parallel, engine.tensor_parallel * engine.replicas
+        if len(engine.gpus) not in (each, together) or len(set(engine.gpus)) < len(engine.gpus):
+            raise ValueError(
+                f"engine.gpus = {list(engine.gpus)}: tensor_parallel = {each} and replicas = {engine.replicas} take "
+                f"{together} different ones, or {each} that all replicas share"
+            )
     if isinstance(engine, VllmEngineSpec) and model.lora is not None and model.lora.rank > _VLLM_RANK:
         raise ValueError(
             f"model.lora.rank = {model.lora.rank}: vLLM serves adapters of rank {_VLLM_RANK} at most; choose less, or "

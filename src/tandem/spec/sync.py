@@ -29,6 +29,9 @@ class SharedSync(_Sync):
     on a CPU."""
 
     bridge: Literal["shared"] = "shared"
+    digest: bool = False
+    """Both ends also read all weights back, each through its own mapping, and compare digests: for who doubts that one
+    memory is one."""
 
 
 class _Collective(_Sync):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import islice, product
+from string import ascii_lowercase
 from typing import Any
 
 from tandem.errors import SpecError
@@ -32,13 +34,16 @@ CHAT_TEMPLATE = """\
 """
 
 
-def byte_tokenizer() -> Any:
-    """256 bytes and a few special tokens: any text, no training, ids that survive a round trip."""
+def byte_tokenizer(idle: int = 0) -> Any:
+    """256 bytes and a few special tokens: any text, no training, ids that survive a round trip. `idle`: so many more
+    that no text has, for a vocabulary as large as a released model's."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    words = ("".join(letters) for letters in product(ascii_lowercase, repeat=4))
+    symbols = [*alphabet, *islice(words, idle)]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END, PAD, *(f"<|{role}|>" for role in ROLES)])

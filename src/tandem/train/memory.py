@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ class Memory:
         weights = [tensor for _, tensor in self._policy.weights(0, "live").tensors()]
         saved = _Saved(weights)
         before = torch.cuda.memory_allocated() if self._on_gpu else 0
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+        with nullcontext() if self._on_gpu else hooks:  # compiled layers would be compiled anew under hooks
             yield
         kept = torch.cuda.memory_allocated() - before if self._on_gpu else saved.bytes
         state = self._optimizer.state()

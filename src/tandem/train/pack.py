@@ -8,15 +8,20 @@ mask.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from tandem.ops.sizes import sharing_pays
 from tandem.protocols import Algorithm
 from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
+
+_DTYPES = {"q": torch.int64, "f": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,10 @@ def make_batch(
     *,
     micro_tokens: int,
     version: int,
-    hidden_size: int,
+    hidden_size: float,
     device: torch.device,
 ) -> Batch:
-    """`hidden_size` 0 never shares prompts.
+    """`hidden_size` 0 never shares prompts; infinite, wherever fewer tokens are computed.
 
     A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
     term holds it to the reference.
@@ -90,7 +95,7 @@ def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatc
     return _to_tensors([_Row(total, [_Item([Sample(recording, [0.0] * count, 0)])])], device)
 
 
-def _share_prompt(samples: list[Sample], hidden_size: int, micro_tokens: int, *, together: bool) -> list[_Item]:
+def _share_prompt(samples: list[Sample], hidden_size: float, micro_tokens: int, *, together: bool) -> list[_Item]:
     """One tree, if that computes less."""
     alone = [_Item(samples)] if together and samples else [_Item([sample]) for sample in samples]
     if len(samples) < 2:
@@ -145,6 +150,7 @@ class _Columns:
 
     def __init__(self, width: int) -> None:
         self.width = width
+        self.rows = 0
         self.ids, self.positions, self.segments, self.parents = ([] for _ in range(4))
         self.source, self.target, self.credit, self.behaviour, self.versions, self.lengths = ([] for _ in range(6))
         self.sequences, self.groups = ([] for _ in range(2))
@@ -162,14 +168,15 @@ class _Columns:
                 self._add_sample(sample, item.shared, trunk_end, segment, trunk if item.shared else segment)
                 segment += 1
         padding = self.width - len(self._ids)
-        self.ids.append(self._ids + [0] * padding)
-        self.positions.append(self._positions + [0] * padding)
-        self.segments.append(self._segments + [-1] * padding)
-        self.parents.append(self._parents + [-1] * padding)
+        self.ids += self._ids + [0] * padding
+        self.positions += self._positions + [0] * padding
+        self.segments += self._segments + [-1] * padding
+        self.parents += self._parents + [-1] * padding
+        self.rows += 1
 
     def _add_sample(self, sample: Sample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
         trajectory, credit = sample.trajectory, sample.credit
-        row_start, begin = len(self.ids) * self.width, len(self._ids)
+        row_start, begin = self.rows * self.width, len(self._ids)
         for offset in range(shared, len(trajectory.ids)):
             if trajectory.trained[offset]:
                 assert offset > 0, "the first token of a sequence follows nothing and cannot be trained"
@@ -195,17 +202,26 @@ def _to_tensors(rows: list[_Row], device: torch.device) -> MicroBatch:
     columns = _Columns(max(row.length for row in rows))
     for row in rows:
         columns.add_row(row)
+
+    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+        if not values:
+            return torch.empty(0, dtype=_DTYPES[code], device=device)
+        return torch.frombuffer(array(code, values), dtype=_DTYPES[code]).to(device)  # torch.tensor looks at each
+
+    def rows_of(values: list[int]) -> Tensor:
+        return tensor(values, "q").view(len(rows), columns.width)
+
     return MicroBatch(
-        torch.tensor(columns.ids, device=device),
-        torch.tensor(columns.positions, device=device),
-        torch.tensor(columns.segments, device=device),
-        torch.tensor(columns.parents, device=device),
-        torch.tensor(columns.source, device=device),
-        torch.tensor(columns.target, device=device),
-        torch.tensor(columns.credit, device=device),
-        torch.tensor(columns.behaviour, device=device),
-        torch.tensor(columns.versions, device=device),
-        torch.tensor(columns.lengths, dtype=torch.float32, device=device),
-        torch.tensor(columns.sequences, device=device),
-        torch.tensor(columns.groups, device=device),
+        rows_of(columns.ids),
+        rows_of(columns.positions),
+        rows_of(columns.segments),
+        rows_of(columns.parents),
+        tensor(columns.source, "q"),
+        tensor(columns.target, "q"),
+        tensor(columns.credit, "f"),
+        tensor(columns.behaviour, "f"),
+        tensor(columns.versions, "q"),
+        tensor(columns.lengths, "f"),
+        tensor(columns.sequences, "q"),
+        tensor(columns.groups, "q"),
     )

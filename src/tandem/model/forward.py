@@ -1,0 +1,190 @@
+"""How a model is run over a micro-batch: masked rows as they stand; or, if asked for, packed and with compiled layers.
+
+Whether a model's attention obeys `spans` is tried on it, when it is loaded: what one sequence comes to must not change
+by a bit with the tokens of another, must change with its own prompt, and must be what masked rows come to. Its layers
+are compiled in the same trial, forward and backward. What cannot be had is not used, and says why.
+
+Shapes: B rows, T positions, N trained tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch
+
+from tandem.ops import masks, packed_attention
+from tandem.ops.head import Head
+from tandem.types import MicroBatch
+
+_log = logging.getLogger(__name__)
+
+_SELECTIVE = 0.85
+"""Of what a layer's graph would keep. Outputs of norms and the last product's input are made again, attention is not:
+that would begin between 0.7 and 0.8."""
+_NEAR = 0.1
+"""Of a norm: how far packed rows may be from masked ones. Both are rounded to 16 bits after every operation."""
+
+
+class Forward:
+    """Of one module, and of others with the same config: a reference, a teacher."""
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        packed: bool,
+        compiled: bool,
+        selective: bool = False,
+        why_not_compiled: str = "",
+    ) -> None:
+        """`selective`: compiled layers compute again what is cheap. `why_not_compiled`: what the caller knows to speak
+        against compiling."""
+        self.why_masked = packed_attention.why_not(module) if packed else "model.attention is not 'packed'"
+        self.why_not_compiled = why_not_compiled or self.why_masked or ("" if compiled else "model.compile = false")
+        if self.why_masked:
+            return
+        theirs = module.config.get_text_config()._attn_implementation
+        packed_attention.engage(module)
+        self.why_masked = _why_not(lambda: _try_spans(module))
+        if self.why_masked:
+            module.config.get_text_config()._attn_implementation = theirs
+            self.why_not_compiled = self.why_masked
+        elif not self.why_not_compiled:
+            functorch.activation_memory_budget = _SELECTIVE if selective else 1.0  # of the whole process
+            self.why_not_compiled = _why_not(lambda: _try_compiled(module))
+            if self.why_not_compiled:
+                _compile(module, undo=True)
+
+    @property
+    def shares_freely(self) -> bool:
+        """A prompt that siblings share costs no mask."""
+        return not self.why_masked
+
+    def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Hidden states, and at which of them each trained token is predicted."""
+        if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
+            packed = packed_attention.pack(micro.segments_BT, micro.parents_BT)
+            return _packed(head.body, micro.ids_BT, micro.positions_BT, packed), packed.place_of[micro.source_N]
+        mask, positions_BT = _mask(head.config, micro.segments_BT, micro.parents_BT, micro.positions_BT)
+        return head.hidden(micro.ids_BT, positions_BT, mask).flatten(0, 1), micro.source_N
+
+
+def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: packed_attention.Packed) -> Tensor:
+    ids_1T, positions_1T = (each.flatten()[packed.tokens_T][None] for each in (ids_BT, positions_BT))
+    mask = packed_attention.no_mask(ids_1T.device)
+    given = {"attention_mask": mask, "use_cache": False, "spans": packed.spans}
+    return body(input_ids=ids_1T, position_ids=positions_1T, **given).last_hidden_state[0]
+
+
+def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Tensor) -> tuple[Any, Tensor]:
+    """And the positions that go with it."""
+    if masks.plainly_causal(config) and bool((segments_BT <= 0).all()):  # one sequence a row, padding on the right
+        # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
+        return None, torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
+    order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
+    keys_B1T = segments_BT[:, None, :]
+    seen_BTT = (segments_BT[:, :, None] == keys_B1T) | (parents_BT[:, :, None] == keys_B1T)
+    allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
+    mask = masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
+    return mask, positions_BT
+
+
+# --- trials
+
+
+def _why_not(trial: Any) -> str:
+    try:
+        return trial()
+    except Exception as error:  # noqa: BLE001 - kernels and a compiler run here; the plain way is there for all else
+        _log.warning("the plain way is taken: %s: %s", type(error).__name__, str(error)[:2000])
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+
+
+class _Trial:
+    """A prompt of 5 with branches of 7 and 4, and a sequence of 6 in a row of its own."""
+
+    def __init__(self, module: Any) -> None:
+        device = next(module.parameters()).device
+        segments = [[0] * 5 + [1] * 7 + [2] * 4, [0] * 6 + [-1] * 10]
+        parents = [[0] * 16, [0] * 6 + [-1] * 10]
+        positions = [[*range(5), *range(5, 12), *range(5, 9)], [*range(6)] + [0] * 10]
+        made = (torch.tensor(each, device=device) for each in (segments, parents, positions))
+        self.segments_BT, self.parents_BT, self.positions_BT = made
+        self.packed = packed_attention.pack(self.segments_BT, self.parents_BT)
+        self.body = module.base_model
+        self.vocab = module.config.get_text_config().vocab_size
+        self.config = module.config
+
+    def ids(self, changed: slice | None = None) -> Tensor:
+        """`changed`: flat positions that hold other tokens."""
+        ids = (torch.arange(32, device=self.segments_BT.device) * 7 + 1) % self.vocab
+        if changed is not None:
+            ids[changed] = (ids[changed] + 3) % self.vocab
+        return ids.view(2, 16)
+
+    def hidden(self, changed: slice | None = None) -> Tensor:
+        return _packed(self.body, self.ids(changed), self.positions_BT, self.packed)
+
+    def masked(self) -> Tensor:
+        mask, positions_BT = _mask(self.config, self.segments_BT, self.parents_BT, self.positions_BT)
+        body_BTH = self.body(input_ids=self.ids(), position_ids=positions_BT, attention_mask=mask, use_cache=False)
+        return body_BTH.last_hidden_state.flatten(0, 1)[self.packed.tokens_T]
+
+
+@torch.no_grad()
+def _try_spans(module: Any) -> str:
+    trial = _Trial(module)
+    plain = trial.hidden()
+    prompt, first, second, alone = slice(0, 5), slice(5, 12), slice(12, 16), slice(16, 22)
+    for changed, same in ((second, first), (first, second), (alone, first), (first, alone), (first, prompt)):
+        if not torch.equal(trial.hidden(changed)[same], plain[same]):
+            return "its forward does not hand `spans` on to its attention: sequences of one row saw each other"
+    if torch.equal(trial.hidden(prompt)[second], plain[second]):
+        return "its forward does not hand `spans` on to its attention: a branch did not see its prompt"
+    off = (plain - trial.masked()).float().norm() / plain.float().norm()
+    return "" if off < _NEAR else f"packed rows came to something else than masked ones ({float(off):.3f} of the norm)"
+
+
+def _try_compiled(module: Any) -> str:
+    trial, parameters = _Trial(module), [each for each in module.parameters() if each.requires_grad]
+    plain = trial.hidden().detach()
+    _compile(module)
+    for layer in _layers(module):
+        layer.training = layer.gradient_checkpointing
+    try:
+        hidden_TH = trial.hidden()
+        torch.autograd.grad(hidden_TH.float().sum(), parameters, allow_unused=True)
+    finally:
+        for layer in _layers(module):
+            layer.training = False
+    off = (hidden_TH.detach() - plain).float().norm() / plain.float().norm()
+    return "" if off < _NEAR else f"compiled layers came to something else ({float(off):.3f} of the norm)"
+
+
+# --- compiled layers
+
+
+class _Compiled:
+    """A layer's call: compiled where `spans` are given, which is where training is, and as it was where not."""
+
+    def __init__(self, layer: Any) -> None:
+        self._plain = layer._call_impl
+        self._fast = torch.compile(layer._call_impl, dynamic=True, fullgraph=True)
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        return (self._plain if given.get("spans") is None else self._fast)(*args, **given)
+
+
+def _compile(module: Any, *, undo: bool = False) -> None:
+    for layer in _layers(module):
+        layer._compiled_call_impl = None if undo else _Compiled(layer)  # where torch keeps its own; copies lose it
+
+
+def _layers(module: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]

@@ -1,0 +1,130 @@
+"""Attention over packed sequences by a kernel that is told where each begins, instead of by a mask.
+
+A masked row of T positions costs T^2, and the fast kernels take no mask. Here rows are one behind the other without
+their padding, every segment is a span of queries, and its keys are its own; or, where siblings share a prompt, the
+prompt's and its own, gathered. The kernel aligns the diagonal to the end of the keys, which is what a branch needs.
+
+transformers finds `attend` by the name that a model's config has for its attention, and hands it what the model's
+forward was given as `spans`. Without it, `attend` is transformers' own SDPA: an embedded engine shares the module.
+
+Shapes: T tokens of all rows, K keys gathered, H heads, D numbers a head.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+NAME = "tandem_packed"
+
+Spans: TypeAlias = tuple[Tensor, Tensor, int, int, Tensor | None]
+"""Where each span's queries and keys begin (and the last ones end), the longest of both, and which tokens are the keys
+if not all of them in their order. A plain tuple: a compiler looks into it."""
+
+
+class Packed(NamedTuple):
+    spans: Spans
+    tokens_T: Tensor
+    """Flat index into the micro-batch's rows: what is no padding."""
+    place_of: Tensor
+    """The way back: of a flat index, its place among the T."""
+
+
+def pack(segments_BT: Tensor, parents_BT: Tensor) -> Packed:
+    """Waits for the device once."""
+    device, width = segments_BT.device, segments_BT.shape[1]
+    segments, parents = segments_BT.cpu(), parents_BT.cpu()
+    flat = segments.flatten()
+    (tokens_T,) = torch.nonzero(flat >= 0, as_tuple=True)
+    # Segments are counted by row: one number for all rows.
+    most = int(flat.max()) + 1
+    owner_T = tokens_T // width * most + flat[tokens_T]
+    parent_T = tokens_T // width * most + parents.flatten()[tokens_T]
+    begins = [0, *(torch.nonzero(owner_T[1:] != owner_T[:-1]).flatten() + 1).tolist(), len(tokens_T)]
+    owners, its_parents = owner_T[begins[:-1]].tolist(), parent_T[begins[:-1]].tolist()
+    assert len(set(owners)) == len(owners), "a segment lies in two places of its row"
+    span_of = dict(zip(owners, pairwise(begins), strict=True))
+
+    lengths_k, keys = list[int](), list[Tensor]()
+    for owner, parent in zip(owners, its_parents, strict=True):
+        ranges = [span_of[owner]] if owner == parent else [span_of[parent], span_of[owner]]
+        keys += [torch.arange(*each) for each in ranges]
+        lengths_k.append(sum(stop - start for start, stop in ranges))
+    shared = owners != its_parents
+    begins_k = [0, *torch.tensor(lengths_k).cumsum(0).tolist()]
+    place_of = torch.zeros(flat.numel(), dtype=torch.long)
+    place_of[tokens_T] = torch.arange(len(tokens_T))
+    spans = (
+        torch.tensor(begins, dtype=torch.int32, device=device),
+        torch.tensor(begins_k, dtype=torch.int32, device=device),
+        max(stop - start for start, stop in pairwise(begins)),
+        max(lengths_k),
+        torch.cat(keys).to(device) if shared else None,
+    )
+    return Packed(spans, tokens_T.to(device), place_of.to(device))
+
+
+def why_not(module: Any) -> str:
+    """Why a model's rows are masked; empty if its attention can be told the spans, which is then to be tried."""
+    config = module.config.get_text_config()
+    if next(module.parameters()).device.type != "cuda":
+        return "the kernel is for GPUs"
+    if config._attn_implementation != "sdpa":
+        return f"model.attention = '{config._attn_implementation}'"
+    if module.get_input_embeddings().weight.dtype not in (torch.bfloat16, torch.float16):
+        return "the kernel computes in 16 bits; set precision.weights = 'bfloat16'"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "the model's attention has a soft cap"
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return "" if size % 8 == 0 and size <= 256 else f"heads of {size} numbers are none of the kernel's"
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """What the model's forward takes as a mask beside `spans`: of four dimensions, so that none is made."""
+    return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
+
+
+def engage(module: Any) -> None:
+    """From now on `spans` may be given to its forward."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # where no spans are given
+    module.config.get_text_config()._attn_implementation = NAME
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    spans: Spans | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it, with one row: [1, H, T, D]."""
+    if spans is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
+    query_THD, key_THD, value_THD = (each[0].transpose(0, 1) for each in (query, key, value))
+    if (gather_K := spans[4]) is not None:
+        key_THD, value_THD = key_THD.index_select(0, gather_K), value_THD.index_select(0, gather_K)
+    return kernel(query_THD, key_THD, value_THD, spans, scaling, sliding_window)[None], None
+
+
+def kernel(
+    query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, spans: Spans, scale: float | None, window: int | None
+) -> Tensor:
+    """The kernel behind torch's varlen_attn, whose own signature differs from version to version."""
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    options = (0.0, True, False)  # dropout, causal, debug
+    flash = torch.ops.aten._flash_attention_forward
+    return flash(query_THD, key_KHD, value_KHD, *spans[:4], *options, scale=scale, **sides)[0]
