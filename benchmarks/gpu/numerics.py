@@ -33,6 +33,7 @@ from tandem.types import Trajectory
 GB = 1e9
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B, 4 layers": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "tie": True},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "tie": True, "heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "tie": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie": False},
 }
@@ -45,10 +46,12 @@ class Vocabulary:
         return 151936
 
 
-def make_policy(shape: str, activations: Any = "keep", seed: int = 0) -> tuple[CausalPolicy, Split]:
+def make_policy(
+    shape: str, activations: Any = "keep", seed: int = 0, *, packed: bool = False, compiled: bool = False
+) -> tuple[CausalPolicy, Split]:
     sizes = dict(SHAPES[shape])
     tie = sizes.pop("tie")
-    heads = sizes["hidden_size"] // 128
+    heads = sizes.pop("heads", sizes["hidden_size"] // 128)
     config = Qwen3Config(
         vocab_size=151936, head_dim=128, num_attention_heads=heads, num_key_value_heads=8, tie_word_embeddings=tie,
         max_position_embeddings=40960, dtype="bfloat16", bos_token_id=None, eos_token_id=None, pad_token_id=None,
@@ -65,7 +68,7 @@ def make_policy(shape: str, activations: Any = "keep", seed: int = 0) -> tuple[C
         torch.set_default_dtype(before)
     split = Split()
     narrow(module, torch.device("cuda"), lambda name, exact: split.adopt(name, exact.float()))
-    return CausalPolicy(module, Vocabulary(), activations=activations), split
+    return CausalPolicy(module, Vocabulary(), activations=activations, packed=packed, compiled=compiled), split
 
 
 def make_trainer(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.bridge import collective
 from tandem.bridge.adapter.trainer import AdapterBridge
 from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
 from tandem.bridge.broadcast.trainer import BroadcastBridge
@@ -121,13 +122,16 @@ def bits(tensors: Iterator[tuple[str, Tensor]] | Mapping[str, Tensor]) -> dict[s
     return found
 
 
-PASSES = {"disk": 1, "restart": 1, "adapter": 2, "broadcast": 2, "adapter_broadcast": 3}
+PASSES = {"disk": 1, "restart": 1, "adapter": 2, "broadcast": 2}
 """How often a bridge asks for the tensors. The last time they move."""
 
 
 def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
     """What the trainer says changes between looking and sending."""
-    of_them = PASSES[name.partition(" ")[0]]
+    mode = name.partition(" ")[0]
+    if mode == "adapter_broadcast":  # it keeps what it has looked at
+        return _while_packing(weights, change)
+    of_them = PASSES[mode]
     passes = iter(range(of_them))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -136,6 +140,24 @@ def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tenso
             yield name, change(number, name, tensor) if last else tensor
 
     return replace(weights, tensors=tensors)
+
+
+def _while_packing(weights: Weights, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
+    plain, left = collective._Packer.add, list(enumerate(weights.tensors()))
+
+    def add(self: Any, raw: Tensor, position: int) -> None:
+        number, (name, tensor) = left.pop(0)
+        if not left:
+            collective._Packer.add = plain
+        served = tensor.dtype if raw.numel() == tensor.nbytes else torch.bfloat16
+        try:
+            plain(self, change(number, name, raw.view(served)).view(torch.uint8), position)
+        except BaseException:
+            collective._Packer.add = plain
+            raise
+
+    collective._Packer.add = add
+    return weights
 
 
 def struck_while_sending(weights: Weights, name: str, strike: Callable[[], object]) -> Weights:

@@ -42,7 +42,7 @@ def test_on_a_cpu_auto_is_gloo(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requested", "theirs", "small", "engaged"),
+    ("requested", "theirs", "roomy", "engaged"),
     [
         ("auto", [OURS], True, "ipc"),
         ("auto", [OURS, OURS], True, "ipc"),
@@ -61,22 +61,22 @@ def test_on_a_cpu_auto_is_gloo(tmp_path: Path) -> None:
     ],
 )
 def test_which_way_suits_which_gpus(
-    requested: Any, theirs: list[str], small: bool, engaged: str, monkeypatch: pytest.MonkeyPatch
+    requested: Any, theirs: list[str], roomy: bool, engaged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(way, "device_name", lambda device: OURS)
     arguments = ("broadcast", requested, torch.device("cuda", 0), theirs)
     if " " in engaged:
         with pytest.raises(SyncError, match=engaged):
-            way.way(*arguments, small=small)
+            way.way(*arguments, roomy=roomy)
         return
-    chosen = way.way(*arguments, small=small)
+    chosen = way.way(*arguments, roomy=roomy)
     assert (chosen.requested, chosen.engaged) == (requested, engaged)
     assert bool(chosen.why) == (requested == "auto" and engaged == "gloo")
 
 
 def test_a_cpu_has_no_nccl() -> None:
     with pytest.raises(SyncError, match="the trainer is on a CPU"):
-        way.way("broadcast", "nccl", torch.device("cpu"), [""], small=True)
+        way.way("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
 
 
 # --- who writes, and who reads

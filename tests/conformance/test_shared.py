@@ -98,9 +98,9 @@ def weights(version: int, tensors: Any) -> Weights:
     return Weights(version, "live", lambda: iter(tensors.items()))
 
 
-def here(deadline_s: float = 0.2) -> tuple[SharedBridge, Any]:
+def here(deadline_s: float = 0.2, *, digest: bool = False) -> tuple[SharedBridge, Any]:
     """Both ends in this process."""
-    bridge = SharedBridge(deadline_s)
+    bridge = SharedBridge(deadline_s, digest=digest)
     source = bridge.source()
     end = engine_end.open(source.link)
     for name, home in end.house(TENSORS).items():
@@ -124,6 +124,32 @@ def test_what_one_process_writes_the_other_serves_and_both_name_the_same_memory(
         assert served["expected"] == sent.fingerprints
         assert served["digests"] == {name: piece(tensor, name) for name, tensor in storage.items()}
     assert (sent.bytes_moved, sent.how) == (0, "identity")
+
+
+def test_asked_for_digests_both_ends_read_back_what_lies_there() -> None:
+    bridge, end = here(digest=True)
+    storage = bridge.storage()
+    assert storage is not None
+    proofs: list[Any] = []
+    for version in (1, 2):
+        storage["weight"].fill_(version)
+        sent = bridge.send(weights(version, storage))
+        assert end.receive(version).expected == sent.fingerprints
+        proofs.append(sent.fingerprints)
+    odd = [name for name in proofs[0] if proofs[0][name] != proofs[1][name]]
+    assert odd == ["weight"]
+    assert set(sent.seconds) == {"gather", "hash"}
+
+
+def test_a_digest_sees_memory_that_only_says_that_it_is_the_trainers() -> None:
+    bridge, end = here(digest=True)
+    storage = bridge.storage()
+    assert storage is not None
+    end._tensors = {**end._tensors, "weight": end._tensors["weight"].clone()}
+    storage["weight"].fill_(3)
+    sent = bridge.send(weights(1, storage))
+    theirs = end.receive(1).expected
+    assert [name for name in theirs if theirs[name] != sent.fingerprints[name]] == ["weight"]
 
 
 def test_every_type_and_shape_is_bit_equal_on_both_sides() -> None:

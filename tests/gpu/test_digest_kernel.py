@@ -48,7 +48,20 @@ def parts_of(dtype: torch.dtype) -> list[digest.Piece]:
 def test_the_kernel_gives_the_numbers_of_plain_torch(dtype: torch.dtype) -> None:
     parts = parts_of(dtype)
     plain = [digest.piece(tensor.cpu(), name, row, col) for name, tensor, row, col in parts]
-    assert digest._fused([digest._matrix(part) for part in parts]) == plain
+    assert digest._fused([digest._matrix(part) for part in parts], parts[0][1].device) == plain
+    assert digest._fused([digest._for_kernel(part) for part in parts], parts[0][1].device) == plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_the_kernel_sees_what_is_no_number(dtype: torch.dtype, odd: float) -> None:
+    from tandem.ops import digest_triton
+
+    tensors = [torch.randn(70, 33).to(dtype).to(DEVICE) for _ in range(3)]
+    tensors[1][69, 31] = odd
+    matrices = [digest._for_kernel((str(n), tensor, 0, 0)) for n, tensor in enumerate(tensors)]
+    table = digest_triton.Table(matrices, tensors[0].device, [digest._FIRST_ODD[dtype]] * 3)
+    assert table.launch()[1].tolist() == [0, 1, 0]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")

@@ -30,7 +30,7 @@ class Vllm:
     """Stands where `vllm serve` is talked to. Touching weights that are not there ends it, as a GPU would."""
 
     def __init__(self, device: str = "cuda") -> None:
-        self.options = VllmOptions("model", "python", device=device, sleeps=True)
+        self.options = VllmOptions("model", "python", device=device, sleeps=True, adapter_slots=2)
         self.taken = 0
         """By the trainer."""
         self.mapped, self.weights, self.remembered = ENGINE, "v0", ""
@@ -56,7 +56,7 @@ class Vllm:
                 self.mapped = ENGINE
             case "tandem_free_bytes":
                 return {"results": [{"free": GPU - self.taken - self.mapped}]}
-            case "/pause" | "/resume" | "/v1/load_lora_adapter":
+            case "/pause" | "/resume" | "/reset_prefix_cache" | "/v1/load_lora_adapter":
                 return {}
             case "tandem_status":
                 return {"results": [{"untouched": self.untouched, "version": self.held}]}
@@ -78,11 +78,15 @@ class Vllm:
                 self.remembered = self.weights
             case "tandem_intact":
                 return {"intact": self.weights == self.remembered}
+            case "tandem_keep":
+                return {"why_not": "tokens are streamed here"}
             case "tandem_attach":
                 return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0"}
             case "tandem_load":
                 self.weights, self.held, self.untouched = f"v{args[0]}", args[0], True
-                return {"seconds": {"apply": 0.01}, "adapter": "a", **pieces}
+                return {"seconds": {"apply": 0.01}, "arrived": True, "adapter": "a", "loaded": False, **pieces}
+            case "tandem_stage":
+                return {"arrived": True}
         return pieces
 
     def _touch(self) -> None:
@@ -288,7 +292,8 @@ def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed):
     caller = served.attach()
     assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}
     assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}  # renewed
-    assert (vllm_of(served).calls.count("/pause"), vllm_of(served).calls.count("/sleep")) == (1, 1)
+    assert (vllm_of(served).calls.count("tandem_remember"), vllm_of(served).calls.count("/sleep")) == (1, 1)
+    assert "/pause" not in vllm_of(served).calls  # nothing runs behind the gate, so nothing has to be ended
     assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
     loaded = served.post("load", {**caller, "version": 4}).json()
     assert (loaded["version"], loaded["lent_bytes"]) == (4, ENGINE)

@@ -21,7 +21,9 @@ import pytest
 from engine_served import FakeEngine, engine_serving
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, SpecError, StoreError, StoreTimeout
+from tandem.recipes.environments import _short
 from tandem.rollout import wire
+from tandem.rollout.queue_checks import check_name
 from tandem.rollout.service_client import ServiceClient
 from tandem.rollout.ticket_store import Registration, TicketStore
 from tandem.spec.environment import HttpJudge, NoJudge
@@ -309,6 +311,39 @@ def test_a_seat_that_is_not_known_any_more_is_taken_anew(tmp_path: Path):
     (sent,) = wire.read_frames(asked[-2][2])
     assert (sent.head.ticket, sent.size) == (0, 1)
     assert wire.decode(sent.frame) == GROUP
+
+
+def test_whoever_waits_says_what_for_and_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def full(path: str, count: int) -> tuple[int, dict[str, Any]]:
+        if path == "/v2/environments" and count < 2:
+            return 409, {"error": {"code": "conflict", "message": "min_share 0.9 does not fit"}}
+        return 200, {"id": 0, "name": "e", "tickets": [count]}
+
+    async def use(client: ServiceClient) -> Ticket:
+        return await TicketStore(client, Registration("env", min_share=0.9), most_under_way=1).admit()
+
+    with caplog.at_level("WARNING"):
+        ticket, _ = scripted(tmp_path, full, use)
+    assert ticket == Ticket(0)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "tandem.rollout.ticket_store"]
+    assert told == "waiting: rollouts: /v2/environments: min_share 0.9 does not fit"
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("path/to/words.py:Words", "words"),
+        ("path/to/my words.py", "my-words"),
+        ("package.module:Words", "Words"),
+        ("gymnasium:ALE/Pong-v5", "Pong-v5"),
+        ("arithmetic", "arithmetic"),
+        ("x:" + "y" * 300, "y" * 128),
+        ("x:\u00e9", "environment"),
+    ],
+)
+def test_names_that_a_service_takes(name: str, short: str):
+    assert _short(name) == short
+    check_name("name", short)
 
 
 def test_a_producer_that_is_cancelled_loses_no_ticket(tmp_path: Path):

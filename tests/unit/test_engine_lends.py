@@ -54,10 +54,13 @@ def test_a_run_says_once_whether_it_was_had():
     noted: list[Any] = []
     run: Any = SimpleNamespace(met=lambda meeting: None, note_option=lambda *note: noted.append(note))
     rl = object.__new__(RlRun)
-    rl.run, rl._sleep_noted = run, False
+    rl.run, rl._noted = run, set()
     told = {"requested": "free", "engaged": False, "why_not": "no sleep mode"}
     rl._met({"engines": [{"boot_id": "a"}]})
     assert noted == []
     for boot_id in ("b", "c"):
         rl._met({"engines": [{"boot_id": boot_id, "sleep": told}]})
     assert noted == [("engine.sleep", "free", False, "no sleep mode")]
+    sampled = {"requested": "kept", "engaged": True, "why_not": ""}
+    rl._met({"engines": [{"boot_id": "d", "sampled": sampled, "sleep": told}]})
+    assert noted[1:] == [("logprobs of rollouts", "kept", True, "")]

@@ -242,3 +242,12 @@ def test_a_disk_that_is_full_refuses_harms_nothing_and_goes_on_when_there_is_roo
     again = Durable(small_disk, ("",))
     assert again.read("PRAGMA integrity_check") == [("ok",)]
     again.close()
+
+
+def test_a_file_that_goes_while_sizes_are_added_up_is_left_out(tmp_path: Path):
+    segments = Segments(tmp_path, reserve_bytes=0)
+    segments.append(b"x" * 20)
+    segments.sync()
+    (tmp_path / "00000099.seg").symlink_to(tmp_path / "gone")
+    assert segments.size_bytes == (tmp_path / "00000001.seg").stat().st_size
+    segments.close()

@@ -96,7 +96,8 @@ class Workers:
 
     def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.inside.worker.layout_of", lambda model: layouts[model])
-        monkeypatch.setattr("tandem.inside.worker.open_source", lambda link: SimpleNamespace(carries=link["carries"]))
+        source = SimpleNamespace(carries="full")
+        monkeypatch.setattr("tandem.inside.worker.open_source", lambda link, device: source)
         monkeypatch.setattr("tandem.inside.worker._vllm_version", lambda: "0")
         parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2)
         self._workers = [
@@ -114,6 +115,8 @@ class Workers:
 
     async def post(self, path: str, body: Any, *, deadline_s: float) -> Any:
         name = body["method"].removeprefix("tandem_")
+        if name == "keep":  # by no worker without a vLLM around it
+            return {"results": [{"why_not": "no vLLM is here"}] * len(self._workers)}
         return json.loads(json.dumps({"results": [getattr(each, name)(*body["args"]) for each in self._workers]}))
 
 
@@ -179,6 +182,13 @@ def test_it_tells_whether_an_engine_lends_its_memory(tmp_path: Path):
     assert "sleep = free: engaged" in status_text(of_run(make_run(tmp_path / "other", engines=engines)))
 
 
+def test_it_tells_how_logprobs_leave_an_engine(tmp_path: Path):
+    sampled = {"requested": "kept", "engaged": False, "why_not": "other steps"}
+    engines = [{"boot_id": "boot-1", "layout": LAYOUT, "sampled": sampled}]
+    told = status_text(of_run(make_run(tmp_path / "run", engines=engines)))
+    assert "logprobs = kept: not engaged, other steps" in told
+
+
 def test_a_map_of_another_engine_than_the_last_proof_is_said_to_be_one(tmp_path: Path):
     engines = [{"boot_id": "boot-2", "workers": 1, "layout": LAYOUT}]
     told = of_run(make_run(tmp_path / "run", engines=engines))
@@ -210,6 +220,7 @@ DAMAGED: dict[str, tuple[str, str]] = {
     "places 5": ('{"engines": [{"boot_id": "b", "places": 5}]}', "places = 5 is no list"),
     "a place 5": ('{"engines": [{"boot_id": "b", "places": [5]}]}', "1 of 1 places are none"),
     "sleep": ('{"engines": [{"boot_id": "b", "sleep": {"requested": "free"}}]}', "sleep lacks engaged"),
+    "sampled": ('{"engines": [{"boot_id": "b", "sampled": {"engaged": true}}]}', "sampled lacks requested"),
     "transport 5": ('{"transport": 5}', "transport = 5 is no object"),
     "transport": ('{"transport": {"engaged": "gloo"}}', "transport lacks requested"),
 }

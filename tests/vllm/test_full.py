@@ -115,7 +115,7 @@ def test_a_write_that_breaks_off_leaves_the_engine_torn_until_a_whole_version_ca
         code="""
 from tandem.inside import apply
 right = apply.write
-def write(layout, arrived):
+def write(layout, *_):
     apply.write = right
     next(iter(layout)).view.zero_()
     raise RuntimeError("the other end is gone")

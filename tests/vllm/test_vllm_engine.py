@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,43 @@ def test_versions_are_published_with_equal_fingerprints_and_served(rig: Rig, mod
         back.close()
 
 
+@pytest.mark.parametrize("mode", ["adapter", "adapter_broadcast"])
+def test_versions_take_turns_in_the_slots_that_vllm_has_loaded_once(rig: Rig, mode: str):
+    bridge = rig.bridge(mode)
+    for seed in range(10, 16):
+        trained = adapted(rig.module, seed=seed)
+        sent, served = rig.publish(bridge, trained)
+        assert sent.fingerprints == served.fingerprints
+        assert rig.gap(trained, rig.sample()) < NEAR
+        assert ("apply" in served.seconds) is False or seed < 12  # vLLM was asked for no more than it has slots
+    assert len(rig.engine._adapters) == 2
+    bridge.close()
+
+
+def test_a_slot_that_requests_still_use_is_not_written_over(rig: Rig):
+    bridge = rig.bridge("adapter")
+    seen: list[tuple[Any, Completion]] = []
+
+    async def under_way(trained: Any) -> None:
+        told = await rig.engine.generate(PROMPT, Sampling(max_tokens=100, temperature=0.0))
+        seen.append((trained, told))
+
+    waiting: list[Any] = []
+    for seed in range(20, 24):  # more versions in use than slots
+        trained = adapted(rig.module, seed=seed)
+        rig.publish(bridge, trained)
+        waiting.append(rig.loop.create_task(under_way(trained)))
+        rig.run(asyncio.sleep(0.05))
+    rig.run(asyncio.gather(*waiting))
+    assert len({told.versions[0] for _, told in seen}) == 4
+    for trained, told in seen:
+        assert len(set(told.versions)) == 1
+        assert rig.gap(trained, told) < NEAR
+    rig.publish(bridge, trained)
+    assert len(rig.engine._adapters) == 2  # what was one too many is gone
+    bridge.close()
+
+
 def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(rig: Rig):
     bridge = rig.bridge("disk")
     rig.publish(bridge, rig.module)
@@ -173,6 +211,37 @@ def test_a_load_that_was_given_up_leaves_the_one_before_serving(rig: Rig, carrie
     assert not rig.engine.why_torn
     assert set(rig.sample().versions) == {before}
     assert rig.gap(rig.module, rig.sample()) < NEAR
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["finish", "restart"])
+def test_a_request_that_is_on_its_way_when_a_version_comes_holds_nobody_up(
+    rig: Rig, restarts: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It has passed the gate, and reaches vLLM when that would be paused."""
+    bridge, stream = rig.bridge("disk"), rig.engine._process.stream  # pyright: ignore[reportPrivateUsage]
+
+    @asynccontextmanager
+    async def slowly(path: str, body: Any) -> AsyncIterator[Any]:
+        await asyncio.sleep(0.5)
+        async with stream(path, body) as answer:
+            yield answer
+
+    monkeypatch.setattr(rig.engine._process, "stream", slowly)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(rig.engine, "_restarts", restarts)
+
+    async def both() -> Completion:
+        asking = asyncio.ensure_future(rig.engine.generate(PROMPT, GREEDY))
+        await asyncio.sleep(0.1)
+        rig.version += 1
+        async with asyncio.timeout(10):
+            weights = full(rig.module, rig.version)
+            await asyncio.gather(asyncio.to_thread(bridge.send, weights), rig.engine.load(rig.version))
+            return await asking
+
+    told = rig.run(both())
+    bridge.close()
+    assert set(told.versions) == {rig.version if restarts else rig.version - 1}
+    assert rig.gap(rig.module, told) < NEAR
 
 
 @pytest.mark.parametrize("mode", ["adapter", "disk"])

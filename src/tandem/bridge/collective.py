@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,12 @@ from tandem.bridge.deadline import Deadline
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Lending, Memory, Unmapped
 from tandem.bridge.notes import BROKEN, CLOSED, CLOSING_S, WAY_OUT, Meeting, Notes, told
-from tandem.bridge.outgoing import Form, forms, outgoing
+from tandem.bridge.outgoing import Form, check_numbers, forms, shaped
 from tandem.bridge.seat import GroupSource
 from tandem.bridge.way import Backend, Way, way
 from tandem.errors import SpecError, SyncError, SyncTimeout
 from tandem.ops import digest
+from tandem.ops.copying import cast_all, copy_all
 from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
 
@@ -37,13 +38,21 @@ class CollectiveBridge:
     carries: WeightKind
 
     def __init__(
-        self, device: torch.device | str, host: str, bucket_bytes: int, deadline_s: float, backend: Backend
+        self,
+        device: torch.device | str,
+        host: str,
+        bucket_bytes: int,
+        deadline_s: float,
+        backend: Backend,
+        *,
+        roomy: bool,
     ) -> None:
-        """`device`: where the trainer's tensors are. `bucket_bytes`: 0 is all in one."""
+        """`device`: where the trainer's tensors are. `bucket_bytes`: 0 is all in one. `roomy`: what travels fits a
+        second time on the trainer's GPU."""
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._host, self._bucket_bytes, self._deadline_s = host, bucket_bytes, deadline_s
+        self._host, self._bucket_bytes, self._deadline_s, self._roomy = host, bucket_bytes, deadline_s, roomy
         self._backend: Backend = backend
         self._host_of: _Host | None = None
         self._meetings = 0
@@ -65,7 +74,7 @@ class CollectiveBridge:
             self._device.type,
             self._deadline_s,
         )
-        self._host_of = _Host(meeting, listening, self._device, self.carries, self._backend)
+        self._host_of = _Host(meeting, listening, self._device, self.carries, self._backend, self._roomy)
         return self._host_of.source
 
     def storage(self) -> Mapping[str, Tensor] | None:
@@ -86,9 +95,15 @@ class _Host:
     """The trainer at one meeting: rank 0, and the store's owner."""
 
     def __init__(
-        self, meeting: Meeting, listening: socket.socket, device: torch.device, carries: WeightKind, backend: Backend
+        self,
+        meeting: Meeting,
+        listening: socket.socket,
+        device: torch.device,
+        carries: WeightKind,
+        backend: Backend,
+        roomy: bool,
     ) -> None:
-        self._meeting, self._device = meeting, device
+        self._meeting, self._device, self._roomy = meeting, device, roomy
         self._backend: Backend = backend
         self._notes = Notes(meeting, meeting.host_it(listening), mine=True)
         self.source = GroupSource(meeting.to_link(), meeting.mode, carries, device if device.type == "cpu" else None)
@@ -107,7 +122,7 @@ class _Host:
             if self._ended:
                 raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
             phases = Phases()
-            into = forms(weights, self.source.replies, self._meeting.mode)
+            weights, into = _looked_through(weights, self.source.replies, self._meeting.mode)
             manifest = _manifest(weights, into, self._meeting.mode, bucket_bytes, phases)
             phases.end("gather")
             chosen, manifest = self._agree_on_a_way(manifest, deadline)
@@ -143,8 +158,7 @@ class _Host:
         """What works is kept for all versions of this meeting. Only auto looks for another."""
         if self._way is None:
             devices = [each for reply in self.source.replies for each in reply.get("devices", ("",))]
-            small = manifest.kind == "adapter"
-            self._way = way(self._meeting.mode, self._backend, self._device, devices, small=small)
+            self._way = way(self._meeting.mode, self._backend, self._device, devices, roomy=self._roomy)
         try:
             return self._way, self._announced_by(self._way, manifest, deadline)
         except Unmapped as error:
@@ -202,7 +216,7 @@ class _Host:
             carrier = self._carrier(manifest, deadline)
             with carrier.aside():
                 packer = _Packer(carrier, manifest, deadline)
-                for name, tensor in outgoing(weights, into, self._meeting.mode):
+                for name, tensor in shaped(weights, into, self._meeting.mode):
                     packer.add(wire.as_bytes(tensor), manifest.tensors[name].offset)
                 packer.finish()
 
@@ -268,13 +282,14 @@ class _Packer:
         self._buffers = carrier.buffers(rooms, size)
         self._works: list[Any] = [None] * rooms
         self._turn = 0
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, raw: Tensor, position: int) -> None:
         while raw.numel():
             bucket, at = divmod(position, self._bucket_bytes)
             self._go_on_to(bucket)
             part = raw[: self._bucket_bytes - at]
-            self._buffers[bucket % 2][at : at + part.numel()].copy_(part)
+            self._pairs.append(_wide(self._buffers[bucket % 2][at : at + part.numel()], part))
             raw, position = raw[part.numel() :], position + part.numel()
 
     def finish(self) -> None:
@@ -289,6 +304,8 @@ class _Packer:
     def _send(self) -> None:
         room = self._turn % 2
         full = min(self._bucket_bytes, self._left)
+        copy_all(self._pairs)
+        self._pairs.clear()
         self._works[room] = self._carrier.broadcast(self._buffers[room][:full], self._deadline)
         self._left -= full
         self._turn += 1
@@ -301,13 +318,34 @@ def _rooms_of(manifest: wire.Manifest) -> int:
     return min(2, -(-manifest.size_bytes // manifest.bucket_bytes))
 
 
+def _wide(into: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
+    """The same bytes, eight at a time where both begin and end so."""
+    if (raw.numel() | raw.data_ptr() | into.data_ptr()) % 8:
+        return into, raw
+    return into.view(torch.int64), raw.view(torch.int64)
+
+
+def _looked_through(
+    weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str
+) -> tuple[Weights, Mapping[str, Form]]:
+    """An adapter is small, and made anew each time that it is gone through: here once, in the form that is served."""
+    if weights.kind != "adapter":
+        return weights, forms(weights, replies, mode)
+    made = list(weights.tensors())
+    into = forms(replace(weights, tensors=lambda: iter(made)), replies, mode)
+    served = cast_all((name, tensor, wire.dtype_named(into[name].dtype)) for name, tensor in made)
+    return replace(weights, tensors=lambda: iter(served)), into
+
+
 def _manifest(
     weights: Weights, into: Mapping[str, Form], mode: str, bucket_bytes: int, phases: Phases
 ) -> wire.Manifest:
     """All is gathered and looked at once before anything moves, so that a refusal costs the receivers nothing."""
+    fingerprints, odd = digest.all_at_once(shaped(weights, into, mode), phases)
+    check_numbers(odd, weights, into, mode)
     entries: dict[str, wire.Entry] = {}
     end = 0
-    for name, _, fingerprint in digest.fingerprinted(outgoing(weights, into, mode), phases):
+    for name, fingerprint in fingerprints.items():
         entries[name] = wire.Entry(*into[name], fingerprint, wire.padded(end))
         end = entries[name].offset + entries[name].size_bytes
     return wire.Manifest(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.end import EngineEnd
+from tandem.bridge.file_bytes import read_into
 from tandem.bridge.wire import Manifest, check, checksum
 from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
@@ -36,8 +37,12 @@ def version_in(name: str) -> int | None:
 class FilesSource(EngineEnd):
     """The engine's end. Any number of receivers read the same files."""
 
-    def __init__(self, link: Mapping[str, Any], mode: str, carries: WeightKind) -> None:
+    def __init__(
+        self, link: Mapping[str, Any], mode: str, carries: WeightKind, device: torch.device | None = None
+    ) -> None:
+        """`device`: whose memory versions are read into; without one, they stay in the files."""
         super().__init__(link, mode, carries)
+        self._device = device or torch.device("cpu")
         self._directory = Path(self._need("directory", str))
 
     def receive(self, version: int, rank: int = 0) -> Weights:
@@ -47,7 +52,7 @@ class FilesSource(EngineEnd):
         deadline.until(lambda: self._appeared(version), waited_for, every_s=_POLL_S)
         path = self._directory / directory_name(version)
         try:
-            weights = read(path, self._mode, version)
+            weights = read(path, self._mode, version, self._device)
         except SyncError:
             raise
         except OSError as error:
@@ -72,7 +77,10 @@ class FilesSource(EngineEnd):
         return {found for name in names if (found := version_in(name)) is not None}
 
 
-def read(directory: Path, mode: str, version: int) -> Weights:
+_CPU = torch.device("cpu")
+
+
+def read(directory: Path, mode: str, version: int, device: torch.device = _CPU) -> Weights:
     """Everything that can be said against the files without reading the tensors has been said."""
     manifest = _manifest(directory, mode)
     if manifest.version != version:
@@ -80,7 +88,7 @@ def read(directory: Path, mode: str, version: int) -> Weights:
     for name, (size, head, expected) in manifest.files.items():
         _check_file(directory, name, size, head, expected, mode)
     held_in = sorted({entry.file for entry in manifest.tensors.values()})
-    mapped = {name: _map(directory / name, manifest.files[name][0]) for name in held_in}
+    mapped = {name: _raw(directory / name, manifest.files[name][0], device) for name in held_in}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, entry in manifest.tensors.items():
@@ -122,5 +130,7 @@ def _check_file(directory: Path, name: str, size: int, head: int, expected: str,
         raise SyncError(f"{mode}: '{path}' is damaged: its checksum does not fit")
 
 
-def _map(path: Path, size: int) -> Tensor:
+def _raw(path: Path, size: int, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return read_into(path, torch.empty(size, dtype=torch.uint8, device=device))
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from tandem.errors import SyncError
 _T = TypeVar("_T")
 BROKEN = "the transfer was broken off"
 """So begins the verdict of an engine that did not read to the end; with it the meeting ends."""
+_LOOK_S = 0.0005
 CLOSED = -(10**9)
 CLOSING_S = 1.0
 WAY_OUT = "meet again with a new source(); neither process need be started anew"
@@ -80,7 +81,7 @@ class Notes:
     def read(self, key: str, what_failed: str, deadline: Deadline) -> str:
         """Waits for it."""
         if self._mine:  # no thread is left in a wait that ends with the store, when the interpreter may be ending too
-            deadline.until(lambda: self.has(key), what_failed)
+            deadline.until(lambda: self.has(key), what_failed, every_s=_LOOK_S)
         else:
             left = timedelta(seconds=max(deadline.left_s, 0.001))
             self._call(lambda: self.store.wait([key], left), what_failed, deadline)

@@ -39,8 +39,26 @@ def forms(weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str) -> 
 
 def outgoing(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[tuple[str, Tensor]]:
     """Each tensor once. The names are complete, and all values numbers, when it ends well; not before."""
+    finite = Finite()
+    for name, tensor in shaped(weights, into, mode):
+        finite.add(name, tensor)
+        yield name, tensor
+    check_numbers(finite.odd(), weights, into, mode)
+
+
+def check_numbers(odd: Sequence[str], weights: Weights, into: Mapping[str, Form], mode: str) -> None:
+    if odd:
+        kind = dtype_named(into[odd[0]].dtype)
+        raise SyncError(
+            f"{mode}: version {weights.version}: '{odd[0]}' holds a value that is no number, or none that {kind} can "
+            "hold"
+        )
+
+
+def shaped(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[tuple[str, Tensor]]:
+    """As `outgoing`, with values that nobody has looked at."""
     what = f"{mode}: version {weights.version}"
-    missing, unknown, finite = set(into), list[str](), Finite()
+    missing, unknown = set(into), list[str]()
     with torch.no_grad():
         for name, tensor in weights.tensors():
             if name not in into:
@@ -49,12 +67,7 @@ def outgoing(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[
                 raise SyncError(f"{what}: the trainer named '{name}' twice")
             else:
                 missing.discard(name)
-                served = _served(name, tensor, into[name], what)
-                finite.add(name, served)
-                yield name, served
-    if odd := finite.odd():
-        kind = dtype_named(into[odd[0]].dtype)
-        raise SyncError(f"{what}: '{odd[0]}' holds a value that is no number, or none that {kind} can hold")
+                yield name, _served(name, tensor, into[name], what)
     if missing or unknown:
         raise SyncError(
             f"{what}: of {len(into)} tensors that the engine serves the trainer does not send {len(missing)} "

@@ -12,7 +12,7 @@ import shutil
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tandem.bridge import wire
+from tandem.bridge.file_bytes import Writing
 from tandem.bridge.files import MANIFEST, FilesSource, directory_name
 from tandem.bridge.outgoing import Form, forms, outgoing
 from tandem.errors import SyncError
@@ -112,16 +113,17 @@ class FilesBridge:
     ) -> tuple[wire.Manifest, Phases]:
         phases = Phases()
         entries: dict[str, wire.Entry] = {}
-        with atomic.directory(path) as directory:
+        with atomic.directory(path, durable=False) as directory:
             shards = self._shards(into)
-            with _opened(directory, shards) as (files, places):
+            with _opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
                 for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
-                    raw = wire.as_bytes(tensor).cpu()
+                    raw = wire.as_bytes(tensor)
                     phases.end("gather")
                     file, offset = places[name]
-                    _write_at(files[file], raw, offset)
+                    writing.write(files[file].fileno(), raw, offset)
                     entries[name] = wire.Entry(*into[name], fingerprint, offset, file)
                     phases.end("move")
+                writing.finish()
             self._accompany(directory, weights, shards)
             manifest = wire.Manifest(
                 self.mode,
@@ -206,6 +208,7 @@ def _opened(
             file = files[file_name] = (directory / file_name).open("wb")
             header, offsets = _header(part)
             file.write(header)
+            file.flush()  # what follows is written at its place, past this file's buffer
             places |= {name: (file_name, len(header) + offset) for name, offset in offsets.items()}
         yield files, places
     finally:
@@ -227,11 +230,6 @@ def _header(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, offsets
-
-
-def _write_at(file: BinaryIO, raw: Tensor, offset: int) -> None:
-    file.seek(offset)
-    file.write(raw.numpy().data)
 
 
 def _described(file: Path, tensors: Mapping[str, Any]) -> tuple[int, int, str]:

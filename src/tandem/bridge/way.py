@@ -25,8 +25,8 @@ class Way(NamedTuple):
         return self.engaged in ("ipc", "memory")
 
 
-def way(mode: str, requested: Backend, device: torch.device, theirs: Sequence[str], *, small: bool) -> Way:
-    """`theirs`: the device of each engine worker. `small`: the GPU has room for a second copy of what travels."""
+def way(mode: str, requested: Backend, device: torch.device, theirs: Sequence[str], *, roomy: bool) -> Way:
+    """`theirs`: the device of each engine worker. `roomy`: the GPU has room for a second copy of what travels."""
     ours = device_name(device)
     if device.type == "cpu":
         if requested == "nccl":
@@ -47,7 +47,7 @@ def way(mode: str, requested: Backend, device: torch.device, theirs: Sequence[st
                 raise SyncError(f"{mode}: sync.backend = 'nccl': {why}; use 'auto' or 'gloo'")
             return Way(requested, "nccl")
         case "auto":
-            if small and set(theirs) == {ours}:
+            if roomy and set(theirs) == {ours}:
                 return Way(requested, "ipc")
             why = _why_no_nccl(ours, theirs)
             return Way(requested, "gloo" if why else "nccl", why)

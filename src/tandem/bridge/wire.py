@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 import torch
@@ -75,6 +75,11 @@ class Entry:
     def size_bytes(self) -> int:
         return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype, "shape": self.shape, "digest": self.digest, "offset": self.offset, "file": self.file
+        }  # fmt: skip
+
     def view(self, raw: Tensor) -> Tensor:
         """This tensor within the bytes that it lies in."""
         mine = raw[self.offset : self.offset + self.size_bytes]
@@ -103,8 +108,10 @@ class Manifest:
         return {name: entry.digest for name, entry in self.tensors.items()}
 
     def to_text(self) -> str:
-        content = asdict(self)
-        return json.dumps({"format": FORMAT, "checksum": _checksum_of(content), **content})
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
+        text = _written(content)
+        return f'{{"format": {FORMAT}, "checksum": "{checksum(text.encode())}", {text[1:]}'
 
     @classmethod
     def from_text(cls, text: str, mode: str) -> Manifest:
@@ -115,7 +122,7 @@ class Manifest:
             raise SyncError(f"{mode}: the manifest is no JSON: it is damaged, or another program wrote it") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
-        if content.pop("checksum", None) != _checksum_of(content):
+        if content.pop("checksum", None) != checksum(_written(content).encode()):
             raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
         tensors = {n: Entry(**{**entry, "shape": tuple(entry["shape"])}) for n, entry in content["tensors"].items()}
         files = {name: (size, head, checksum) for name, (size, head, checksum) in content["files"].items()}
@@ -157,5 +164,5 @@ def listed(names: list[str], most: int = 3) -> str:
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
-def _checksum_of(content: Mapping[str, Any]) -> str:
-    return checksum(json.dumps(content, sort_keys=True).encode())
+def _written(content: Mapping[str, Any]) -> str:
+    return json.dumps(content)

@@ -13,13 +13,14 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 import httpx
 
+from tandem.engine.lanes import ONE, Lanes
 from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
 from tandem.io.engine_wire import error_of
 from tandem.protocols import OnToken
@@ -29,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S, _BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
 _CONNECTIONS = 512  # files are not without end; who comes later waits for one of these
-_IDLE_S = 4.0  # less than the server keeps them: none is used as it is being closed
 _CONNECT_S, _WRITE_S, _STATUS_S = 5.0, 30.0, 5.0
 _TRIES = 3
 _LAST_WORDS_S = 0.2  # how a process ended is known a moment after its connections broke
@@ -47,7 +47,7 @@ class Connection:
         """By us: nothing was lost."""
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._epitaph = epitaph
-        self._lanes = _Lanes(url, self._headers)
+        self._lanes = _lanes(url, self._headers)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
         self._loaded = False
@@ -208,40 +208,14 @@ class Connection:
             asking.cancel()
 
 
-class _Lanes:
-    """Connections that are kept. A client each: for every request, a client looks through all the connections it has,
-    several times over, and hundreds of requests spent more time there than the engine did sampling."""
+def _lanes(url: str, headers: Mapping[str, str]) -> Lanes:
+    verify = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else False
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self._url, self._headers = url, headers
-        self._verify = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else False
-        self._left = asyncio.Semaphore(_CONNECTIONS)
-        self._idle: list[httpx.AsyncClient] = []
-        self._all: list[httpx.AsyncClient] = []
+    def lane() -> httpx.AsyncClient:
+        # No proxy of the environment: the token is for this server alone.
+        return httpx.AsyncClient(base_url=url, headers=headers, verify=verify, trust_env=False, limits=ONE)
 
-    @asynccontextmanager
-    async def take(self) -> AsyncIterator[httpx.AsyncClient]:
-        async with self._left:
-            client = self._idle.pop() if self._idle else self._new()
-            try:
-                yield client
-            finally:
-                self._idle.append(client)
-
-    async def close(self) -> None:
-        for client in self._all:
-            await client.aclose()
-
-    def _new(self) -> httpx.AsyncClient:
-        client = httpx.AsyncClient(
-            base_url=self._url,
-            headers=self._headers,
-            verify=self._verify,
-            trust_env=False,  # no proxy of the environment: the token is for this server alone
-            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=_IDLE_S),
-        )
-        self._all.append(client)
-        return client
+    return Lanes(lane, _CONNECTIONS)
 
 
 class _Growing:

@@ -311,10 +311,8 @@ class EnginePool:
         there = [(member, member.life) for member in self._those("in")]
         if not there:
             raise EngineLost("pool: no engine is left")
-        said, answers = (
-            await asyncio.gather(*(ask(member) for member, _ in there), return_exceptions=True),
-            dict[str, T](),
-        )
+        said = await asyncio.gather(*(ask(member) for member, _ in there), return_exceptions=True)
+        answers: dict[str, T] = {}
         for (member, life), answer in zip(there, said, strict=True):
             if isinstance(answer, _GONE):
                 self._leave_out(member, life, answer)

@@ -3,10 +3,13 @@
 consumes: prompts               waits for: vLLM's scheduler, and the gate while a version is exchanged
 produces: completions           of one version each: requests end under the old one, or are asked again under the new
 
-vLLM itself does not say on every version which weights made a token. So no request crosses an exchange: the gate shuts,
-what runs ends (`finish`) or is ended and asked again (`restart`), the workers take the version over and read back what
-they serve, caches are dropped, and the gate opens. What failed halfway stays shut: no torn weights answer. Once begun,
-an exchange runs to its end, whoever gives it up: workers cannot be told to stop.
+vLLM itself does not say on every version which weights made a token. So no request crosses an exchange: a version comes
+beside the one that is served; the gate shuts, what runs ends (`finish`) or is ended and asked again (`restart`), the
+workers copy the version over and read back what they serve, and the gate opens. What failed halfway stays shut: no torn
+weights answer. Once begun, an exchange runs to its end, whoever gives it up: workers cannot be told to stop.
+
+All requests come through this gate. So behind it, once those that were let in have ended, vLLM is idle, and need not be
+paused itself: that takes it 20 ms. What it has cached is found by no request of another version (`cache_salt`).
 
 Asleep, with `engine.sleep = "free"`, its weights are in the host's memory and its keys and values nowhere: nothing may
 touch the GPU before they are back, and they are not called back before there is room.
@@ -17,26 +20,33 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
 
 from tandem.engine.pieces import whole
 from tandem.engine.vllm_process import VllmProcess
+from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
 from tandem.ops.phases import Phases
+from tandem.ops.sampled import MARK
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
 
 _CONTROL_S = 60.0  # for a call that moves no weights
-_WATCH_S = 0.5
+_WATCH_S, _ABORT_AGAIN_S = 0.5, 0.1
+_LOOK_S, _LOOK_MOST_S = 0.002, 0.05  # between looks whether a version has come
+_STALL_S = 0.02  # that the engine's steps may wait for an adapter on its way
 _BASE = "base"
+_AT_THE_END = 2  # vLLM's RequestOutputKind.FINAL_ONLY: else it puts every token's answer together, to drop all but one
 _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
 
 
@@ -56,7 +66,10 @@ class VllmEngine:
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
         self._process, self._end_ids, self._restarts = process, sorted(end_ids), restarts
-        self._num_ids, self._vocabulary_told = num_ids, asyncio.Lock()
+        self._num_ids, self._prepared, self._preparing = num_ids, False, asyncio.Lock()
+        self._sampled: SampledReader | None = None
+        """What the workers keep of requests under way; None: they cannot, and `_why_streamed` says why."""
+        self._why_streamed = ""
         self._model = _BASE
         """What requests name: the base, or the adapter of the version served."""
         self._gate = asyncio.Event()
@@ -65,6 +78,8 @@ class VllmEngine:
         self._held = -1
         """The full version that the workers say they hold; -1: what they started with."""
         self._adapters: list[str] = []
+        """That vLLM has loaded, and whose slots are ours to write over once nobody asks for them."""
+        self._vllm_paused = False
         self._running: Counter[str] = Counter()
         self._moving_memory = asyncio.Lock()
         self._lent: list[int] = []
@@ -98,7 +113,7 @@ class VllmEngine:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
-        await self._tell_vocabulary()
+        await self._prepare()
         while True:
             while not self._gate.is_set():  # it may have shut again since who waits was told
                 await self._gate.wait()
@@ -117,6 +132,32 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
         """None if it was ended for the sake of an exchange, and is to be asked again."""
+        if self._sampled is None or (sampling.stop and on_token is not None):
+            # Where a text ends a completion only vLLM's server knows it: tokens come from there, one by one.
+            return await self._sample_streaming(prompt_ids, sampling, on_token)
+        return await self._sample_whole(self._sampled, prompt_ids, sampling, on_token)
+
+    async def _sample_whole(
+        self, sampled: SampledReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+    ) -> Completion | None:
+        version = self.version
+        tell = None if on_token is None else lambda token_id, logprob: on_token(token_id, logprob, version)
+        end_ids = {*self._end_ids, *sampling.stop_ids}
+        with sampled.request(sampling.max_tokens, end_ids, tell) as request:
+            body = self._request(prompt_ids, sampling, version)
+            body["stream"] = False
+            del body["sampling_params"]["logprobs"]
+            body["sampling_params"] |= {"output_kind": _AT_THE_END, "extra_args": {MARK: request.name}}
+            choices = [choice async for choice in self._choices(body)]
+            ids, reason = choices[0]["token_ids"], choices[0]["finish_reason"]
+            if reason == "abort":
+                return None
+            finish = _finish(reason, len(ids))
+            return Completion(ids, await sampled.logprobs(request, ids), [Span(version, len(ids))], finish)
+
+    async def _sample_streaming(
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+    ) -> Completion | None:
         version = self.version
         ids: list[int] = []
         logprobs: list[float] = []
@@ -134,10 +175,7 @@ class VllmEngine:
             reason = choice.get("finish_reason") or reason
         if reason == "abort":
             return None
-        if reason not in ("stop", "length") or not ids:
-            raise EngineError(f"engine: vLLM ended a request with {reason!r} after {len(ids)} tokens")
-        finish: FinishReason = "stop" if reason == "stop" else "length"
-        return Completion(ids, logprobs, [Span(version, len(ids))], finish)
+        return Completion(ids, logprobs, [Span(version, len(ids))], _finish(reason, len(ids)))
 
     def _request(self, prompt_ids: Sequence[int], sampling: Sampling, version: int) -> dict[str, Any]:
         return {
@@ -159,12 +197,20 @@ class VllmEngine:
             },
         }
 
+    async def _read_sampled(self, running: list[Any], ended: list[Any], dropped: list[str]) -> dict[str, Sequence[str]]:
+        answers = await self._workers("tandem_sampled", running, ended, dropped, deadline_s=_CONTROL_S)
+        return answers[0]["news"]  # the rank that vLLM itself takes tokens from
+
     async def _choices(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         try:
             async with self._process.stream("/inference/v1/generate", request) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode(errors="replace")
                     raise EngineError(f"engine: vLLM refuses a request with {answer.status_code}: {text[:500]}")
+                if not request["stream"]:
+                    for choice in json.loads(await answer.aread())["choices"]:
+                        yield choice
+                    return
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -179,13 +225,15 @@ class VllmEngine:
     # --- weights
 
     async def attach(self, source: WeightSource) -> None:
-        await self._tell_vocabulary()
+        await self._prepare()
         answers = await self._workers("tandem_attach", dict(source.link), deadline_s=_CONTROL_S)
         first = answers[0]
-        told = ("layout", "derived", "adapter_dtype", "handles", "versions", "digests")
+        told = ("layout", "derived", "adapter_dtype", "handles", "base_memory", "versions", "digests")
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]
         reply["devices"] = [answer["device"] for answer in answers]
+        why_not = self._why_streamed
+        reply["sampled"] = {"requested": "kept", "engaged": not why_not, "why_not": why_not}
         if self._process.options.sleeps:
             why_not = self._process.options.why_awake
             reply["sleep"] = {"requested": "free", "engaged": not why_not, "why_not": why_not}
@@ -195,14 +243,22 @@ class VllmEngine:
         source.attached(reply)
         self._source = source
 
-    async def _tell_vocabulary(self) -> None:
+    async def _prepare(self) -> None:
         """Before anything is sampled. vLLM's matrix may have more rows than there are tokens."""
-        if not self._num_ids:
+        if self._prepared:
             return
-        async with self._vocabulary_told:
+        async with self._preparing:
+            if self._prepared:
+                return
             if self._num_ids:
                 await self._workers("tandem_vocabulary", self._num_ids, deadline_s=_CONTROL_S)
-                self._num_ids = 0
+            for answer in await self._workers("tandem_keep", deadline_s=_CONTROL_S):
+                self._why_streamed = self._why_streamed or answer["why_not"]
+            if self._why_streamed:
+                _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
+            else:
+                self._sampled = SampledReader(self._read_sampled, self.boot_id)
+            self._prepared = True
 
     async def load(self, version: int) -> Served:
         if self._source is None:
@@ -218,22 +274,49 @@ class VllmEngine:
             await self._take_back()
             if lent_bytes:
                 phases.end("wake")
+            if self.receivers == 1 and not live:  # several could wait for each other, half in a step and half in this
+                await self._until_here(version, deadline_s)
+                phases.end("arrive")
+            shut = time.perf_counter()
             await self._shut(deadline_s)
             phases.end("pause")
-            answers = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
-            served = answers[0].get("fingerprints") or _whole(answers)
+            answers, _ = await asyncio.gather(
+                self._workers("tandem_load", version, "", None, True, deadline_s=deadline_s + _CONTROL_S),
+                self._forget_cached(),
+            )
             phases.end("load")
             self._torn, self._model, self._held = "", _BASE, version
             self._serve(version)
             await self._open()
+            paused_s = time.perf_counter() - shut
+            phases.end("resume")
+            served = answers[0].get("fingerprints") or await self._proven(version)
         except BaseException as error:
             await self._after_failed_load(str(error) or type(error).__name__, live=live)
             raise
-        phases.end("resume")
-        return self._served(served, {**phases.seconds, **answers[0]["seconds"]}, lent_bytes)
+        phases.end("prove")
+        return self._served(served, {**phases.seconds, **answers[0]["seconds"], "paused": paused_s}, lent_bytes)
+
+    async def _until_here(self, version: int, deadline_s: float) -> None:
+        """It comes while requests go on. Each look is a call between two steps, so they become rarer."""
+        pause_s = _LOOK_S
+        while True:
+            answers = await self._workers("tandem_stage", version, 0.0, deadline_s=deadline_s)
+            if all(each["arrived"] for each in answers):
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LOOK_MOST_S)
+
+    async def _forget_cached(self) -> None:
+        """Of a version that is over nothing is found any more; its room is free at once."""
+        await self._process.post("/reset_prefix_cache", deadline_s=_CONTROL_S)
+
+    async def _proven(self, version: int) -> dict[str, str]:
+        """What was read back, told when nobody waits for it."""
+        return _whole(await self._workers("tandem_proof", version, deadline_s=_CONTROL_S))
 
     async def _load_adapter(self, version: int, deadline_s: float) -> Served:
-        """Beside the one that is served, under a name of its own: requests under way end with theirs."""
+        """Beside the one that is served, in a slot that nobody asks for: requests under way end with theirs."""
         phases, lent_bytes = Phases(), self.lent_bytes
         await self._take_back()
         if lent_bytes:
@@ -244,34 +327,71 @@ class VllmEngine:
             seconds, served = await self._flip_adapter(version, deadline_s, phases)
         finally:
             await self._open()  # also after a failure: what was served before was not touched
-        await self._drop_unused()
         phases.end("resume")
         return self._served(served, {**phases.seconds, **seconds}, lent_bytes)
 
     async def _flip_adapter(
         self, version: int, deadline_s: float, phases: Phases
     ) -> tuple[Mapping[str, float], dict[str, str]]:
-        loaded = await self._workers("tandem_load", version, deadline_s=deadline_s + _CONTROL_S)
-        name = loaded[0]["adapter"]
+        slot = await self._free_slot(deadline_s)
+        loaded = await self._loaded_adapter(version, slot, deadline_s)
+        name, seconds = loaded[0]["adapter"], loaded[0]["seconds"]
         phases.end("load")
-        await self._process.post(
-            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": f"tandem:{name}"}, deadline_s=deadline_s
-        )
-        phases.end("apply")
-        served = _whole(await self._workers("tandem_adapter", name, deadline_s=deadline_s))
-        phases.end("digest")
+        if loaded[0]["loaded"]:
+            served = _whole(loaded)
+        else:
+            if slot:  # it is of another form than what was there
+                await self._drop(slot)
+            self._adapters.append(name)
+            await self._process.post(
+                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": f"tandem:{name}"}, deadline_s=deadline_s
+            )
+            phases.end("apply")
+            served = _whole(await self._workers("tandem_adapter", name, deadline_s=deadline_s))
+            phases.end("digest")
         if self._restarts:
             await self._shut(deadline_s)
         self._model = name
-        self._adapters.append(name)
         self._serve(version)
-        return loaded[0]["seconds"], served
+        return seconds, served
 
-    async def _drop_unused(self) -> None:
-        for name in [each for each in self._adapters if each != self._model and not self._running[each]]:
-            self._adapters.remove(name)
-            await self._process.post("/v1/unload_lora_adapter", {"lora_name": name}, deadline_s=_CONTROL_S)
-            await self._workers("tandem_drop", name, deadline_s=_CONTROL_S)
+    async def _loaded_adapter(self, version: int, slot: str, deadline_s: float) -> list[dict[str, Any]]:
+        """It is let into a slot in the very call that finds it there; several workers first wait for each other."""
+        if self.receivers > 1:
+            await self._until_here(version, deadline_s)
+        while True:
+            arguments = (version, slot, None if self.receivers > 1 else _STALL_S)
+            answers = await self._workers("tandem_load", *arguments, deadline_s=deadline_s + _CONTROL_S)
+            if answers[0]["arrived"]:
+                return answers
+            await asyncio.sleep(_LOOK_S)
+
+    async def _free_slot(self, deadline_s: float) -> str:
+        """The adapter whose slot may be written over; none while there are slots that nothing is in. Were vLLM asked
+        for one more than it has slots, it would move those in use in and out with every step."""
+        if len(self._adapters) < self._process.options.adapter_slots:
+            return ""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    if idle := next((each for each in self._adapters if self._is_idle(each)), ""):
+                        return idle
+                    if self._restarts:
+                        await self._shut(deadline_s)
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise SyncTimeout(
+                f"engine: requests of older versions use every slot for adapters ({len(self._adapters)}), and none "
+                f"ended within {deadline_s:g} s; give it more (--adapter-slots), or set engine.on_update = 'restart'"
+            ) from error
+
+    def _is_idle(self, name: str) -> bool:
+        return name != self._model and not self._running[name]
+
+    async def _drop(self, name: str) -> None:
+        self._adapters.remove(name)
+        await self._process.post("/v1/unload_lora_adapter", {"lora_name": name}, deadline_s=_CONTROL_S)
+        await self._workers("tandem_drop", name, deadline_s=_CONTROL_S)
 
     def _serve(self, version: int) -> None:
         self.version = version
@@ -297,8 +417,9 @@ class VllmEngine:
         self._gate.set()  # to the error, not to wait for ever
 
     async def fingerprints(self) -> Fingerprints:
-        """Of what is served, computed now."""
-        return _whole(await self._workers("tandem_digest", deadline_s=_CONTROL_S))
+        """Of what is served, computed now: the version's tensors, as its proof names them."""
+        what = ("tandem_digest",) if self._model == _BASE else ("tandem_adapter", self._model)
+        return _whole(await self._workers(*what, deadline_s=_CONTROL_S))
 
     async def sleep(self) -> None:
         """What runs ends, what comes waits; and if it was started for that, its GPU's memory is free."""
@@ -323,6 +444,8 @@ class VllmEngine:
             await asyncio.sleep(_WATCH_S)
 
     async def close(self) -> None:
+        if self._sampled is not None:
+            await self._sampled.close()
         await self._process.close()
 
     # --- its memory
@@ -331,7 +454,6 @@ class VllmEngine:
         async with self._moving_memory:
             if self._lent:
                 return
-            await self._drop_unused()
             await self.remember()
             before = await self._free_bytes()
             self._lent = [0] * len(before)  # from here on it may be asleep, whatever is heard of it
@@ -377,19 +499,30 @@ class VllmEngine:
     # --- the gate
 
     async def _shut(self, deadline_s: float) -> None:
-        """Afterwards nothing runs, nothing waits inside vLLM, and its caches are empty."""
+        """Afterwards nothing runs, and nothing waits inside vLLM. What is to be asked again is ended as often as more
+        of it has come: a request that reaches a vLLM which is paused waits there for the end of the pause."""
         self._gate.clear()
-        mode = "abort" if self._restarts else "wait"
-        await self._process.post("/pause", deadline_s=deadline_s, mode=mode, clear_cache="true")
         try:
             async with asyncio.timeout(deadline_s):
+                if not self._restarts:
+                    await self._none_runs()
                 while self._running.total():
-                    await asyncio.sleep(0.001)  # what has ended is still on its way here
+                    self._vllm_paused = True  # whatever is heard of it
+                    await self._process.post("/pause", deadline_s=deadline_s, mode="abort", clear_cache="true")
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_ABORT_AGAIN_S):
+                            await self._none_runs()
         except TimeoutError as error:
             raise SyncTimeout(f"engine: what it was asked did not end within {deadline_s:g} s") from error
 
+    async def _none_runs(self) -> None:
+        while self._running.total():
+            await asyncio.sleep(0.001)
+
     async def _open(self) -> None:
-        await self._process.post("/resume", deadline_s=_CONTROL_S)
+        if self._vllm_paused:
+            await self._process.post("/resume", deadline_s=_CONTROL_S)
+            self._vllm_paused = False
         self._gate.set()
 
     async def _untouched(self) -> bool:
@@ -410,6 +543,12 @@ class VllmEngine:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
+
+
+def _finish(reason: str, num_ids: int) -> FinishReason:
+    if reason not in ("stop", "length") or not num_ids:
+        raise EngineError(f"engine: vLLM ended a request with {reason!r} after {num_ids} tokens")
+    return "stop" if reason == "stop" else "length"
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:

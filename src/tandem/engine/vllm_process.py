@@ -12,13 +12,15 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tandem.engine.lanes import ONE, Lanes
 from tandem.engine.vllm_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io.child import Child
@@ -31,6 +33,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lor
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
 _EXTENSION = "tandem.inside.extension.TandemWorker"
+_LEAST_LANES = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
 
 
@@ -104,8 +107,12 @@ class VllmProcess:
             log=home / "vllm.log",
             environment=self._environment(Path(self._folder.name)),
         )
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=None)),
+        self._lanes = Lanes(self._lane, max(_LEAST_LANES, 2 * options.max_running))
+
+    def _lane(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            # A socket file needs no certificates, and reading them takes 18 ms for each of hundreds of connections.
+            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=ONE, verify=False),
             base_url=_BASE_URL,
             timeout=httpx.Timeout(30.0, read=None, pool=None),
             follow_redirects=False,
@@ -121,6 +128,7 @@ class VllmProcess:
             "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds: no connection is ever closed by vLLM as we use it
             **(_ON_CPU if self.options.device == "cpu" else {}),
             **(_plain_segments(os.environ) if self.options.sleeps else {}),
             **self.options.environment,
@@ -149,7 +157,8 @@ class VllmProcess:
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         """The answer's JSON. EngineLost if nobody is there any more, EngineError for a refusal."""
         try:
-            answer = await self._http.post(path, json=body, params=query, timeout=deadline_s)
+            async with self._lanes.take() as client:
+                answer = await client.post(path, json=body, params=query, timeout=deadline_s)
         except httpx.TimeoutException as error:
             raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
         except httpx.HTTPError as error:
@@ -161,13 +170,19 @@ class VllmProcess:
 
     async def end(self) -> None:
         """What it holds is of no use any more; whoever owns it starts another."""
-        await asyncio.to_thread(self._child.stop, 0.0)
+        await asyncio.to_thread(self.kill)
 
-    def stream(self, path: str, body: Any) -> Any:
-        return self._http.stream("POST", path, json=body)
+    def kill(self) -> None:
+        self._child.stop(grace_s=0.0)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Any) -> AsyncIterator[httpx.Response]:
+        """The answer as it comes in, however long that takes."""
+        async with self._lanes.take() as client, client.stream("POST", path, json=body) as answer:
+            yield answer
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._lanes.close()
         await asyncio.to_thread(self._child.stop)
         self._folder.cleanup()
 

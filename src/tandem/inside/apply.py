@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.inside.layout import Layout
 from tandem.ops import digest
+from tandem.ops.copying import copy_all
 
 PieceDigest = tuple[str, int, int, int, int, int]
 """Name, rows from and to, columns from and to, digest."""
@@ -38,11 +39,18 @@ def check(layout: Layout, arrived: Mapping[str, Tensor]) -> None:
         layout.rotary.check_received(name, arrived[name])
 
 
+Moves = list[tuple[Tensor, Tensor]]
+"""Into the first of each pair the second's values."""
+
+
+def moves(layout: Layout, arrived: Mapping[str, Tensor]) -> Moves:
+    """After `check`: found while nobody waits for it."""
+    return [(piece.view, piece.cut(arrived[piece.name])) for piece in layout]
+
+
 @torch.no_grad()
-def write(layout: Layout, arrived: Mapping[str, Tensor]) -> None:
-    """After `check`."""
-    for piece in layout:
-        piece.view.copy_(piece.cut(arrived[piece.name]))
+def write(layout: Layout, arrived: Mapping[str, Tensor], moves: Moves) -> None:
+    copy_all(moves)
     for name in layout.tables():
         assert layout.rotary is not None
         layout.rotary.adopt(arrived[name])
@@ -50,12 +58,33 @@ def write(layout: Layout, arrived: Mapping[str, Tensor]) -> None:
         torch.cuda.synchronize()  # the next forward pass may be on another stream
 
 
-def served_pieces(layout: Layout) -> list[PieceDigest]:
-    """Computed now, from the memory that forward passes read."""
-    layout.check_derived()
-    parts = [(piece.name, piece.view, *piece.box) for piece in layout]
-    parts += [(name, tensor, 0, len(tensor), 0, 1) for name, tensor in layout.tables().items()]
-    return digests_of(parts)
+class Served:
+    """What forward passes read, to be digested again and again: it never moves, for captured graphs point at it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._boxes = [(piece.name, *piece.box) for piece in layout]
+        derived = layout.derived()
+        self._derived = [(name, right) for name, _, right in derived]
+        of_layout: list[digest.Piece] = [(piece.name, piece.view, piece.row_start, piece.col_start) for piece in layout]
+        of_derived: list[digest.Piece] = [(name, tensor, 0, 0) for name, tensor, _ in derived]
+        self._standing = digest.Standing([*of_layout, *of_derived])
+        self._standing_derived = digest.Standing(of_derived)
+
+    def check_derived(self, numbers: Sequence[int] | None = None) -> None:
+        """SyncError if anything that is derived is not what it has to be. `numbers`: its digests, if they are there."""
+        found = self._standing_derived.take() if numbers is None else numbers
+        for (name, right), number in zip(self._derived, found, strict=True):
+            if number != right():
+                raise SyncError(f"layout: '{name}' is not what this engine derives any more: it was written into")
+
+    def pieces(self) -> list[PieceDigest]:
+        """Computed now, what is derived with it."""
+        numbers = self._standing.take()
+        self.check_derived(numbers[len(self._boxes) :])
+        found = [(*box, number) for box, number in zip(self._boxes, numbers[: len(self._boxes)], strict=True)]
+        tables = [(name, tensor, 0, len(tensor), 0, 1) for name, tensor in self._layout.tables().items()]
+        return [*found, *digests_of(tables)]
 
 
 def digests_of(parts: Sequence[tuple[str, Tensor, int, int, int, int]]) -> list[PieceDigest]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tandem.errors import EngineError, SyncError, SyncTimeout
 from tandem.inside.plain import keep_weights_plain
+from tandem.inside.sampling import Kept, Reading, Unfit, keep_sampled
 from tandem.inside.worker import Answer, Worker
 
 _log = logging.getLogger(__name__)
@@ -30,8 +31,14 @@ class TandemWorker:
     def tandem_attach(self, link: dict[str, Any]) -> Answer:
         return _answer(lambda: _of(self).attach(link))
 
-    def tandem_load(self, version: int) -> Answer:
-        return _answer(lambda: _of(self).load(version))
+    def tandem_stage(self, version: int, patience_s: float) -> Answer:
+        return _answer(lambda: _of(self).stage(version, patience_s))
+
+    def tandem_load(self, version: int, into: str = "", patience_s: float | None = None, later: bool = False) -> Answer:
+        return _answer(lambda: _of(self).load(version, into, patience_s, later))
+
+    def tandem_proof(self, version: int) -> Answer:
+        return _answer(lambda: _of(self).proof(version))
 
     def tandem_adapter(self, name: str) -> Answer:
         return _answer(lambda: _of(self).adapter(name))
@@ -54,12 +61,37 @@ class TandemWorker:
     def tandem_status(self) -> Answer:
         return _answer(lambda: _of(self).status())
 
+    def tandem_keep(self) -> Answer:
+        """Logprobs of marked requests, for `tandem_sampled`. Again: as before."""
+        return _answer(lambda: _keep(self))
+
+    def tandem_sampled(self, running: Reading, ended: Reading, dropped: Sequence[str]) -> Answer:
+        return _answer(lambda: {"news": _keeping(self).read(running, ended, dropped)})
+
+    def tandem_keeping(self) -> Answer:
+        return _answer(lambda: {"unread": len(_keeping(self)), "under_way": _keeping(self).under_way})
+
 
 def _of(theirs: Any) -> Worker:
     """Made when it is first asked for: the model has to be there."""
     if not hasattr(theirs, "_tandem"):
         theirs._tandem = Worker(theirs)
     return theirs._tandem
+
+
+def _keep(theirs: Any) -> Answer:
+    if not hasattr(theirs, "_tandem_kept"):
+        try:
+            theirs._tandem_kept = keep_sampled(theirs.model_runner, theirs.vllm_config)
+        except Unfit as error:
+            return {"why_not": str(error)}
+    return {"why_not": ""}
+
+
+def _keeping(theirs: Any) -> Kept:
+    if not hasattr(theirs, "_tandem_kept"):
+        raise EngineError("engine: what is sampled is not kept; tandem_keep comes first")
+    return theirs._tandem_kept
 
 
 def _answer(work: Callable[[], Answer]) -> Answer:

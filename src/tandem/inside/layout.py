@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.inside.plain import plain_linear
 from tandem.inside.rotary import ROTARY_NAMES, Rotary
+from tandem.ops import digest
 
 _WRAPPED = ".base_layer"
 _NORMS = ("RMSNorm", "GemmaRMSNorm", "LayerNorm")
@@ -74,6 +76,11 @@ class Layout:
     def tables(self) -> dict[str, Tensor]:
         """What the engine computes by itself, under the names that a trainer has for it."""
         return {} if self.rotary is None else dict.fromkeys(ROTARY_NAMES, self.rotary.inv_freq)
+
+    def derived(self) -> list[tuple[str, Tensor, Callable[[], int]]]:
+        """What nobody sends: its name, where it lies, and the digest that it must have now."""
+        found = [(name, scale, partial(_digest_of_ones, name, scale.shape)) for name, scale in self.scales.items()]
+        return [*found, *([] if self.rotary is None else [self.rotary.table()])]
 
     def check_derived(self) -> None:
         scales = [scale.detach().reshape(-1).float() for scale in self.scales.values()]
@@ -321,6 +328,11 @@ def _check_whole(model: Any, found: _Found) -> None:
         scale = path in found.scales and path.rpartition(".")[2] in _SCALES
         if not scale and path not in found.rotary_paths and id(buffer) not in rotary:
             raise SyncError(f"layout: the buffer '{path}' is not known")
+
+
+@cache
+def _digest_of_ones(name: str, shape: torch.Size) -> int:
+    return digest.piece(torch.ones(shape, dtype=torch.float32), name)
 
 
 def _rows_and_cols(shape: torch.Size) -> tuple[int, int]:

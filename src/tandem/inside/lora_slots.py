@@ -1,29 +1,35 @@
 """An adapter's tensors into vLLM's slots, without a file: and back out of them, for the digest.
 
 vLLM takes adapters by path alone. The path of one that arrived here is `tandem:<name>`; vLLM's own manager asks for it
-(its `_load_adapter` is the one private method that is replaced), packs, pads and shards it, and gives it a slot. So its
-own copies are right, too: an adapter that was pushed out of its slot comes back as it was.
+(its `_load_adapter` is the one private method that is replaced), packs, pads and shards it, and gives it a slot. That
+takes as long as hundreds of launches; so a later version goes where an earlier one was that nobody asks for any more:
+into its slot, and into the tensors that vLLM holds for it. So what was pushed out of its slot comes back as it is now.
 
-A name is never used twice: vLLM keys its prefix cache by it.
+A name is of another version then. What vLLM has cached under it is of none: each version has a salt of its own.
 R rank, I inputs, O outputs of a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.inside.apply import PieceDigest, digests_of
+from tandem.inside.apply import PieceDigest
 from tandem.inside.layout import Layout, Piece
 from tandem.ops import digest
+from tandem.ops.copying import copy_all
 
 SCHEME = "tandem:"
 _PREFIX = "base_model.model."
+
+
+_Part = tuple[str, Tensor, int, int, int, int]
+"""The name of an adapter's tensor, where it lies in a slot, rows from and to, columns from and to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +41,17 @@ class _Slice:
     base: Piece
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Staged:
     name: str
     rank: int
     tensors: Mapping[str, Tensor]
+    is_theirs: bool = False
+    """vLLM holds these very tensors: what it would put into a slot again."""
+    reading: dict[int, tuple[list[_Part], digest.Standing]] = field(
+        default_factory=dict[int, tuple[list["_Part"], digest.Standing]]
+    )
+    """By slot."""
 
 
 class LoraSlots:
@@ -61,23 +73,56 @@ class LoraSlots:
     def dtype(self) -> str:
         return str(self._dtype).removeprefix("torch.")
 
-    def stage(self, version: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-        """The name under which requests will ask for it. Nothing that is served changes."""
-        rank = self._check(tensors, config)
+    def stage(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], into: str = "") -> str:
+        """After `check`: the name under which requests will ask for it. `into`: an adapter that nobody asks for; where
+        it is of the same form, its slot and vLLM's own copy are written over. Else nothing that is served changes."""
+        rank = int(config["r"])
+        if into and (old := self._fitting(into, rank, tensors)) is not None:
+            parts, _ = self._reading(into)
+            copy_all(
+                [(old.tensors[name], tensor) for name, tensor in tensors.items()]
+                + [(view, tensors[name][top:bottom, left:right]) for name, view, top, bottom, left, right in parts]
+            )
+            return into
         self._count += 1
-        name = f"tandem-{version}-{self._count}"
+        name = f"tandem-{self._count}"
         self._staged[SCHEME + name] = _Staged(name, rank, {key: tensor.clone() for key, tensor in tensors.items()})
         # vLLM may push one out of its slot and ask for it again while a request still runs on it.
-        for old in list(self._staged)[: -2 * self._slots]:
-            del self._staged[old]
+        for old_name in list(self._staged)[: -2 * self._slots]:
+            del self._staged[old_name]
         return name
 
     @torch.no_grad()
     def served_pieces(self, name: str) -> list[PieceDigest]:
         """Read from the slot that requests for `name` use."""
+        parts, standing = self._reading(name)
+        numbers = standing.take()
+        if any(numbers[len(parts) :]):
+            raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
+        return [
+            (key, top, bottom, left, right, number)
+            for (key, _, top, bottom, left, right), number in zip(parts, numbers, strict=False)
+        ]
+
+    def _fitting(self, name: str, rank: int, tensors: Mapping[str, Tensor]) -> _Staged | None:
+        staged, number = self._staged.get(SCHEME + name), self._ids.get(SCHEME + name)
+        if staged is None or not staged.is_theirs or staged.rank != rank:
+            return None
+        there = number is not None and number in self._in_slots()
+        return staged if there and _forms(staged.tensors) == _forms(tensors) else None
+
+    def _reading(self, name: str) -> tuple[list[_Part], digest.Standing]:
+        """Where in its slot an adapter lies; and how that is read, what must be nothing behind it."""
         staged, slot = self._staged[SCHEME + name], self._slot_of(name)
+        if slot not in staged.reading:
+            parts, leftovers = self._parts(staged, slot)
+            pieces = [(key, view, top, left) for key, view, top, _, left, _ in parts]
+            staged.reading[slot] = parts, digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())])
+        return staged.reading[slot]
+
+    def _parts(self, staged: _Staged, slot: int) -> tuple[list[_Part], list[digest.Piece]]:
         rank, owners = staged.rank, {_owner(key) for key in staged.tensors}
-        parts: list[tuple[str, Tensor, int, int, int, int]] = []
+        parts: list[_Part] = []
         leftovers: list[digest.Piece] = []  # zeros all: what is not would be added, too, and its digest is not 0
         for owner, where in self._slices.items():
             a_RI = where.layer.lora_a_stacked[where.index][slot, 0]
@@ -90,9 +135,7 @@ class LoraSlots:
             a_name, b_name = (f"{_PREFIX}{owner}.lora_{side}.weight" for side in "AB")
             parts.append((a_name, a_RI[:rank, : right - left], 0, rank, left, right))
             parts.append((b_name, b_OR[: bottom - top, :rank], top, bottom, 0, rank))
-        if any(digest.pieces(leftovers)):
-            raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
-        return digests_of(parts)
+        return parts, leftovers
 
     def shapes(self, name: str) -> dict[str, list[int]]:
         return {key: list(tensor.shape) for key, tensor in self._staged[SCHEME + name].tensors.items()}
@@ -106,7 +149,7 @@ class LoraSlots:
     def names(self) -> list[str]:
         return [staged.name for staged in self._staged.values()]
 
-    def _check(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+    def check(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """SyncError if they are no adapter of this model, scaled as it is to be served."""
         rank = int(config.get("r", 0))
         if not tensors:
@@ -130,7 +173,6 @@ class LoraSlots:
                     raise SyncError(f"adapters: '{name}' {was}; it must be {self._dtype} {list(shape)}")
         if len(tensors) != 2 * len(owners):
             raise SyncError(f"adapters: {len(tensors)} tensors for {len(owners)} layers: some are of another kind")
-        return rank
 
     def _load(self, request: Any) -> Any:
         """Stands where vLLM reads an adapter's files."""
@@ -151,15 +193,20 @@ class LoraSlots:
             device=device,
             dtype=self._dtype,
         )
+        theirs = {each.data_ptr() for layer in model.loras.values() for each in (layer.lora_a, layer.lora_b)}
+        staged.is_theirs = theirs == {tensor.data_ptr() for tensor in staged.tensors.values()}
         self._ids[path] = request.lora_int_id
         return model
 
     def _slot_of(self, name: str) -> int:
-        slots = self._manager._adapter_manager.lora_index_to_id
+        slots = self._in_slots()
         number = self._ids.get(SCHEME + name)
         if number is None or number not in slots:
             raise SyncError(f"adapters: '{name}' is in no slot: vLLM was not asked to load '{SCHEME}{name}'")
         return slots.index(number)
+
+    def _in_slots(self) -> list[int | None]:
+        return self._manager._adapter_manager.lora_index_to_id
 
 
 def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
@@ -177,6 +224,10 @@ def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list
             if len(pieces) == 1:  # or else the checkpoint has it fused, and an adapter of it is of another kind
                 slices[owner] = _Slice(layer, index, pieces[0])
     return slices
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.device]]:
+    return {name: (tensor.shape, tensor.device) for name, tensor in tensors.items()}
 
 
 def _owner(name: str) -> str:

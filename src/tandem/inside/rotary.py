@@ -7,7 +7,7 @@ P positions, F frequencies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,10 @@ class Rotary:
 
     def buffers(self) -> Iterator[Tensor]:
         return self._layer.buffers(recurse=False)
+
+    def table(self) -> tuple[str, Tensor, Callable[[], int]]:
+        """Its name, where it lies, and the digest that it must have now."""
+        return self._path, self._layer.cos_sin_cache, lambda: self._digest
 
     def check(self) -> None:
         """Nothing was written into it since it was compared."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+
 from tandem.errors import SyncError
 from tandem.protocols import WeightSource
 
@@ -14,7 +16,8 @@ class EngineEnd(WeightSource, Protocol):
     def reply(self) -> Mapping[str, Any]: ...  # what `attached` was told, and what this end adds: handles
 
 
-def open_source(link: Mapping[str, Any]) -> EngineEnd:
+def open_source(link: Mapping[str, Any], device: torch.device | None = None) -> EngineEnd:
+    """`device`: where versions arrive; without one, where that bridge brings them."""
     match link.get("mode"):
         case "shared":
             from tandem.bridge.shared import engine as end
@@ -30,4 +33,4 @@ def open_source(link: Mapping[str, Any]) -> EngineEnd:
             from tandem.bridge.restart import engine as end
         case unknown:
             raise SyncError(f"link.mode = {unknown!r}: this engine knows no such bridge")
-    return end.open(link)
+    return end.open(link, device)

@@ -3,9 +3,10 @@
 consumes: versions, from the engine's end of a bridge     waits for: the other end, within the link's deadline
 produces: digests of what is served, read back from it
 
-The caller pauses the engine around a full version: it is written in place, and there is no copy to go back to. So all
-that can be refused is refused before the first byte; what fails after it leaves `torn` behind, and nothing may be
-served until a version has arrived whole. An adapter is staged beside what is served, and touches nothing.
+A version comes on a thread of its own, beside what is served (`stage`), and is looked at there. The caller pauses the
+engine only while a full one is copied over what is served and read back: in place, and there is no copy to go back to.
+So all that can be refused is refused before the first byte; what fails after it leaves `torn` behind, and nothing may
+be served until a version has arrived whole. An adapter goes into a slot that nobody asks for.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.bridge.shared import cuda
 from tandem.errors import SyncError
 from tandem.inside import apply
+from tandem.inside.incoming import Arrived, Incoming
 from tandem.inside.layout import Layout, layout_of
 from tandem.inside.lora_slots import LoraSlots
 from tandem.inside.sources import EngineEnd, open_source
@@ -45,6 +48,9 @@ class Worker:
             fused = getattr(self._model, "packed_modules_mapping", None) or {}
             self._adapters = LoraSlots(manager, self._layout, fused)
         self._source: EngineEnd | None = None
+        self._incoming: Incoming | None = None
+        self._proof: Answer = {}
+        self._served = apply.Served(self._layout)
         self._housed: dict[str, str] = {}
         self._version, self._torn = -1, ""
         self._remembered: list[apply.PieceDigest] = []
@@ -65,8 +71,8 @@ class Worker:
     def attach(self, link: Mapping[str, Any]) -> Answer:
         if self._source is not None:
             self._source.close()
-        self._source = None
-        source = open_source(link)
+        self._source = self._incoming = None
+        source = open_source(link, self._theirs.device)
         handles = self._house(source) if link["mode"] == "shared" else {}
         reply: Answer = {
             "boot_id": self._boot_id,
@@ -85,39 +91,81 @@ class Worker:
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
             reply["adapter_dtype"] = self._adapters.dtype
-            reply["pieces"] = apply.served_pieces(self._layout)  # of the base that adapters stand upon
+            reply["pieces"] = self._served.pieces()  # of the base that adapters stand upon
+            if link.get("base_wanted"):
+                reply["base_memory"] = self._lent_base()
         self._source = source
         return reply
 
-    def load(self, version: int) -> Answer:
-        if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
-        phases = Phases()
-        weights = self._source.receive(version, self._rank)
-        phases.end("wait")
+    def stage(self, version: int, patience_s: float) -> Answer:
+        """Whether that version is here, beside what is served. It is on its way from the first time that this is
+        asked."""
+        return {"arrived": self._expected(version).here(patience_s) and bool(self._taken(version))}
+
+    def load(self, version: int, into: str = "", patience_s: float | None = None, later: bool = False) -> Answer:
+        """`into`: the adapter whose slot may be written over. `patience_s`: as for `stage`. `later`: the digests that
+        were read back are asked for by `proof`, when nobody waits for them."""
+        if not self._expected(version).here(patience_s):
+            return {"arrived": False}
+        arrived = self._taken(version)
+        self._incoming, weights, phases = None, arrived.weights, Phases()
+        answer: Answer = {}
         match weights.kind:
             case "live":
-                answer: Answer = {"fingerprints": self._proven_places(weights)}
+                answer = {"fingerprints": self._proven_places(weights)}
+                phases.end("check")
             case "full":
-                answer = self._overwrite(weights, phases)
+                self._overwrite(arrived, phases)
             case "adapter":
-                if self._adapters is None:
-                    raise SyncError("adapters: vLLM was started without --enable-lora")
-                name = self._adapters.stage(version, dict(weights.tensors()), weights.adapter)
-                answer = {"adapter": name, "pieces": [], "shapes": {}}
-                phases.end("stage")
+                answer = self._into_slot(arrived, into, phases)
         if weights.kind != "adapter":
             self._version = version
-        return {"version": version, "seconds": phases.seconds, **answer}
+        if weights.kind == "full" and not later:
+            answer = self.proof(version)
+        return {**answer, "arrived": True, "version": version, "seconds": _added(arrived.seconds, phases.seconds)}
+
+    def proof(self, version: int) -> Answer:
+        """The digests that were read back when that version was loaded."""
+        if self._proof.get("version") != version:
+            raise SyncError(f"engine: version {version} was not the last that was loaded here")
+        shapes = {name: shape for name, (_, shape) in self._layout.forms().items()}
+        return {**self._proof, "shapes": shapes}
+
+    def _expected(self, version: int) -> Incoming:
+        if self._source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        if self._incoming is None or self._incoming.version != version:
+            device = self._theirs.device
+            self._incoming = Incoming(self._source, version, self._rank, device, self._look)
+        return self._incoming
+
+    def _taken(self, version: int) -> Arrived:
+        try:
+            return self._expected(version).take()
+        except BaseException:
+            self._incoming = None  # whoever asks again waits for it anew
+            raise
+
+    def _look(self, weights: Weights, tensors: Mapping[str, Tensor]) -> apply.Moves:
+        """At all that can be refused, on the thread that it came by."""
+        if weights.kind == "full":
+            apply.check(self._layout, tensors)
+            return apply.moves(self._layout, tensors)
+        if weights.kind == "adapter":
+            self._slots().check(tensors, weights.adapter)
+        return []
+
+    def _slots(self) -> LoraSlots:
+        if self._adapters is None:
+            raise SyncError("adapters: vLLM was started without --enable-lora")
+        return self._adapters
 
     def adapter(self, name: str) -> Answer:
         """What the slot of an adapter holds, after vLLM was asked to load it."""
-        if self._adapters is None:
-            raise SyncError("adapters: vLLM was started without --enable-lora")
         phases = Phases()
-        pieces = self._adapters.served_pieces(name)
+        pieces = self._slots().served_pieces(name)
         phases.end("digest")
-        return {"pieces": pieces, "shapes": self._adapters.shapes(name), "seconds": phases.seconds}
+        return {"pieces": pieces, "shapes": self._slots().shapes(name), "seconds": phases.seconds}
 
     def drop(self, name: str) -> Answer:
         if self._adapters is not None:
@@ -126,7 +174,7 @@ class Worker:
 
     def digest(self) -> Answer:
         shapes = {name: shape for name, (_, shape) in self._layout.forms().items()}
-        return {"version": self._version, "pieces": apply.served_pieces(self._layout), "shapes": shapes}
+        return {"version": self._version, "pieces": self._served.pieces(), "shapes": shapes}
 
     def remember(self, adapters: Sequence[str] = ()) -> Answer:
         """Somebody else is about to write into this memory, or it goes to the host and comes back. `adapters`: those
@@ -152,25 +200,36 @@ class Worker:
         }
 
     def _all_served(self, adapters: Sequence[str]) -> list[apply.PieceDigest]:
-        pieces = apply.served_pieces(self._layout)
+        pieces = self._served.pieces()
         if self._adapters is not None:
             pieces += [piece for name in adapters for piece in self._adapters.served_pieces(name)]
         return pieces
 
     # --- a full version
 
-    def _overwrite(self, weights: Weights, phases: Phases) -> Answer:
-        arrived = dict(weights.tensors())
-        apply.check(self._layout, arrived)
-        phases.end("check")
+    def _overwrite(self, arrived: Arrived, phases: Phases) -> None:
+        weights, shapes = arrived.weights, {name: list(tensor.shape) for name, tensor in arrived.tensors.items()}
+        if self._theirs.device.type == "cuda":
+            torch.cuda.synchronize()  # a step that nobody waits for any more may still read
         self._torn = f"version {weights.version} was not written to its end"
-        apply.write(self._layout, arrived)
+        apply.write(self._layout, arrived.tensors, arrived.moves)
         phases.end("apply")
-        answer = self.digest()
-        apply.check_served(answer["pieces"], weights.expected, answer["shapes"])
+        pieces = self._served.pieces()
+        apply.check_served(pieces, weights.expected, shapes)
         phases.end("digest")
         self._torn = ""
-        return answer
+        self._proof = {"version": weights.version, "pieces": pieces}
+
+    def _into_slot(self, arrived: Arrived, into: str, phases: Phases) -> Answer:
+        """Over an adapter that nobody asks for; or staged for vLLM to load, under a new name."""
+        slots = self._slots()
+        name = slots.stage(arrived.tensors, arrived.weights.adapter, into)
+        phases.end("stage")
+        if name != into:
+            return {"adapter": name, "loaded": False, "pieces": [], "shapes": {}}
+        pieces = slots.served_pieces(name)
+        phases.end("digest")
+        return {"adapter": name, "loaded": True, "pieces": pieces, "shapes": slots.shapes(name)}
 
     # --- the single copy
 
@@ -186,8 +245,23 @@ class Worker:
         tensors = self._views()
         source.house(tensors)
         source.attached({})
-        self._housed = {name: _whereabouts(tensor) for name, tensor in tensors.items()}
+        self._housed = self._parameters()
         return {"handles": source.reply["handles"]}
+
+    def _lent_base(self) -> Answer:
+        """For a trainer on this GPU to read, who holds the same values: nobody writes there."""
+        if self._theirs.device.type != "cuda":
+            why_not = f"the engine is on {self._theirs.device}, and memory of a GPU alone is lent"
+        elif self._world > 1:
+            why_not = f"the engine's base lies on {self._world} GPUs"
+        elif getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
+            why_not = "the engine may put its memory to sleep"
+        else:
+            try:
+                return {"why_not": "", "exported": cuda.export(self._views())}
+            except SyncError as error:
+                why_not = str(error)
+        return {"why_not": why_not}
 
     def _views(self) -> dict[str, Tensor]:
         views: dict[str, Tensor] = {}
@@ -199,12 +273,21 @@ class Worker:
 
     def _proven_places(self, weights: Weights) -> Mapping[str, str]:
         """What the model computes with now is the very memory that was handed out."""
-        self._layout.check_derived()
-        fresh = layout_of(self._model)
-        for name, pieces in fresh.pieces.items():
-            if _whereabouts(pieces[0].view) != self._housed.get(name):
-                raise SyncError(f"shared: '{name}' is no longer served from the memory that the trainer writes")
+        self._served.check_derived()
+        fresh = self._parameters()
+        if odd := sorted(
+            path for path in fresh.keys() | self._housed.keys() if fresh.get(path) != self._housed.get(path)
+        ):
+            raise SyncError(f"shared: '{odd[0]}' is no longer served from the memory that the trainer writes")
         return dict(weights.expected)
+
+    def _parameters(self) -> dict[str, str]:
+        """Which memory each of the model's own lies in. Where in them a tensor lies is fixed by their shapes."""
+        return {path: _whereabouts(param) for path, param in self._model.named_parameters(remove_duplicate=False)}
+
+
+def _added(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: some.get(name, 0.0) + others.get(name, 0.0) for name in (*some, *others)}
 
 
 def _whereabouts(tensor: Tensor) -> str:

@@ -36,15 +36,16 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def directory(path: Path) -> Generator[Path]:
+def directory(path: Path, *, durable: bool = True) -> Generator[Path]:
     """Fill a directory that appears under `path` only when the block ends well. An older one is moved aside first, so a
-    crash may leave no `path` for an instant, and never a partial one."""
+    crash may leave no `path` for an instant, and never a partial one. `durable`: also after a power cut; what is only
+    handed over to a process that lives now need not wait for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for file in sorted(temporary.rglob("*")):
+        for file in sorted(temporary.rglob("*")) if durable else ():
             if file.is_file():
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
@@ -52,7 +53,8 @@ def directory(path: Path) -> Generator[Path]:
         if path.exists():
             path.replace(replaced)
         temporary.replace(path)
-        _fsync_directory(path.parent)
+        if durable:
+            _fsync_directory(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

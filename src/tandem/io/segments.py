@@ -12,6 +12,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +162,11 @@ class Segments:
 
     @property
     def size_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.directory.glob("*.seg"))
+        total = 0
+        for path in self.directory.glob("*.seg"):
+            with suppress(FileNotFoundError):  # swept away while this looks
+                total += path.stat().st_size
+        return total
 
     def close(self) -> None:
         self._open.clear()

@@ -91,6 +91,7 @@ def _engine(told: Any, sent: int, damage: list[str]) -> dict[str, Any]:
         "sharded": sharded,
         "versions": versions,
         "sleep": _part(told, "sleep", dict, damage, needs=("requested", "engaged")),
+        "sampled": _part(told, "sampled", dict, damage, needs=("requested", "engaged")),
     }
 
 

@@ -16,13 +16,16 @@ from tandem.types import Proof
 
 AT_THE_TRAINER = ("gather", "hash", "meet", "move", "confirm")
 """Phases that pass while the engine waits."""
-AROUND = "load"
-"""Of an engine with workers: until they have it. Their phases pass within it."""
+AROUND = ("arrive", "load", "paused")
+"""Of an engine with workers: until they have it beside what is served; until they serve it; as long as requests waited.
+Others pass within them."""
 ONE_AFTER_THE_OTHER = (
     "wake", "wait", "verify", "check", "stage", "pause", "apply", "digest", "prove", "resume", "canary",
 )  # fmt: skip
 """The engine's and the canary."""
-PHASES = (*AT_THE_TRAINER, AROUND, *ONE_AFTER_THE_OTHER)
+PHASES = (*AT_THE_TRAINER, *AROUND, *ONE_AFTER_THE_OTHER)
+_HAD = {"sleep": "sleep", "sampled": "logprobs"}
+"""What an engine said of itself when it was attached, and what it is called here."""
 _SHOWN_ROWS, _SHOWN_A_RULE = 12, 4
 _HEAD = (
     "version",
@@ -179,9 +182,10 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
         workers = f"{engine['workers']} worker{'s' if engine['workers'] != 1 else ''}"
         lines.append(f"engine {engine['boot_id'][:8]}: {workers}, {engine['tensors']} tensors in its layout{share}")
         lines += _joined_lines(engine)
-        if sleep := engine["sleep"]:
-            had = "engaged" if sleep.get("engaged") else f"not engaged, {sleep.get('why_not', '?')}"
-            lines.append(f"  sleep = {sleep.get('requested', '?')}: {had if 'engaged' in sleep else '?'}")
+        for part, name in _HAD.items():
+            if told_of := engine[part]:
+                had = "engaged" if told_of.get("engaged") else f"not engaged, {told_of.get('why_not', '?')}"
+                lines.append(f"  {name} = {told_of.get('requested', '?')}: {had if 'engaged' in told_of else '?'}")
     if not told["engines"] and not any(what.startswith(MAP_FILE) for what in told["damage"]):
         lines.append("no map: no engine has been attached")
     elif told["proofs"] and not told["map_is_of_the_last_proof"]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.ops.finite import Finite
 from tandem.ops.phases import Phases
 
 Piece = tuple[str, Tensor, int, int]
@@ -31,6 +32,11 @@ _log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 _CHUNK = {"cpu": 2**17}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
 _TOGETHER = {"cuda": 2**29}  # bytes of tensors that may have been made for their digest alone
+_FIRST_ODD = {
+    torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,
+}  # fmt: skip
+"""The bits, without the sign, from which on a value is infinite or no number."""
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _WITHOUT_SIGN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
@@ -39,6 +45,20 @@ class Matrix(NamedTuple):
     """What is summed: integers, to be read without their sign, and where their weights begin."""
 
     integers_RC: Tensor
+    row_seed: int
+    col_seed: int
+    row_start: int
+    col_start: int
+
+
+class Plain(NamedTuple):
+    """The same of a tensor whose rows are as they lie in memory, found without making views of it."""
+
+    place: int
+    width: int
+    num_rows: int
+    num_cols: int
+    pitch: int
     row_seed: int
     col_seed: int
     row_start: int
@@ -62,15 +82,15 @@ class Change(NamedTuple):
 def pieces(parts: Iterable[Piece]) -> list[int]:
     parts = list(parts)
     numbers = [0] * len(parts)
-    on_gpu: defaultdict[torch.device, dict[int, Matrix]] = defaultdict(dict)
+    on_gpu: defaultdict[torch.device, dict[int, Matrix | Plain]] = defaultdict(dict)
     for index, part in enumerate(parts):
         tensor = part[1]
         if tensor.numel() and tensor.is_cuda and not why_not_fused():
-            on_gpu[tensor.device][index] = _matrix(part)
+            on_gpu[tensor.device][index] = _for_kernel(part)
         elif tensor.numel():
             numbers[index] = _sum(_matrix(part))
-    for matrices in on_gpu.values():
-        for index, number in zip(matrices, _fused(list(matrices.values())), strict=True):
+    for device, matrices in on_gpu.items():
+        for index, number in zip(matrices, _fused(list(matrices.values()), device), strict=True):
             numbers[index] = number
     return numbers
 
@@ -111,6 +131,27 @@ def text(number: int) -> str:
     return f"{number:016x}"
 
 
+class Standing:
+    """Digests of tensors that stay where they are, taken again and again: on a GPU one launch and one wait, after a
+    table that was made once."""
+
+    def __init__(self, parts: Iterable[Piece]) -> None:
+        self._parts = list(parts)
+        self._table: Any = None
+        on_gpu = bool(self._parts) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
+        if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
+            from tandem.ops import digest_triton
+
+            table = digest_triton.Table([_for_kernel(part) for part in self._parts], self._parts[0][1].device)
+            self._table = None if table.copies else table  # what is copied is a copy of now
+
+    @torch.no_grad()
+    def take(self) -> list[int]:
+        if self._table is None:
+            return pieces(self._parts)
+        return [number & _MASK for number in self._table.launch()[0].tolist()]
+
+
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     numbers = pieces((name, tensor, 0, 0) for name, tensor in tensors.items())
     return {name: text(number) for name, number in zip(tensors, numbers, strict=True)}
@@ -132,6 +173,51 @@ def fingerprinted(
     yield from _with_text(held, phases)
 
 
+@torch.no_grad()
+def all_at_once(
+    tensors: Iterable[tuple[str, Tensor]], phases: Phases | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """Fingerprints, and the names of those that hold what is no number. As `fingerprinted`, but nobody wants a tensor
+    while its digest is taken: so a GPU is waited for once, at the end."""
+    found: dict[str, str] = {}
+    launched: list[tuple[list[str], Tensor]] = []
+    finite, phases = Finite(), phases or Phases()
+    held: list[Piece] = []
+
+    def launch() -> None:
+        from tandem.ops import digest_triton  # triton exists where a GPU is
+
+        limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in held]
+        table = digest_triton.Table([_for_kernel(part) for part in held], held[0][1].device, limits)
+        launched.append(([name for name, *_ in held], table.launch()))
+        held.clear()  # memory that is free again is written by nothing that was not enqueued later
+
+    held_bytes = 0
+    for name, tensor in tensors:
+        if not tensor.is_cuda or not tensor.numel() or why_not_fused():
+            found[name] = text(piece(tensor, name))
+            finite.add(name, tensor)
+            continue
+        if held and (tensor.device != held[0][1].device or held_bytes >= _TOGETHER["cuda"]):
+            launch()
+            held_bytes = 0
+        found[name] = ""
+        held.append((name, tensor, 0, 0))
+        held_bytes += tensor.nbytes
+        if tensor.dtype not in _FIRST_ODD:
+            finite.add(name, tensor)
+    if held:
+        launch()
+    phases.end("gather")
+    odd = finite.odd()
+    for names, out in launched:
+        sums, wrong = out.tolist()
+        found |= {name: text(number & _MASK) for name, number in zip(names, sums, strict=True)}
+        odd += [name for name, each in zip(names, wrong, strict=True) if each]
+    phases.end("hash")
+    return found, odd
+
+
 def fused(device: torch.device) -> dict[str, Any]:
     """Whether the digests of tensors there are computed all at once, as an option of a run; nothing on a CPU."""
     if device.type != "cuda":
@@ -145,7 +231,9 @@ def why_not_fused() -> str:
     """Why the digests of tensors on a GPU are computed one by one; empty if they are not."""
     probe = _matrix(("probe", torch.arange(-8, 8, dtype=torch.int16, device="cuda").view(2, 8), 5, 7))
     try:
-        why_not = "" if _fused([probe]) == [_sum(probe)] else "the kernel's numbers are others"
+        why_not = (
+            "" if _fused([probe], probe.integers_RC.device) == [_sum(probe)] else "the kernel's numbers are others"
+        )
     except Exception as error:  # noqa: BLE001 - a compiler runs here, and may lack its tools or a place for its files
         why_not = f"{type(error).__name__}: {error}"
     if why_not:
@@ -153,10 +241,10 @@ def why_not_fused() -> str:
     return why_not
 
 
-def _fused(matrices: Sequence[Matrix]) -> list[int]:
+def _fused(matrices: Sequence[Matrix | Plain], device: torch.device) -> list[int]:
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
-    return [number & _MASK for number in digest_triton.sums(matrices)]
+    return [number & _MASK for number in digest_triton.Table(matrices, device).launch()[0].tolist()]
 
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:
@@ -180,6 +268,28 @@ def _matrix(part: Piece) -> Matrix:
     return Matrix(values_RC.view(_AS_INTEGER[values_RC.element_size()]), ~seed, seed, row_start, col_start)
 
 
+def _for_kernel(part: Piece) -> Matrix | Plain:
+    """Of hundreds of tensors, making views takes longer than reading the bytes."""
+    name, tensor, row_start, col_start = part
+    width, shape, seed = tensor.element_size(), tensor.shape, _seed_of(name)
+    if width not in _AS_INTEGER or not shape:
+        return _matrix(part)
+    if len(shape) == 1:
+        if tensor.stride(0) != 1:
+            return _matrix(part)
+        return Plain(tensor.data_ptr(), width, 1, shape[0], 0, seed, ~seed, col_start, row_start)  # turned: one row
+    if tensor.is_contiguous() or (len(shape) == 2 and tensor.stride(1) == 1):
+        pitch = tensor.stride(0)
+    else:
+        return _matrix(part)
+    rows, cols = shape[0], tensor.numel() // shape[0]
+    if cols == 1:
+        return _matrix(part)
+    pitch = pitch if rows > 1 else 0
+    return Plain(tensor.data_ptr(), width, rows, cols, pitch, ~seed, seed, row_start, col_start)
+
+
+@lru_cache(2**16)
 def _seed_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), signed=True)
 

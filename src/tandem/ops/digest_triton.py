@@ -10,45 +10,71 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from tandem.ops.digest import Matrix
+    from tandem.ops.digest import Matrix, Plain
 
 _ROWS, _COLS = 64, 1024  # of a tile
+NO_LIMIT = 2**62
 
 
-def sums(matrices: Sequence[Matrix]) -> list[int]:
-    """Modulo 2**64, as signed numbers. All on one device."""
-    found = [_lengthwise(matrix) for matrix in matrices]  # held until they have been read: some are copies
-    entries: defaultdict[tuple[int, bool], list[Sequence[int]]] = defaultdict(list)
-    for index, (integers_RC, *weights) in enumerate(found):
-        (rows, cols), place, width = integers_RC.shape, integers_RC.data_ptr(), integers_RC.element_size()
-        pitch = integers_RC.stride(0) if rows > 1 else 0
-        aligned = ((cols | pitch) * width | place) % 16 == 0  # each row, so that 16 bytes are read at a time
-        entries[width, aligned].append((place, rows, cols, pitch, *weights, index))
-    table, counts, launches = array("q"), array("q"), list[tuple[int, int, int, bool]]()
-    num_tiles = 0
-    for (width, aligned), group in entries.items():
-        first = num_tiles
-        for entry in group:
-            table.extend((*entry, num_tiles))
-            counts.append(-(-entry[1] // _ROWS) * -(-entry[2] // _COLS))
-            num_tiles += counts[-1]
-        launches.append((first, num_tiles, width, aligned))
-    owners = torch.repeat_interleave(torch.frombuffer(counts, dtype=torch.int64), output_size=num_tiles)
-    told = torch.cat((torch.frombuffer(table, dtype=torch.int64), owners)).to(found[0].integers_RC.device)
-    out = torch.zeros(len(found), dtype=torch.int64, device=told.device)
-    with torch.cuda.device_of(told):
-        for first, end, width, aligned in launches:
-            _add_up[(end - first,)](
-                told, told[len(table) :], out, first, WIDTH=width, ALIGNED=aligned, ROWS=_ROWS, COLS=_COLS, num_warps=2
-            )
-    return out.tolist()
+class Table:
+    """Which bytes, and with which weights: looked up once for as often as they are summed."""
+
+    def __init__(
+        self, matrices: Sequence[Matrix | Plain], device: torch.device, limits: Sequence[int] | None = None
+    ) -> None:
+        """All on that device, and there until they have been read. `limits`: from which number on an element, without
+        its top bit, is none that counts."""
+        self._held = list[object]()  # until they have been read: some are copies
+        self.copies = False
+        self._checks, self._num = limits is not None, len(matrices)
+        entries: defaultdict[tuple[int, bool], list[Sequence[int]]] = defaultdict(list)
+        for index, matrix in enumerate(matrices):
+            if len(matrix) == 9:
+                place, width, rows, cols, pitch, *weights = matrix
+            else:
+                integers_RC, *weights = _lengthwise(matrix)
+                self._held.append(integers_RC)
+                self.copies |= integers_RC.data_ptr() != cast("Tensor", matrix[0]).data_ptr()
+                (rows, cols), place, width = integers_RC.shape, integers_RC.data_ptr(), integers_RC.element_size()
+                pitch = integers_RC.stride(0) if rows > 1 else 0
+            aligned = ((cols | pitch) * width | place) % 16 == 0  # each row, so that 16 bytes are read at a time
+            limit = limits[index] if limits is not None else NO_LIMIT
+            entries[width, aligned].append((place, rows, cols, pitch, *weights, index, limit))
+        table, counts = array("q"), array("q")
+        self._launches = list[tuple[int, int, int, bool]]()
+        num_tiles = 0
+        for (width, aligned), group in entries.items():
+            first = num_tiles
+            for entry in group:
+                table.extend((*entry, num_tiles))
+                counts.append(-(-entry[1] // _ROWS) * -(-entry[2] // _COLS))
+                num_tiles += counts[-1]
+            self._launches.append((first, num_tiles, width, aligned))
+        owners = torch.repeat_interleave(torch.frombuffer(counts, dtype=torch.int64), output_size=num_tiles)
+        told = torch.cat((torch.frombuffer(table, dtype=torch.int64), owners))
+        # From pinned memory: else it would wait for the kernels before it, those of the table before among them.
+        pinned = told.pin_memory() if device.type == "cuda" else told
+        self._told, self._num_entries = pinned.to(device, non_blocking=True), len(table)
+
+    def launch(self) -> torch.Tensor:
+        """Row 0: the sums, modulo 2**64, as signed numbers. Row 1: 1 where an element does not count, else 0."""
+        told, num = self._told, self._num
+        out = torch.zeros((2, num), dtype=torch.int64, device=told.device)
+        with torch.cuda.device_of(told):
+            for first, end, width, aligned in self._launches:
+                _add_up[(end - first,)](
+                    told, told[self._num_entries :], out, num, first,
+                    WIDTH=width, ALIGNED=aligned, CHECK=self._checks, ROWS=_ROWS, COLS=_COLS, num_warps=2,
+                )  # fmt: skip
+        return out
 
 
 def _lengthwise(matrix: Matrix) -> Matrix:
@@ -70,16 +96,17 @@ def _weight(seed, at):
     return (z ^ (z >> 31)) | 1
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["num", "first"])
 def _add_up(
-    table, owners, out, first, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+    table, owners, out, num, first,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     tile = first + tl.program_id(0)
-    mine = table + tl.load(owners + tile) * 10  # numbers of an entry
+    mine = table + tl.load(owners + tile) * 11  # numbers of an entry
     place, rows, cols, pitch = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
     row_seed, col_seed = tl.load(mine + 4), tl.load(mine + 5)
     row_start, col_start = tl.load(mine + 6), tl.load(mine + 7)
-    index, first_tile = tl.load(mine + 8), tl.load(mine + 9)
+    index, first_tile = tl.load(mine + 8), tl.load(mine + 10)
     if WIDTH == 1:
         start = place.to(tl.pointer_type(tl.uint8))
     elif WIDTH == 2:
@@ -97,10 +124,16 @@ def _add_up(
     # A weight's halves apart: two multiplications of 32 bits for each element instead of one of 64.
     low = tl.zeros([COLS], dtype=tl.uint64)
     high = tl.zeros([COLS], dtype=tl.uint32)
+    largest = tl.zeros([COLS], dtype=tl.uint32)
     for row in tl.range(top, tl.minimum(top + ROWS, rows), loop_unroll_factor=4):
         weight = _weight(row_seed, row_start + row)
         value = tl.load(start + row * pitch + at, mask=inside, other=0).to(tl.uint32)
         low += value.to(tl.uint64) * (weight & 0xFFFFFFFF)
         high += value * (weight >> 32).to(tl.uint32)
+        if CHECK:
+            largest = tl.maximum(largest, value & (2 ** (8 * WIDTH - 1) - 1))
     total = (low + (high.to(tl.uint64) << 32)) * _weight(col_seed, col_start + at)
     tl.atomic_add(out + index, tl.sum(total).to(tl.int64))
+    if CHECK:
+        odd = tl.max(largest).to(tl.int64) >= tl.load(mine + 9)
+        tl.store(out + num + index, 1, mask=odd)

@@ -141,14 +141,9 @@ def vllm_alone(
     unchecked: bool = False,
 ) -> Alone:
     """With its process, once that is ready."""
-    from transformers import AutoConfig
-
-    from tandem.engine.vllm import VllmEngine
     from tandem.engine.vllm_process import VllmOptions, VllmProcess
-    from tandem.text.renderer import Renderer
-    from tandem.text.tokenizer import load_tokenizer
 
-    made_for = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
+    made_for = _made_for(path)
     context = min(spec.max_context or made_for, made_for)
     options = VllmOptions(
         path,
@@ -165,13 +160,33 @@ def vllm_alone(
         sleeps=spec.sleep == "free",
         unchecked=unchecked,
     )
-    renderer = Renderer(load_tokenizer(path), thinking=thinking)
-    process = VllmProcess(options, home)
+    process = VllmProcess(options, home)  # it takes far longer than what is imported here meanwhile
+    try:
+        from tandem.engine.vllm import VllmEngine
+        from tandem.text.renderer import Renderer
+        from tandem.text.tokenizer import load_tokenizer
+
+        renderer = Renderer(load_tokenizer(path), thinking=thinking)
+    except BaseException:
+        process.kill()
+        raise
     process.wait_ready(spec.start_deadline_s)
     restarts = spec.on_update == "restart"
     num_ids = len(renderer.tokenizer)
     engine = VllmEngine(process, end_ids=renderer.end_ids, num_ids=num_ids, restarts=restarts, version=version)
     return Alone(engine, renderer, context, num_ids)
+
+
+def _made_for(path: str) -> int:
+    """Tokens of its longest context. Read from the file where it stands there: transformers take seconds to import."""
+    config = Path(path) / "config.json"
+    told = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    positions = told.get("max_position_embeddings")
+    if isinstance(positions, int) and "text_config" not in told:
+        return positions
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
 
 
 def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
@@ -209,17 +224,25 @@ def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: b
             ]
         )
     assert not isinstance(spec.engine, HfEngineSpec)
-    homes = [home / f"engine-{number}" for number in range(spec.engine.replicas)]
-    return EnginePool([_server(spec, spec.engine, model, each, start, unchecked) for each in homes])
+    numbers = range(spec.engine.replicas)
+    return EnginePool([_server(spec, spec.engine, number, model, home, start, unchecked) for number in numbers])
 
 
 def _server(
-    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, start: Path, unchecked: bool
+    spec: RlSpec,
+    engine: ServerEngineSpec | VllmEngineSpec,
+    number: int,
+    model: Model,
+    homes: Path,
+    start: Path,
+    unchecked: bool,
 ) -> Engine:
+    """`number`: which replica."""
     import torch
 
     from tandem.engine.server import Owned, ServerEngine, Standing
 
+    home = homes / f"engine-{number}"
     place: Owned | Standing
     if engine.url:
         place = Standing(engine.url, Path(engine.token_file))
@@ -228,7 +251,7 @@ def _server(
             _command_of(spec, engine, model, home, unchecked),
             model=str(start),
             directory=home,
-            environment=_environment(engine),
+            environment=_environment(engine, number, model.device.type),
             start_deadline_s=engine.start_deadline_s,
             max_restarts=engine.max_restarts,
         )
@@ -336,14 +359,23 @@ def record_passed(python: str, version: str, checks: list[str]) -> Path:
     return record(python, version, checks)
 
 
-def _environment(engine: ServerEngineSpec | VllmEngineSpec) -> Mapping[str, str]:
-    gpus = getattr(engine, "gpus", ())
-    if not gpus:
+def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:
+    if not isinstance(engine, VllmEngineSpec):
+        return {}
+    shared = engine.replicas > 1 and len(engine.gpus) <= engine.tensor_parallel
+    if shared and device == "cuda" and engine.replicas * engine.memory_share > 1:
+        raise SpecError(
+            f"engine.replicas = {engine.replicas}: on one GPU each would take memory_share = {engine.memory_share:g}; "
+            "give each its own with engine.gpus, or a share that fits"
+        )
+    if not (gpus := engine.gpus_of(replica)):
         return {}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     numbers = seen.split(",") if seen else [str(n) for n in range(max(gpus) + 1)]
     if max(gpus) >= len(numbers):
-        raise SpecError(f"engine.gpus = {list(gpus)}: CUDA_VISIBLE_DEVICES = '{seen}' shows {len(numbers)} of them")
+        raise SpecError(
+            f"engine.gpus = {list(engine.gpus)}: CUDA_VISIBLE_DEVICES = '{seen}' shows {len(numbers)} of them"
+        )
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
 
 
@@ -374,7 +406,7 @@ def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
         case SharedSync():
             from tandem.bridge.shared.trainer import SharedBridge
 
-            return SharedBridge(sync.deadline_s)
+            return SharedBridge(sync.deadline_s, digest=sync.digest)
         case BroadcastSync():
             from tandem.bridge.broadcast.trainer import BroadcastBridge
 
@@ -453,6 +485,7 @@ def canary(model: Model, *, bare: bool = False) -> Canary:
     import torch
 
     length, max_tokens = (8, 1) if bare else (33, 2)
+    length = max(1, min(length, model.context - max_tokens))
     rng = random.Random("canary")
     prompt = tuple(rng.randrange(model.num_ids) for _ in range(length))
     exact = next(model.policy.module.parameters()).dtype == torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
@@ -71,10 +72,11 @@ def serve_environment(
 
 
 def _short(name: str) -> str:
-    """`words` for path/to/words.py:Words, `Words` for package.module:Words."""
+    """`words` for path/to/words.py:Words, `Words` for package.module:Words, `Pong-v5` for gymnasium:ALE/Pong-v5."""
     place, _, last = name.rpartition(":")
     file = place if place.endswith(".py") else last
-    return Path(file).stem if file.endswith(".py") else last
+    short = Path(file).stem if file.endswith(".py") else file.rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", short).lstrip("._-")[:128] or "environment"
 
 
 async def _until_stopped(

@@ -49,6 +49,7 @@ class TicketStore:
         self._registering = asyncio.Lock()
         self._asking: asyncio.Task[Ticket] | None = None
         self._telling: set[asyncio.Task[None]] = set()
+        self._waits_for = ""
         self.put_groups = 0
         self.dropped: Counter[str] = Counter()
 
@@ -107,9 +108,9 @@ class TicketStore:
                 self._forget(seat)  # the service began anew
                 continue
             except Conflict as error:
-                _log.info("%s", error)  # no trainer yet
-                await asyncio.sleep(_AGAIN_S)
+                await self._wait(error)
                 continue
+            self._waits_for = ""
             if told["tickets"]:
                 ticket = Ticket(int(told["tickets"][0]))
                 self._under_way[ticket.order] = seat
@@ -149,13 +150,19 @@ class TicketStore:
                 }  # fmt: skip
                 try:
                     told = await self._client.post("/v2/environments", body)
-                except Conflict as error:  # no trainer yet
-                    _log.info("%s", error)
-                    await asyncio.sleep(_AGAIN_S)
+                except Conflict as error:
+                    await self._wait(error)
                     continue
                 self._seat = int(told["id"])
                 _log.info("registered at %s as %s", self._client.url, told["name"])
             return self._seat
+
+    async def _wait(self, error: Conflict) -> None:
+        """There is no trainer yet, or no share is left: somebody else has to come, or to go."""
+        if str(error) != self._waits_for:
+            self._waits_for = str(error)
+            _log.warning("waiting: %s", error)
+        await asyncio.sleep(_AGAIN_S)
 
     def _forget(self, seat: int) -> None:
         if self._seat == seat:

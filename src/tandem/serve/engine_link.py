@@ -33,6 +33,7 @@ class _Link(BaseModel):
 
 class SharedLink(_Link):
     meeting: Token
+    digest: bool = False
 
 
 class FilesLink(_Link):

@@ -23,6 +23,7 @@ from tandem.errors import SpecError
 from tandem.io import atomic
 
 _GRACE_S = 5  # for open answers to end; then they are cut. Together with closing the service: within 10 s of SIGTERM
+_IDLE_S = 30  # that a connection may wait for its next request: longer than clients of ours keep one
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, http=http or "h11", ws="none", lifespan="on", log_config=None, access_log=False,
                 server_header=False, proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=_IDLE_S,
             )
         )  # fmt: skip
         self.listen, self.tell, self.name = listen, tell, app.title

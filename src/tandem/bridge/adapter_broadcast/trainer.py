@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tandem.bridge.collective import CollectiveBridge
+from tandem.bridge.seat import GroupSource
 from tandem.bridge.way import Backend
 from tandem.types import WeightKind
 
@@ -20,6 +21,15 @@ class AdapterBroadcastBridge(CollectiveBridge):
         host: str = "127.0.0.1",
         deadline_s: float = 60.0,
         backend: Backend = "auto",
+        base_wanted: bool = False,
     ) -> None:
-        """`host`: the trainer's address as engines reach it."""
-        super().__init__(device, host, bucket_bytes=0, deadline_s=deadline_s, backend=backend)
+        """`host`: the trainer's address as engines reach it. `base_wanted`: engines are asked for the memory of
+        the base that they serve, so that the trainer needs no copy of its own (bridge/base.py)."""
+        self._base_wanted = base_wanted
+        super().__init__(device, host, bucket_bytes=0, deadline_s=deadline_s, backend=backend, roomy=True)
+
+    def source(self, num_receivers: int = 1) -> GroupSource:
+        source = super().source(num_receivers)
+        if self._base_wanted:  # an engine's server knows no such key
+            source.link = {**source.link, "base_wanted": True}
+        return source

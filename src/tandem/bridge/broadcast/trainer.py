@@ -24,7 +24,9 @@ class BroadcastBridge(CollectiveBridge):
         bucket_bytes: int = 0,
         deadline_s: float = 60.0,
         backend: Backend = "auto",
+        roomy: bool = False,
     ) -> None:
-        """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 is what suits the device."""
+        """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 is what suits the device. `roomy`: an
+        engine on the trainer's GPU has room there for a second copy of the weights while they come."""
         size = bucket_bytes or _BUCKET_BYTES[torch.device(device).type]
-        super().__init__(device, host, padded(size), deadline_s, backend)
+        super().__init__(device, host, padded(size), deadline_s, backend, roomy=roomy)

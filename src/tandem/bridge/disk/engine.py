@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from tandem.bridge.files import FilesSource
 
 
-def open(link: Mapping[str, Any]) -> FilesSource:
-    return FilesSource(link, "disk", carries="full")
+def open(link: Mapping[str, Any], device: torch.device | None = None) -> FilesSource:
+    return FilesSource(link, "disk", carries="full", device=device)

@@ -6,18 +6,21 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.shared import cuda
-from tandem.bridge.shared.memory import Segment
+from tandem.bridge.shared.memory import Segment, with_digests
 from tandem.errors import SyncError
+from tandem.ops import digest
 from tandem.types import WeightKind, Weights
 
 _POLL_S = 0.0005
 
 
-def open(link: Mapping[str, Any]) -> SharedEnd:
+def open(link: Mapping[str, Any], device: torch.device | None = None) -> SharedEnd:
+    """`device` is not asked for: nothing arrives."""
     return SharedEnd(link)
 
 
@@ -32,6 +35,7 @@ class SharedEnd:
         self._tensors: Mapping[str, Tensor] = {}
         self._places: dict[str, str] = {}
         self._exported: dict[str, Any] = {}
+        self._standing: digest.Standing | None = None
 
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A CPU's move into a segment; a GPU's stay where they are, and are exported."""
@@ -66,7 +70,15 @@ class SharedEnd:
         )
         if segment.version != version:
             raise SyncError(f"shared: asked for version {version}, announced is {segment.version}")
-        return Weights(version, "live", lambda: iter(self._tensors.items()), expected=self._places)
+        return Weights(version, "live", lambda: iter(self._tensors.items()), expected=self._proof())
+
+    def _proof(self) -> Mapping[str, str]:
+        """Which memory it is; and, if that is asked for, what lies there now, as this process sees it."""
+        if not self.link.get("digest"):
+            return self._places
+        if self._standing is None:
+            self._standing = digest.Standing((name, self._tensors[name], 0, 0) for name in self._places)
+        return with_digests(self._places, self._standing.take())
 
     def close(self) -> None:
         self._closed.set()  # who waits for a version on a thread of its own need not wait any longer

@@ -10,13 +10,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
+from tandem.ops import digest
 
 _PAGE, _ALIGNED = 4096, 64
 _HEADER = struct.Struct("<8s32sq")  # magic, meeting, version
@@ -124,3 +125,10 @@ class Segment:
         if not inside or offset % dtype.itemsize:
             raise SyncError(f"shared memory: the handle of '{name}' reaches outside it")
         return self._bytes[offset : offset + size_bytes].view(dtype).as_strided(shape, stride)
+
+
+def with_digests(places: Mapping[str, str], numbers: Sequence[int]) -> dict[str, str]:
+    """Of each tensor: which memory it is, and what lies there."""
+    return {
+        name: f"{place} {digest.text(number)}" for (name, place), number in zip(places.items(), numbers, strict=True)
+    }

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.shared.cuda import Mapped
-from tandem.bridge.shared.memory import Segment
+from tandem.bridge.shared.memory import Segment, with_digests
 from tandem.errors import SyncError
+from tandem.ops.digest import Standing
+from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
 
 
@@ -23,22 +25,25 @@ class SharedBridge:
     mode = "shared"
     carries: WeightKind = "live"
 
-    def __init__(self, deadline_s: float = 60.0) -> None:
-        self._deadline_s = deadline_s
+    def __init__(self, deadline_s: float = 60.0, *, digest: bool = False) -> None:
+        """`digest`: both ends also read all of that memory back, each as it sees it."""
+        self._deadline_s, self._digest = deadline_s, digest
+        self._standing: tuple[dict[str, str], Standing] | None = None
         self._source: SharedSource | None = None
 
     def source(self, num_receivers: int = 1) -> SharedSource:
         if num_receivers != 1:
             raise SyncError(f"shared: one copy of the weights serves one engine process, and {num_receivers} are asked")
-        self._source = SharedSource(self._deadline_s)
+        self._source = SharedSource(self._deadline_s, digest=self._digest)
         return self._source
 
     def storage(self) -> Mapping[str, Tensor] | None:
         return self._met().memory.tensors
 
     def send(self, weights: Weights) -> Sent:
-        met = self._met()
-        places = {name: met.memory.place(tensor) for name, tensor in weights.tensors() if name not in met.derived}
+        met, phases = self._met(), Phases()
+        tensors = {name: tensor for name, tensor in weights.tensors() if name not in met.derived}
+        places = {name: met.memory.place(tensor) for name, tensor in tensors.items()}
         if odd := [name for name, place in places.items() if not place]:
             raise SyncError(
                 f"shared: {len(odd)} of the trainer's tensors are not in the engine's memory, as '{odd[0]}': what is "
@@ -46,11 +51,19 @@ class SharedBridge:
             )
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # what the optimizer has enqueued is written before anybody reads it
+        phases.end("gather")
+        proof = self._read_back(places, tensors) if self._digest else places
+        phases.end("hash")
         met.header.announce(weights.version)
-        return Sent(weights.version, self.mode, places, how="identity")
+        return Sent(weights.version, self.mode, proof, seconds=phases.seconds, how="identity")
+
+    def _read_back(self, places: dict[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        if self._standing is None or self._standing[0] != places:
+            self._standing = places, Standing((name, tensors[name], 0, 0) for name in places)
+        return with_digests(places, self._standing[1].take())
 
     def close(self) -> None:
-        self._source = None
+        self._source = self._standing = None
 
     def _met(self) -> Meeting:
         if self._source is None or self._source.meeting is None:
@@ -69,9 +82,15 @@ class Meeting:
 class SharedSource:
     carries: WeightKind = "live"
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, *, digest: bool) -> None:
         # A name of its own for every meeting: a handle of an earlier one is refused, whoever holds it.
-        self.link: Mapping[str, Any] = {"mode": "shared", "meeting": uuid.uuid4().hex, "deadline_s": deadline_s}
+        meeting = uuid.uuid4().hex
+        self.link: Mapping[str, Any] = {
+            "mode": "shared",
+            "meeting": meeting,
+            "deadline_s": deadline_s,
+            "digest": digest,
+        }
         self.meeting: Meeting | None = None
 
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:

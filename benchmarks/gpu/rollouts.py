@@ -1,0 +1,206 @@
+"""Rollouts through vLLM in tokens a second, as a run has them and as vLLM gives them: `benchmarks/gpu/rollouts.py`.
+
+REQUESTS prompts of 128 tokens, 512 new ones each, nothing ends sooner; random weights of a released model's shape. One
+`tandem engine serve` with vLLM behind it; `run` asks it as a run does, with somebody to whom each token is told. The
+other ways ask the same vLLM's server itself, over its socket: tokens one by one with their logprobs, in one piece with
+them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.engine.lanes import ONE, Lanes
+from tandem.engine.server import Owned, ServerEngine
+from tandem.recipes import build_engine
+from tandem.recipes.shapes import random_checkpoint
+from tandem.types import Completion, Sampling
+
+PROMPT, FINAL_ONLY = 128, 2
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """`tandem engine serve`, but that no token ends a completion."""
+    from tandem.engine.vllm import VllmEngine
+    from tandem.engine.vllm_process import VllmOptions, VllmProcess
+    from tandem.inside.sources import open_source
+    from tandem.serve.app import create_app
+    from tandem.serve.engine import engine_service
+    from tandem.serve.run import Listen, serve_forever
+    from tandem.text.renderer import Renderer
+    from tandem.text.tokenizer import load_tokenizer
+
+    path, home, ids = str(arguments.checkpoint), arguments.home, vocabulary(arguments.checkpoint)
+    context = PROMPT + arguments.tokens
+    process = VllmProcess(
+        VllmOptions(
+            path, arguments.python, dtype="bfloat16", device=arguments.device, memory_share=0.6,
+            max_running=arguments.requests, max_context=context, eager=arguments.device == "cpu",
+            extra=arguments.extra.split(),
+        ),
+        home,
+    )  # fmt: skip
+    process.wait_ready(300)
+    (home / "socket").write_text(str(process.socket))
+    engine = VllmEngine(process, end_ids=frozenset(), num_ids=ids, version=0)
+    renderer = Renderer(load_tokenizer(path), thinking=False)
+    service = engine_service(engine, open_source, renderer=renderer, model_id="m", context=context, num_ids=ids)
+    listen = Listen(data_dir=home, ready_file=arguments.ready)
+    serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
+
+
+def vocabulary(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+
+
+class Ways:
+    def __init__(self, engine: ServerEngine, socket: str, arguments: argparse.Namespace) -> None:
+        self.engine, self.tokens = engine, arguments.tokens
+        ids = min(250, vocabulary(arguments.checkpoint))
+        self.prompts = [[(31 * i + 7 * j) % ids for j in range(PROMPT)] for i in range(arguments.requests)]
+        self.lanes = Lanes(lambda: self._lane(socket), arguments.requests)
+        self.told = 0
+
+    def _lane(self, socket: str) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(uds=socket, limits=ONE, verify=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None, trust_env=False)
+
+    async def run(self, index: int, seed: int) -> Completion:
+        sampling = Sampling(max_tokens=self.tokens, temperature=1.0, seed=seed)
+        return await self.engine.generate(self.prompts[index], sampling, on_token=self._tell)
+
+    def _tell(self, *_: Any) -> None:
+        self.told += 1
+
+    async def one_by_one(self, index: int, seed: int) -> Completion:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        body = self._body(index, seed, logprobs=0)
+        async with self.lanes.take() as client, client.stream("POST", "/inference/v1/generate", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    ids += choice["token_ids"]
+                    logprobs += [each["logprob"] for each in choice["logprobs"]["content"]]
+        return Completion(ids, logprobs, [], "length")
+
+    async def whole(self, index: int, seed: int) -> Completion:
+        return await self._in_one_piece(self._body(index, seed, stream=False, logprobs=0, output_kind=FINAL_ONLY))
+
+    async def bare(self, index: int, seed: int) -> Completion:
+        return await self._in_one_piece(self._body(index, seed, stream=False, output_kind=FINAL_ONLY))
+
+    async def _in_one_piece(self, body: Any) -> Completion:
+        async with self.lanes.take() as client:
+            (choice,) = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
+        content = (choice["logprobs"] or {}).get("content") or []
+        return Completion(choice["token_ids"], [each["logprob"] for each in content], [], "length")
+
+    def _body(self, index: int, seed: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
+        sampling = {"max_tokens": self.tokens, "seed": seed, "detokenize": False, "ignore_eos": True, **more}
+        salt = f"{seed // 10000}"  # no pass finds the prompts of the one before
+        asked = {"model": "base", "token_ids": self.prompts[index], "stream": stream, "cache_salt": salt}
+        return {**asked, "sampling_params": sampling}
+
+
+def busy() -> dict[str, float]:
+    """Seconds of CPU of each process, so far."""
+    spent: dict[str, float] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        fields = rest.split()
+        spent[f"{name} {path.parent.name}"] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
+async def timed(ask: Callable[[int, int], Awaitable[Completion]], count: int, salt: int) -> dict[str, Any]:
+    before, started = busy(), time.perf_counter()
+    done = await asyncio.gather(*(ask(index, salt * 10000 + index) for index in range(count)))
+    seconds = time.perf_counter() - started
+    shares = {name: (spent - before.get(name, 0.0)) / seconds for name, spent in busy().items()}
+    top = {name: round(share, 2) for name, share in sorted(shares.items(), key=lambda each: -each[1])[:4]}
+    return {"rate": sum(len(each.ids) for each in done) / seconds, "seconds": seconds, "cpu": top, "done": done}
+
+
+async def compared(ways: Ways, count: int) -> tuple[int, float]:
+    """Tokens that both ways sampled from the same seeds, each request alone, until rounding parts them; and the largest
+    difference of a logprob among them, in nats."""
+    gaps: list[float] = []
+    for index in range(count):
+        ours, theirs = [await ask(index, 7_000_000 + index) for ask in (ways.run, ways.one_by_one)]
+        pairs = zip(ours.ids, theirs.ids, ours.logprobs, theirs.logprobs, strict=True)
+        gaps += [abs(a - b) for one, other, a, b in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return len(gaps), max(gaps)
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    def command(model: str, version: int, ready: Path) -> list[str]:
+        names = ("python", "device", "requests", "tokens", "extra", "home")
+        passed = [f"--{name}={getattr(arguments, name)}" for name in names]
+        return [sys.executable, __file__, "serve", f"--checkpoint={model}", f"--ready={ready}", *passed]
+
+    home = arguments.home
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    engine = ServerEngine(Owned(command, str(arguments.checkpoint), home, start_deadline_s=300))
+    found: dict[str, Any] = {}
+    try:
+        await engine.generate([1, 2, 3], Sampling(max_tokens=8))
+        ways = Ways(engine, (home / "socket").read_text(), arguments)
+        for number, name in enumerate(["run", "bare", "whole", "one_by_one", "run"]):  # the first one warms up
+            ask = getattr(ways, name)
+            rows = [await timed(ask, arguments.requests, 10 * number + again + 1) for again in range(arguments.times)]
+            rates = [row["rate"] for row in rows]
+            found[name] = {"rate": statistics.median(rates), "rates": rates, "cpu": rows[-1]["cpu"]}
+            tokens = sum(len(each.ids) for each in rows[-1]["done"])
+            shown = f"{name:11} {found[name]['rate']:7.0f} tokens/s of {[round(rate) for rate in rates]}"
+            print(f"{shown}, {tokens} tokens, CPU {rows[-1]['cpu']}", flush=True)
+        found["told"] = ways.told
+        found["compared"] = await compared(ways, min(4, arguments.requests))
+        print(f"logprobs of {found['compared'][0]} tokens: largest difference {found['compared'][1]:.2g} nats")
+    finally:
+        await engine.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="?", choices=["measure", "serve"], default="measure")
+    parser.add_argument("--shape", default="qwen3-1.7b")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--extra", default="")
+    parser.add_argument("--home", type=Path, default=Path("/tmp/rollouts"))
+    parser.add_argument("--ready", type=Path)
+    arguments = parser.parse_args()
+    if arguments.what == "serve":
+        return serve(arguments)
+    arguments.checkpoint = arguments.checkpoint or Path("/tmp") / arguments.shape
+    if not arguments.checkpoint.exists():
+        random_checkpoint(arguments.shape, arguments.checkpoint, device=arguments.device)
+    found = asyncio.run(measure(arguments))
+    (Path(os.environ.get("OUT", ".")) / "rollouts.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

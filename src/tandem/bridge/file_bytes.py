@@ -1,0 +1,118 @@
+"""Bytes between files and a GPU: by several threads, each with a piece of pinned memory of its own.
+
+One thread copies from a file's cache a few GB/s; a GPU takes ten times as much.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_THREADS = 8
+_PIECE_BYTES = 32 * 2**20
+
+
+def read_into(path: Path, flat: Tensor) -> Tensor:
+    """The file's first bytes, as many as there is room for. OSError if it has fewer. Returns `flat`."""
+    size = flat.numel()
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def read(begin: int) -> None:
+        room, stream = _rooms.mine(flat.device)
+        piece = flat[begin : begin + _PIECE_BYTES]
+        view = _bytes_of(room)[: piece.numel()]
+        done = 0
+        while done < len(view):
+            if not (count := os.preadv(descriptor, [view[done:]], begin + done)):
+                raise OSError(f"it ends after {begin + done} bytes instead of {size}")
+            done += count
+        with torch.cuda.stream(stream):
+            piece.copy_(room[: len(view)], non_blocking=True)
+        stream.synchronize()  # the room is this thread's next one, too
+
+    try:
+        with ThreadPoolExecutor(min(_THREADS, _pieces(size)), "read") as threads:
+            list(threads.map(read, range(0, size, _PIECE_BYTES)))
+    finally:
+        os.close(descriptor)
+    return flat
+
+
+class Writing:
+    """Tensors into files, while more of them are made."""
+
+    def __init__(self, still_wanted: Callable[[], None]) -> None:
+        """`still_wanted` raises when nobody waits for it any more."""
+        self._threads: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
+        self._still_wanted = still_wanted
+        self._room = threading.BoundedSemaphore(4 * _THREADS)  # what waits to be written is held in memory
+
+    def write(self, descriptor: int, raw: Tensor, offset: int) -> None:
+        """What is on a GPU has to be there by now. `finish` waits for it, and raises what went wrong."""
+        if not raw.is_cuda:
+            _write_all(descriptor, _bytes_of(raw), offset)
+            return
+        self._threads = self._threads or ThreadPoolExecutor(_THREADS, "write")
+        for begin in range(0, raw.numel(), _PIECE_BYTES):
+            while not self._room.acquire(timeout=1.0):
+                self._still_wanted()
+            piece = raw[begin : begin + _PIECE_BYTES]
+            self._under_way.append(self._threads.submit(self._write, descriptor, piece, offset + begin))
+
+    def finish(self) -> None:
+        for each in self._under_way:
+            each.result()
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _write(self, descriptor: int, piece: Tensor, offset: int) -> None:
+        try:
+            room, stream = _rooms.mine(piece.device)
+            with torch.cuda.stream(stream):
+                room[: piece.numel()].copy_(piece, non_blocking=True)
+            stream.synchronize()
+            _write_all(descriptor, _bytes_of(room)[: piece.numel()], offset)
+        finally:
+            self._room.release()
+
+
+class _Rooms(threading.local):
+    """A thread's pinned memory, and its stream."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, tuple[Tensor, torch.cuda.Stream]] = {}
+
+    def mine(self, device: torch.device) -> tuple[Tensor, torch.cuda.Stream]:
+        if device not in self._made:
+            room = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._made[device] = room, torch.cuda.Stream(device)
+        return self._made[device]
+
+
+_rooms = _Rooms()
+
+
+def _pieces(size: int) -> int:
+    return max(1, -(-size // _PIECE_BYTES))
+
+
+def _bytes_of(raw: Tensor) -> memoryview:
+    array: Any = raw.numpy()
+    return memoryview(array)
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)

@@ -1,0 +1,39 @@
+"""Many copies at once give what one after the other does, on whatever there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.ops import copying
+from tandem.ops.copying import cast_all, copy_all
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.gpu
+
+
+def test_every_pair_is_copied_whatever_its_size_type_and_layout() -> None:
+    torch.manual_seed(0)
+    whole = torch.zeros(64, 48, device=DEVICE)
+    sources = [
+        torch.randn(16, 48, device=DEVICE),
+        torch.randn(16, 48, device=DEVICE).bfloat16(),
+        torch.randn(48, 16, device=DEVICE).t(),
+        torch.randn(16, 48),
+    ]
+    pairs = [(whole[16 * n : 16 * n + 16], source) for n, source in enumerate(sources)]
+    large = torch.empty(copying._SMALL_BYTES // 2, device=DEVICE)
+    pairs.append((large, torch.arange(large.numel(), device=DEVICE, dtype=torch.float32)))
+    pairs.append((torch.empty((), dtype=torch.bfloat16, device=DEVICE), torch.tensor(2.5, device=DEVICE)))
+    copy_all(pairs)
+    for into, source in pairs:
+        assert torch.equal(into.float().cpu(), source.float().cpu())
+
+
+def test_only_what_has_another_type_is_cast() -> None:
+    given = [("a", torch.randn(5, 3, device=DEVICE)), ("b", torch.randn(7, device=DEVICE).bfloat16())]
+    given.append(("count", torch.arange(3, device=DEVICE)))
+    cast = dict(cast_all((name, tensor, torch.bfloat16) for name, tensor in given))
+    assert torch.equal(cast["a"], given[0][1].bfloat16())
+    assert cast["b"] is given[1][1]
+    assert cast["count"] is given[2][1]
