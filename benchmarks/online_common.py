@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,24 @@ from typing import Any
 import httpx
 
 ENDED = ("published", "rejected", "failed", "cancelled")
+
+
+class Asking(threading.Thread):
+    """One question after the other, until `ended` is set or one fails: `error` says how."""
+
+    def __init__(self, client: httpx.Client, number: int) -> None:
+        super().__init__(daemon=True)
+        self.client, self.number, self.ended, self.error = client, number, threading.Event(), ""
+
+    def run(self) -> None:
+        try:
+            while not self.ended.is_set():
+                self.ask()
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def ask(self) -> None:
+        raise NotImplementedError
 
 
 class OnlineServer:

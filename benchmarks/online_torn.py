@@ -18,7 +18,6 @@ import os
 import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from online_common import OnlineServer
+from online_common import Asking, OnlineServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -92,23 +91,14 @@ def server(home: Path) -> None:
 # --- the load
 
 
-class Stream(threading.Thread):
+class Stream(Asking):
     def __init__(self, url: str, token: str, number: int, on_update: str) -> None:
-        super().__init__()
-        self.client = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120)
-        self.number, self.on_update, self.ended = number, on_update, threading.Event()
+        super().__init__(httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120), number)
+        self.on_update = on_update
         self.tokens = self.torn = self.crossing = self.answers = 0
         self.waits_s: list[tuple[float, bool]] = []
-        self.error = ""
 
-    def run(self) -> None:
-        try:
-            while not self.ended.is_set():
-                self._ask()
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            self.error = f"{type(error).__name__}: {error}"
-
-    def _ask(self) -> None:
+    def ask(self) -> None:
         import votes
 
         prompt = [self.number + 1] * (4 + self.answers % 5)

@@ -154,19 +154,28 @@ def measure(learner: Learner, steps: int, device: str, threads: int, directory: 
     store = VersionStore(directory, threads=threads)
     live, first = learner.live, {name: tensor.clone() for name, tensor in learner.live.items()}
     full = store.anchor(0, live, learner.state())
-    held = Held.copy_of(0, live)
+    held = Held.of(0, live).at_rest()  # as in the trainer half: on the host, and beside the weights while it moves
+
+    def move(version: int) -> None:
+        with held.beside(live):
+            store.move(held, version)
+
     written: list[Written] = []
     for version in range(1, VERSIONS + 1):
         for _ in range(steps):
             learner.step()
         written.append(store.update(version, held, live))
-    exact = all(torch.equal(held.tensors[name], tensor) for name, tensor in live.items())
+
+    def is_at(wanted: Tensors) -> bool:
+        return all(torch.equal(held.tensors[name].to(tensor.device), tensor) for name, tensor in wanted.items())
+
+    exact = is_at(live)
     back, forward = [], []
     for _ in range(3):
-        back.append(timed(device, lambda: store.move(held, 0)))
-        exact &= all(torch.equal(held.tensors[name], tensor) for name, tensor in first.items())
-        forward.append(timed(device, lambda: store.move(held, VERSIONS)))
-    exact &= all(torch.equal(held.tensors[name], tensor) for name, tensor in live.items())
+        back.append(timed(device, lambda: move(0)))
+        exact &= is_at(first)
+        forward.append(timed(device, lambda: move(VERSIONS)))
+    exact &= is_at(live)
     cold = VersionStore(directory, threads=threads)
     reload_s = timed(device, lambda: cold.load(VERSIONS, device))
     parameters = sum(tensor.numel() for tensor in live.values())

@@ -82,6 +82,7 @@ def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: py
             await a_wish_that_nobody_foresaw_is_answered(played)
             await a_version_that_is_damaged_is_not_activated(played)
             await a_job_is_called_off_while_nobody_trains_it(played)
+            await a_job_is_called_off_when_its_version_is_written(played, monkeypatch)
             await a_job_gives_way_to_a_version_and_is_begun_again(played)
             await a_trainer_half_that_stands_still_is_started_again(played)
             await a_checkpoint_that_cannot_be_written_ends_nothing(played, monkeypatch)
@@ -169,6 +170,24 @@ async def a_wish_that_nobody_foresaw_is_answered(played: Played) -> None:
     with pytest.raises(OverflowError):
         await asyncio.wait_for(played.conductor.activate(10**30, "me"), 20)
     assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 20))["version"] == 0
+
+
+async def a_job_is_called_off_when_its_version_is_written(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the trainer half's last look and the commit; what comes after begins where it began."""
+    active, before, commit = played.store.active, await played.engine.fingerprints(), played.store.commit
+
+    async def called_off(job: Job, *what: Any) -> bool:
+        assert (await played.store.cancel(job.id, "me")) == "running"
+        return await commit(job, *what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(played.store, "commit", called_off)
+        job = await played.until(await played.teach(), *ENDED)
+    assert (job.state, job.why) == ("cancelled", "it was called off")
+    assert (played.store.active, played.conductor.serving) == (active, active)
+    assert await played.engine.fingerprints() == before
+    later = await played.until(await played.teach(), *ENDED)
+    assert (later.state, later.parent) == ("published", active)
 
 
 async def a_job_is_called_off_while_nobody_trains_it(played: Played) -> None:

@@ -101,6 +101,8 @@ class Conductor:
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
         self._why_no_checkpoint = ""
         self._publishing = False
+        self._trainer_memory: dict[str, float] = {}
+        self._trainer_base: dict[str, Any] = {}
         self._moved = 0
         """Steps of which the trainer half told."""
 
@@ -161,6 +163,8 @@ class Conductor:
                 "restarts": self._restarts,
                 "why": self._why_no_trainer,
                 "parameters": half.opened.parameters if half is not None else 0,
+                "memory": self._trainer_memory,
+                "base": self._trainer_base,
             },
             "job": None if job is None else {"id": job.id, "version": job.version, **self._progress},
             "jobs": self.store.count(),
@@ -412,10 +416,11 @@ class Conductor:
             await self.store.again(job.id, "it gave way to another version", counts=False)
         elif trained.outcome != "passed":
             await self.store.end(job.id, trained.outcome, trained.why, result)  # pyright: ignore[reportArgumentType]
-        else:
-            await self.store.commit(job, trained.digest, trained.bytes, result)
+        elif await self.store.commit(job, trained.digest, trained.bytes, result):
             self._say(job.id)
             await self._ensure_served()
+        else:
+            await self._ask(wire.Settle(job.version or 0, False))
         self._running, self._progress = None, {}
         self._say(job.id)
 
@@ -435,6 +440,7 @@ class Conductor:
                 return
         for job in publishing:
             settled = await self._ask(wire.Settle(job.version or 0, True))
+            self._trainer_memory = settled["memory"]
             await self.store.end(job.id, "published")
             self._memory.remember(self.store.job(job.id), self.store.groups(job.id))
             self._say(job.id)
@@ -447,6 +453,7 @@ class Conductor:
             proof = await self._ask(Publish(version), self.spec.publish_deadline_s)
         finally:
             self._publishing = False
+        self._trainer_base = proof["base"]
         served = self.store.version(version)["served_digest"]
         if served and served != proof["digest"]:
             raise SyncError(f"online: version {version} is served with digest {proof['digest']}, and was {served}")
@@ -469,7 +476,7 @@ class Conductor:
         self._must_be_kept(version)
         if version != self.store.active:
             try:
-                await self._ask(Activate(version))
+                self._trainer_memory = (await self._ask(Activate(version)))["memory"]
             except CheckpointDamaged as error:
                 await self.store.mark([version], "damaged", str(error))
                 raise Conflict(f"version {version} is damaged, and cannot be served: {error}") from error

@@ -25,6 +25,7 @@ from tandem.errors import NonFinite, TandemError
 from tandem.online import gates
 from tandem.online.demonstrations import Judged
 from tandem.online.gates import Verdict
+from tandem.online.peaks import Peaks
 from tandem.online.rewind import Rewind
 from tandem.online.updates import Held, size_of_change
 from tandem.online.versions import VersionStore
@@ -88,6 +89,8 @@ class Parts:
     greedy: Callable[[Sequence[int], int], list[int]]
     """What the model says after a prompt, greedily."""
     publisher: Publisher
+    base: Callable[[], dict[str, Any]]
+    """Whether the base of adapters is the engine's memory, and why not; empty where there are none."""
     held_out: Sequence[Trajectory] = ()
     canaries: Sequence[Canary] = ()
 
@@ -111,14 +114,6 @@ class Teacher:
         self._parts.policy.live_in(storage)
 
 
-@dataclass
-class _Before:
-    """A candidate's past, until it is settled."""
-
-    parent: int
-    rewind: Rewind
-
-
 @dataclass(frozen=True)
 class _Seen:
     """What the gates measure twice."""
@@ -135,7 +130,8 @@ class TrainerHalf:
         self._turn = asyncio.Lock()
         self._called_off: set[str] = set()
         """Jobs, also those that have not come yet: whoever calls one off may be quicker than the job."""
-        self._before: _Before | None = None
+        self._before: int | None = None
+        """The version that the candidate comes from, until it is settled."""
         self._stale = False
         """The optimizer's state is of another version than the weights: it is read from the disk before it is used."""
 
@@ -181,16 +177,19 @@ class TrainerHalf:
         self._store.sweep()
         self._store.forget(set(asked.known) & self._store.known().keys())
         parameters = sum(tensor.numel() for tensor in trained.values())
+        like = next(iter(trained.values()))
+        self._peaks = Peaks(like)
+        self._rewind = Rewind(parts.optimizer)
         if not asked.known:
-            self._held = Held.copy_of(0, trained)
-            self._store.anchor(0, self._held.tensors, parts.optimizer.state())
+            self._held = Held.of(0, trained).at_rest()
+            self._store.anchor(0, trained, parts.optimizer.state())
             self._teacher.version = self._anchored = 0
             return Opened(0, self._held.digest, True, parameters, os.getpid())
-        loaded, damaged = self._store.whole(asked.active)
+        loaded, damaged = self._store.whole(asked.active, like.device)
         for text in damaged:
             _log.error("%s", text)
-        self._held, version = loaded.held, loaded.held.version
-        self._held.restore(trained)
+        loaded.held.restore(trained)
+        self._held, version = loaded.held.at_rest(), loaded.held.version
         if loaded.state is not None:
             parts.optimizer.load(loaded.state)
         self._teacher.version = version
@@ -216,8 +215,8 @@ class TrainerHalf:
                 f"online: a job for version {asked.parent}, and the trainer half has {self._teacher.version}"
             )
         self._refresh_state()
-        parts = self._open_parts
-        self._before = _Before(asked.parent, Rewind(parts.optimizer))
+        self._rewind.mark()
+        self._before = asked.parent
         try:
             return self._attempt(asked, tell)
         except Cancelled as error:
@@ -232,9 +231,11 @@ class TrainerHalf:
 
     def _attempt(self, asked: Train, tell: Callable[[Progress], None]) -> Trained:
         started = time.perf_counter()
-        before = self._look(asked)
-        metrics = self._steps(asked, tell)
-        measured = self._gates(before, self._look(asked), asked)
+        with self._peaks.of("train"):
+            before = self._look(asked)
+            metrics = self._steps(asked, tell)
+        with self._peaks.of("gates"):
+            measured = self._gates(before, self._look(asked), asked)
         metrics["time/train_s"] = time.perf_counter() - started
         passed, why = gates.verdict(measured)
         rows = [Gate(**each.row()) for each in measured]
@@ -243,8 +244,11 @@ class TrainerHalf:
             return Trained("rejected", why, rows, metrics)
         if asked.job in self._called_off:
             raise Cancelled("it was called off before it was published")
-        written = self._store.update(asked.version, self._held, dict(self._open_parts.policy.trainable()))
+        live = dict(self._open_parts.policy.trainable())
+        with self._peaks.of("update"):
+            written = self._store.update(asked.version, self._held, live)
         self._teacher.version = asked.version
+        metrics |= self._peaks.metrics()
         return Trained(
             "passed", "", rows, metrics, written.size_bytes, written.seconds, written.digest, written.changed
         )
@@ -308,11 +312,13 @@ class TrainerHalf:
     def _back(self) -> None:
         """As it was before the job, bit for bit."""
         assert self._before is not None
-        if self._held.version != self._before.parent:
-            self._store.move(self._held, self._before.parent)
-        self._held.restore(dict(self._open_parts.policy.trainable()))
-        self._before.rewind.back()
-        self._teacher.version = self._before.parent
+        live = dict(self._open_parts.policy.trainable())
+        if self._held.version != self._before:
+            with self._held.beside(live):
+                self._store.move(self._held, self._before)
+        self._held.restore(live)
+        self._rewind.back()
+        self._teacher.version = self._before
         self._before = None
 
     def _settle(self, version: int, keep: bool) -> dict[str, Any]:
@@ -322,20 +328,23 @@ class TrainerHalf:
             else:
                 self._back()
         version = self._teacher.version
-        return {"version": version, "anchor_due": self._store.anchor_due(version)}
+        return {"version": version, "anchor_due": self._store.anchor_due(version), "memory": self._peaks.metrics()}
 
     async def _publish(self, version: int) -> dict[str, Any]:
         if version != self._teacher.version:
             raise TandemError(f"online: asked to publish {version}, and the trainer half has {self._teacher.version}")
-        proof: Proof = await self._open_parts.publisher.publish(self._teacher)
-        return msgspec.to_builtins(proof)
+        with self._peaks.of("publish"):
+            proof: Proof = await self._open_parts.publisher.publish(self._teacher)
+        return {**msgspec.to_builtins(proof), "base": self._open_parts.base()}
 
     def _activate(self, version: int) -> dict[str, Any]:
-        if why := self._store.move(self._held, version):
-            _log.warning("version %d was read from an anchor: %s", version, why)
-        self._held.restore(dict(self._open_parts.policy.trainable()))
+        live = dict(self._open_parts.policy.trainable())
+        with self._peaks.of("activate"), self._held.beside(live):
+            if why := self._store.move(self._held, version):
+                _log.warning("version %d was read from an anchor: %s", version, why)
+            self._held.restore(live)
         self._teacher.version, self._before, self._stale = version, None, True
-        return {"version": version, "digest": self._held.digest}
+        return {"version": version, "digest": self._held.digest, "memory": self._peaks.metrics()}
 
     def _refresh_state(self) -> None:
         """After another version was made the active one: the optimizer goes on from the state of the last checkpoint on
@@ -354,7 +363,8 @@ class TrainerHalf:
         known = self._store.known().get(version)
         if self._anchored == version or (known and known.anchored):
             return Written(version, 0, 0.0, already=True)
-        written = self._store.anchor(version, self._held.tensors, self._open_parts.optimizer.state())
+        with self._held.beside(dict(self._open_parts.policy.trainable())):
+            written = self._store.anchor(version, self._held.tensors, self._open_parts.optimizer.state())
         self._anchored = version
         self._store.forget(set(keep) & self._store.known().keys())
         return Written(version, written.size_bytes, written.seconds)

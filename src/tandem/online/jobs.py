@@ -241,16 +241,22 @@ class JobStore:
 
         await self._durable.write(change)
 
-    async def commit(self, job: Job, digest: str, size_bytes: int, result: Mapping[str, Any]) -> None:
-        """The version is there and active: from now on, whatever is killed, it is what is served after a restart."""
+    async def commit(self, job: Job, digest: str, size_bytes: int, result: Mapping[str, Any]) -> bool:
+        """The version is there and active: from now on, whatever is killed, it is what is served after a restart. False
+        if the job was called off at the last moment: then it is cancelled, and there is no such version."""
 
-        def change(db: sqlite3.Connection) -> None:
+        def change(db: sqlite3.Connection) -> bool:
             assert job.version is not None
+            (called_off,) = db.execute("SELECT called_off FROM jobs WHERE id = ?", (job.id,)).fetchone()
+            if called_off:
+                _end(db, job.id, "cancelled", "it was called off")
+                return False
             _insert_version(db, job.version, job.parent, job.id, digest, size_bytes)
             _set(db, "active", job.version)
             db.execute("UPDATE jobs SET state = 'publishing', result = ? WHERE id = ?", (_bytes(result), job.id))
+            return True
 
-        await self._durable.write(change)
+        return await self._durable.write(change)
 
     async def end(self, id: str, state: JobState, why: str = "", result: Mapping[str, Any] | None = None) -> None:
         def change(db: sqlite3.Connection) -> None:

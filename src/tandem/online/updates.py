@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from tandem.online.pieces import UNKNOWN, Piece, coded, lots, move, side_by_side
 from tandem.online.planes import Planes, Ready
 from tandem.ops import digest
 from tandem.ops.finite import Finite
-from tandem.ops.tensors import check_alike
+from tandem.ops.tensors import Copies, check_alike
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,7 +33,11 @@ _OTHERS = "the weights are of another model or precision than those before"
 
 @dataclass(slots=True)
 class Held:
-    """Tensors in memory that are, bit by bit, a version that is known. All on one device."""
+    """Tensors in memory that are, bit by bit, a version that is known. All on one device.
+
+    Beside weights that are trained on a GPU it is `at_rest`, on the host, and comes to them for as long as it is worked
+    with: there are no gradients then, so that a job needs no room for it.
+    """
 
     version: int
     tensors: Mapping[str, Tensor]
@@ -54,6 +59,32 @@ class Held:
     @property
     def digest(self) -> str:
         return digest_of_all(self.numbers)
+
+    def at_rest(self) -> Held:
+        """A copy on the host: of a GPU's tensors in pinned memory."""
+        return Held(self.version, Copies().of(self.tensors), dict(self.numbers))
+
+    @contextmanager
+    def beside(self, live: Mapping[str, Tensor]) -> Iterator[None]:
+        """On the device of `live` meanwhile. At rest is then what it has become; or, where that fails, what it was."""
+        home, version, numbers = self.tensors, self.version, self.numbers
+        device = next(iter(live.values())).device
+        if all(tensor.device == device for tensor in home.values()):
+            yield
+            return
+        self.tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in home.items()}
+        self.numbers = dict(numbers)
+        try:
+            yield
+            if self.version != version:
+                for name, tensor in self.tensors.items():
+                    home[name].copy_(tensor, non_blocking=True)
+                torch.cuda.synchronize(device)
+        except BaseException:
+            self.version, self.numbers = version, numbers
+            raise
+        finally:
+            self.tensors = home
 
     @torch.no_grad()
     def restore(self, live: Mapping[str, Tensor]) -> None:
@@ -139,12 +170,13 @@ def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[st
     `held` that somebody wrote to is refused."""
     check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
     numbers, changed = _numbers(live), list[int]()
-    pieces = list(ahead(coded, lots(held.tensors, live, changed), threads))
+    pieces = list(ahead(coded, lots(held.tensors, live, changed), threads))  # one that is at rest comes part by part
     touched = {name: (held.numbers[name], number) for name, number in numbers.items() if number != held.numbers[name]}
-    _check(held, held.numbers, held.version, anew={name for piece in pieces for name, *_ in piece.parts})
-    total = sum(tensor.numel() for tensor in live.values())
-    update = Update(version, held.version, touched, pieces, sum(changed), total, digest_of_all(numbers), notes)
-    walk(held, [lambda: update])
+    with held.beside(live):
+        _check(held, held.numbers, held.version, anew={name for piece in pieces for name, *_ in piece.parts})
+        total = sum(tensor.numel() for tensor in live.values())
+        update = Update(version, held.version, touched, pieces, sum(changed), total, digest_of_all(numbers), notes)
+        walk(held, [lambda: update])
     return update
 
 

@@ -136,7 +136,8 @@ class VersionStore:
                 _write_planes(directory / _PLANES, made)
                 _write_head(directory, made.head())
         except BaseException:
-            walk(held, [lambda: made])
+            with held.beside(live):
+                walk(held, [lambda: made])
             raise
         return self._written(path, version, started, made.digest, made.changed, made.total)
 

@@ -24,7 +24,10 @@ from tandem.spec.preference import DpoSpec
 from tandem.types import Batch, Group, Trajectory
 
 if TYPE_CHECKING:
+    from tandem.bridge.base import BorrowedBase
     from tandem.protocols import WeightBridge
+
+_BUCKET_BYTES = 64 * 2**20  # of a GPU's memory the trainer half keeps two for ever
 
 ALGORITHMS = ("sft", "self_distill", "dpo", "reward", "group")
 """By what a job's samples are: shown (to imitate, or to judge by), compared, each with a reward of its own, siblings
@@ -88,6 +91,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
             said.append(int(model.policy.head.logits(hidden[:, -1]).argmax()))
         return said
 
+    bridge, base = _bridge(spec, device, model)
     return Parts(
         model.policy,
         optimizer,
@@ -98,12 +102,14 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
         build.scorer(model, spec.train.micro_tokens),
         greedy,
         Publisher(
-            _bridge(spec, device),
+            bridge,
             engine,
             deadline_s=spec.publish_deadline_s,
             retries=1,
             canary=build_engine.canary(model),
+            on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
         ),
+        base.state if base else dict,
         _held_out(spec, model),
         _canaries(spec, model),
     )
@@ -134,16 +140,22 @@ def algorithm(teaching: Teaching, judge: Judged | None) -> Algorithm:
     return anchored(made, teaching.kl_coef)
 
 
-def _bridge(spec: OnlineSpec, device: Any) -> WeightBridge:
-    """A copy of every version travels: what is served is never what is trained on."""
+def _bridge(spec: OnlineSpec, device: Any, model: build.Model) -> tuple[WeightBridge, BorrowedBase | None]:
+    """A copy of every version travels: what is served is never what is trained on. The base of adapters does not: on
+    the engine's GPU the trainer half reads the engine's."""
     if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
         from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+        from tandem.bridge.base import BorrowedBase
 
-        return AdapterBroadcastBridge(device, deadline_s=spec.publish_deadline_s)
+        base = BorrowedBase(device, model.policy.base_in)
+        return AdapterBroadcastBridge(device, deadline_s=spec.publish_deadline_s, base_wanted=True), base
     from tandem.bridge.broadcast.trainer import BroadcastBridge
 
     way = "ipc" if device.type == "cpu" else "auto"
-    return BroadcastBridge(device, deadline_s=spec.publish_deadline_s, backend=way)
+    bucket = _BUCKET_BYTES if device.type == "cuda" else 0
+    return BroadcastBridge(
+        device, bucket_bytes=bucket, deadline_s=spec.publish_deadline_s, backend=way, roomy=True
+    ), None
 
 
 def held_out_rows(spec: OnlineSpec) -> Sequence[Conversation]:

@@ -1,0 +1,92 @@
+"""A version that rests on the host beside a GPU's weights: worked on there, and whole again whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.online import versions
+from tandem.online.updates import Held
+from tandem.online.versions import VersionStore
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def weights() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "w": (torch.randn(512, 256, device="cuda") * 0.02).to(torch.bfloat16),
+        "n": torch.ones(16, device="cuda"),
+        "t": torch.randn(32, 64, device="cuda").T,
+    }
+
+
+def nudge(live: dict[str, Tensor]) -> None:
+    live["w"].view(torch.int16)[::7] += 1
+    live["n"] *= 1.5
+    live["t"] += 0.25
+
+
+def equal(held: Held, wanted: dict[str, Tensor]) -> bool:
+    return all(torch.equal(held.tensors[name].cpu(), tensor.cpu()) for name, tensor in wanted.items())
+
+
+def test_it_follows_an_update_and_goes_back(tmp_path: Path):
+    store, live = VersionStore(tmp_path), weights()
+    store.anchor(0, live)
+    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in held.tensors.values())
+    nudge(live)
+    store.update(1, held, live)
+    assert held.version == 1
+    assert equal(held, live)
+    assert held.numbers == Held.of(1, live).numbers
+    with held.beside(live):
+        assert all(tensor.is_cuda for tensor in held.tensors.values())
+        store.move(held, 0)
+        held.restore(live)
+    assert held.version == 0
+    assert equal(held, first)
+    assert equal(held, live)
+    assert all(tensor.is_pinned() for tensor in held.tensors.values())
+
+
+def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store, live = VersionStore(tmp_path), weights()
+    store.anchor(0, live)
+    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    numbers = dict(held.numbers)
+    nudge(live)
+
+    def full(*_: object) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "_write_planes", full)
+        with pytest.raises(OSError, match="no room"):
+            store.update(1, held, live)
+    assert (held.version, held.numbers) == (0, numbers)
+    assert equal(held, first)
+    store.update(1, held, live)
+    assert equal(held, live)
+
+
+def test_what_fails_beside_leaves_it_as_it_was(tmp_path: Path):
+    store, live = VersionStore(tmp_path), weights()
+    store.anchor(0, live)
+    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    numbers = dict(held.numbers)
+    nudge(live)
+
+    def interrupted() -> None:
+        with held.beside(live):
+            store.update(1, held, live)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (held.version, held.numbers) == (0, numbers)
+    assert equal(held, first)

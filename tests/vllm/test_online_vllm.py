@@ -1,0 +1,88 @@
+"""`tandem online serve` with a real vLLM: taught while it answers, gone back to, and serving what was proven."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_cpu import PYTHON, ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from online_common import OnlineServer, fact
+
+SPEC = """
+device = "cpu"
+[model]
+preset = "tiny"
+[precision]
+weights = "bfloat16"
+[train]
+lr = 1e-3
+steps = 4
+[gates]
+kl = 50.0
+update_norm = 0.5
+[engine]
+kind = "vllm"
+python = "{python}"
+eager = true
+max_context = 256
+{more}
+"""
+FULL = '[optimizer]\nkind = "apollo"\ntables = "adamw_8bit"'
+
+
+def served_as_proven(server: OnlineServer) -> tuple[int, str]:
+    held, told = server.get("/versions/served"), server.get("/versions")
+    proven = {row["version"]: row["served_digest"] for row in told["versions"]}
+    assert held["version"] == told["active"]
+    assert held["digest"] == proven[held["version"]]
+    return held["version"], held["digest"]
+
+
+@pytest.mark.parametrize("more", [FULL, "[model.lora]\nrank = 4"], ids=["full", "lora"])
+def test_it_learns_while_it_answers_and_goes_back(tmp_path: Path, more: str):
+    server, answers, end = OnlineServer(tmp_path, SPEC.format(python=PYTHON, more=more)), list[Any](), threading.Event()
+
+    def ask(number: int) -> None:
+        while not end.is_set():
+            answers.append(server.ask(f"{number}?", max_tokens=24, temperature=1.0))
+
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    try:
+        server.start(300)
+        for thread in asking:
+            thread.start()
+        for _ in range(3):
+            row = server.wait(server.teach([fact(n) for n in range(8)]))
+            assert row["state"] == "published", row["why"]
+        end.set()
+        for thread in asking:
+            thread.join(60)
+        assert answers
+        for answer in answers:
+            ((version, count),) = answer["choices"][0]["weight_versions"]
+            assert 0 <= version <= 3
+            assert count == answer["usage"]["completion_tokens"]
+        version, last = served_as_proven(server)
+        assert version == 3
+        server.post("/versions/1/activate")
+        version, first = served_as_proven(server)
+        assert (version, first != last) == (1, True)
+        server.post("/versions/3/activate")
+        assert served_as_proven(server) == (3, last)
+        ((version, _),) = server.ask("3?", max_tokens=4)["choices"][0]["weight_versions"]
+        assert version == 3
+        base = server.get("/train/status")["trainer"]["base"]
+        assert (
+            base == {}
+            if more == FULL
+            else (base["engaged"], "memory of a GPU alone" in base["why_not"]) == (False, True)
+        )
+    finally:
+        end.set()
+        server.kill()
