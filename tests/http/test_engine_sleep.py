@@ -319,9 +319,10 @@ def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served:
     vllm_of(served).slow_s = 0.3
     with pytest.raises(Exception, match="timed out"):
         served.client.post("/engine/sleep", json={**caller, "lease_s": 0.6}, timeout=0.1)
-    wait_until(lambda: served.status()["lent_bytes"] == ENGINE)
+    wait_until(lambda: "/wake_up" in vllm_of(served).calls)  # a vLLM that did not sleep would die of it
     wait_until(lambda: served.status()["state"] == "serving")
     assert vllm_of(served).mapped == ENGINE
+    assert vllm_of(served).running
 
 
 def test_a_load_that_finds_no_room_leaves_it_asleep_under_its_lease(served: EngineServed):
