@@ -4,12 +4,14 @@ REQUESTS prompts of 128 tokens, 512 new ones each, nothing ends sooner; random w
 `tandem engine serve` with vLLM behind it; `run` asks it as a run does, with somebody to whom each token is told. The
 other ways ask the same vLLM's server itself, over its socket: tokens one by one with their logprobs, in one piece with
 them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens.
+`--engines 2`: one on each GPU, and `run` through a pool of the first one, then of all, REQUESTS for each of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -24,7 +26,9 @@ from typing import Any
 import httpx
 
 from tandem.engine.lanes import ONE, Lanes
+from tandem.engine.pool import EnginePool
 from tandem.engine.server import Owned, ServerEngine
+from tandem.protocols import Engine
 from tandem.recipes import build_engine
 from tandem.recipes.shapes import random_checkpoint
 from tandem.types import Completion, Sampling
@@ -67,10 +71,9 @@ def vocabulary(checkpoint: Path) -> int:
 
 
 class Ways:
-    def __init__(self, engine: ServerEngine, socket: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, engine: Engine, socket: str, arguments: argparse.Namespace) -> None:
         self.engine, self.tokens = engine, arguments.tokens
-        ids = min(250, vocabulary(arguments.checkpoint))
-        self.prompts = [[(31 * i + 7 * j) % ids for j in range(PROMPT)] for i in range(arguments.requests)]
+        self.num_ids = vocabulary(arguments.checkpoint)
         self.lanes = Lanes(lambda: self._lane(socket), arguments.requests)
         self.told = 0
 
@@ -80,7 +83,7 @@ class Ways:
 
     async def run(self, index: int, seed: int) -> Completion:
         sampling = Sampling(max_tokens=self.tokens, temperature=1.0, seed=seed)
-        return await self.engine.generate(self.prompts[index], sampling, on_token=self._tell)
+        return await self.engine.generate(self._prompt(index, seed), sampling, on_token=self._tell)
 
     def _tell(self, *_: Any) -> None:
         self.told += 1
@@ -109,10 +112,14 @@ class Ways:
         content = (choice["logprobs"] or {}).get("content") or []
         return Completion(choice["token_ids"], [each["logprob"] for each in content], [], "length")
 
+    def _prompt(self, index: int, seed: int) -> list[int]:
+        """No pass finds the prompts of the one before in a cache."""
+        noise = hashlib.shake_256(f"{seed // 10000} {index}".encode()).digest(PROMPT)
+        return [each % self.num_ids for each in noise]
+
     def _body(self, index: int, seed: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
         sampling = {"max_tokens": self.tokens, "seed": seed, "detokenize": False, "ignore_eos": True, **more}
-        salt = f"{seed // 10000}"  # no pass finds the prompts of the one before
-        asked = {"model": "base", "token_ids": self.prompts[index], "stream": stream, "cache_salt": salt}
+        asked = {"model": "base", "token_ids": self._prompt(index, seed), "stream": stream}
         return {**asked, "sampling_params": sampling}
 
 
@@ -149,20 +156,54 @@ async def compared(ways: Ways, count: int) -> tuple[int, float]:
     return len(gaps), max(gaps)
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    def command(model: str, version: int, ready: Path) -> list[str]:
-        names = ("python", "device", "requests", "tokens", "extra", "home")
-        passed = [f"--{name}={getattr(arguments, name)}" for name in names]
-        return [sys.executable, __file__, "serve", f"--checkpoint={model}", f"--ready={ready}", *passed]
-
-    home = arguments.home
+def start(arguments: argparse.Namespace, number: int) -> ServerEngine:
+    """On GPU `number`. It is there once it has answered."""
+    home = arguments.home / f"{number}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    engine = ServerEngine(Owned(command, str(arguments.checkpoint), home, start_deadline_s=300))
+
+    def command(model: str, version: int, ready: Path) -> list[str]:
+        passed = [
+            f"--{name}={getattr(arguments, name)}" for name in ("python", "device", "requests", "tokens", "extra")
+        ]
+        return [
+            sys.executable,
+            __file__,
+            "serve",
+            f"--checkpoint={model}",
+            f"--ready={ready}",
+            f"--home={home}",
+            *passed,
+        ]
+
+    only = {"CUDA_VISIBLE_DEVICES": f"{number}"}
+    return ServerEngine(Owned(command, str(arguments.checkpoint), home, environment=only, start_deadline_s=300))
+
+
+async def pooled(arguments: argparse.Namespace) -> dict[str, Any]:
+    engines = [start(arguments, number) for number in range(arguments.engines)]
+    found: dict[str, Any] = {}
+    try:
+        await asyncio.gather(*(engine.generate([1, 2, 3], Sampling(max_tokens=8)) for engine in engines))
+        for again, count in enumerate([1, len(engines)] * (1 + arguments.times)):  # the first of each warms up
+            pool = EnginePool(engines[:count])
+            ways = Ways(pool, "", arguments)
+            row = await timed(ways.run, count * arguments.requests, again + 1)
+            found.setdefault(f"{count}", []).append(row["rate"])
+            print(f"{count} engines: {row['rate']:7.0f} tokens/s, CPU {row['cpu']}", flush=True)
+        one, all_of_them = (statistics.median(found[f"{count}"][1:]) for count in (1, len(engines)))
+        print(f"{len(engines)} engines against one: {all_of_them / one:.2f}x", flush=True)
+    finally:
+        await asyncio.gather(*(engine.close() for engine in engines))
+    return found
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    engine = start(arguments, 0)
     found: dict[str, Any] = {}
     try:
         await engine.generate([1, 2, 3], Sampling(max_tokens=8))
-        ways = Ways(engine, (home / "socket").read_text(), arguments)
+        ways = Ways(engine, (arguments.home / "0" / "socket").read_text(), arguments)
         for number, name in enumerate(["run", "bare", "whole", "one_by_one", "run"]):  # the first one warms up
             ask = getattr(ways, name)
             rows = [await timed(ask, arguments.requests, 10 * number + again + 1) for again in range(arguments.times)]
@@ -189,6 +230,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--extra", default="")
     parser.add_argument("--home", type=Path, default=Path("/tmp/rollouts"))
     parser.add_argument("--ready", type=Path)
@@ -198,7 +240,7 @@ def main() -> None:
     arguments.checkpoint = arguments.checkpoint or Path("/tmp") / arguments.shape
     if not arguments.checkpoint.exists():
         random_checkpoint(arguments.shape, arguments.checkpoint, device=arguments.device)
-    found = asyncio.run(measure(arguments))
+    found = asyncio.run(pooled(arguments) if arguments.engines > 1 else measure(arguments))
     (Path(os.environ.get("OUT", ".")) / "rollouts.json").write_text(json.dumps(found))
 
 
