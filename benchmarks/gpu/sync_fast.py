@@ -1,10 +1,12 @@
-"""How long a version takes: `python benchmarks/gpu/sync_fast.py WAY[:SHAPE[:GPUS]] ...`, as broadcast:qwen3-8b:2.
+"""How long a version takes: `python benchmarks/gpu/sync_fast.py shared disk adapter --shape qwen3-1.7b`.
 
-A random checkpoint of the shape, a trainer on the first GPU, vLLM behind `tandem engine serve` on the last, and
-versions that differ, each of them proven. After WARM of them, medians of ROUNDS: `paused`, as long as requests waited;
-`sync`, from asking for the version to its proof without the canary; the phases; and the canary apart. Memory: what each
-GPU has less than before the first of them. Beside a broadcast: what NCCL itself takes for the bytes.
-Of adapters also: until the first token under a new one, and tokens/s of 64 streams against the base. Details: $OUT.
+A random checkpoint of the shape, a trainer on the first GPU, vLLM behind `tandem engine serve` on `--gpu`, and versions
+that differ, each of them proven. One vLLM for all bridges of whole weights, one with adapters for theirs, and one of
+its own for `restart`. After WARM versions, medians of ROUNDS: `paused`, as long as requests waited; `sync`, from asking
+for the version to its proof without the canary; the phases; and the canary apart. Memory: what each GPU has less than
+before the first of them. Beside a broadcast to another GPU: what NCCL itself takes for the bytes. Of adapters also:
+until the first token under a new one, and with `--streams 64` tokens/s of so many, under it and from the base (asked
+before any version came). Details: $OUT.
 """
 
 from __future__ import annotations
@@ -16,28 +18,34 @@ import os
 import shutil
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from standing import standing
 from sync import difference, gap
 
+from tandem.engine.server import ServerEngine, Standing
 from tandem.errors import TandemError
 from tandem.recipes import build, build_engine
-from tandem.recipes.shapes import random_checkpoint
+from tandem.recipes.shapes import SHAPES, random_checkpoint
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
 
 WARM, ROUNDS = 2, 8
-STREAMS, TOKENS = 64, 256
+TOKENS = 256
 
 
-def spec_of(mode: str, checkpoint: Path, python: str, arguments: Any, num_gpus: int) -> Any:
-    engine: dict[str, Any] = {
-        "kind": "vllm", "python": python, "max_context": 512, "memory_share": arguments.share, "eager": arguments.eager,
+def engine_of(arguments: Any) -> dict[str, Any]:
+    asked = {
+        "kind": "vllm", "python": arguments.python, "max_context": 512, "memory_share": arguments.share,
+        "eager": arguments.eager,
     }  # fmt: skip
-    if num_gpus > 1:
-        engine["gpus"] = [num_gpus - 1]
+    return asked | ({"gpus": [arguments.gpu]} if arguments.gpu else {})
+
+
+def spec_of(mode: str, checkpoint: Path, engine: dict[str, Any], arguments: Any) -> Any:
     sync: dict[str, Any] = {"bridge": mode, "retries": 0, "deadline_s": 120.0}
     if mode in ("disk", "restart", "adapter") and arguments.directory:
         sync["directory"] = arguments.directory
@@ -48,7 +56,7 @@ def spec_of(mode: str, checkpoint: Path, python: str, arguments: Any, num_gpus: 
         model["lora"] = {"rank": 16}
     return parse_spec(
         {
-            "recipe": "rl", "name": "sync", "device": "cuda", "deterministic": False, "model": model,
+            "recipe": "rl", "name": "sync", "device": arguments.device, "deterministic": False, "model": model,
             "precision": {"weights": "bfloat16"}, "environment": {"name": "guess"}, "engine": engine, "sync": sync,
             "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8, "max_lag": 1},
         }
@@ -59,18 +67,17 @@ def nudge(model: Any, trainer: Any) -> None:
     """Another version, of weights that stay of one size however many come: what is added to one is taken from the
     next. (bfloat16 rounds: no two are the same.)"""
     trainer.version += 1
-    generator = torch.Generator("cuda").manual_seed((trainer.version - 1) // 2)
+    generator = torch.Generator(model.device).manual_seed((trainer.version - 1) // 2)
     sign = 1 if trainer.version % 2 else -1
     with torch.no_grad():
         for _, tensor in model.policy.trainable():
             if tensor.ndim > 1:
-                noise = torch.randn(tensor.shape, generator=generator, device="cuda", dtype=tensor.dtype)
+                noise = torch.randn(tensor.shape, generator=generator, device=model.device, dtype=tensor.dtype)
                 tensor += noise * (sign * (0.02 if min(tensor.shape) <= 64 else 0.008))
 
 
 def used_bytes() -> list[int]:
     """Of each GPU, by everybody."""
-    torch.cuda.synchronize()
     pairs = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
     return [total - free for free, total in pairs]
 
@@ -81,9 +88,9 @@ async def first_token_ms(engine: Any, seed: int) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-async def tokens_per_s(engine: Any, seed: int) -> float:
-    sampling = [Sampling(max_tokens=TOKENS, temperature=1.0, seed=seed * 1000 + n) for n in range(STREAMS)]
-    prompts = [[(seed * 31 + n * 7 + j * 13) % 250 for j in range(128)] for n in range(STREAMS)]
+async def tokens_per_s(engine: Any, streams: int, seed: int) -> float:
+    sampling = [Sampling(max_tokens=TOKENS, temperature=1.0, seed=seed * 1000 + n) for n in range(streams)]
+    prompts = [[(seed * 31 + n * 7 + j * 13) % 250 for j in range(128)] for n in range(streams)]
     started = time.perf_counter()
     answers = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, sampling, strict=True)))
     return sum(len(each.ids) for each in answers) / (time.perf_counter() - started)
@@ -104,15 +111,24 @@ def raw_nccl_ms(size_bytes: int) -> float:
     return statistics.median(times[2:])
 
 
-async def measure(mode: str, shape: str, num_gpus: int, checkpoint: Path, home: Path, arguments: Any) -> dict[str, Any]:
-    spec = spec_of(mode, checkpoint, arguments.python, arguments, num_gpus)
+async def of_the_base(engine: dict[str, Any], streams: int) -> list[int]:
+    """Tokens/s of many streams, before any version came."""
+    asked = ServerEngine(Standing(engine["url"], Path(engine["token_file"])))
+    try:
+        return [round(await tokens_per_s(asked, streams, seed)) for seed in range(4)][1:]
+    finally:
+        await asked.close()
+
+
+async def measure(mode: str, checkpoint: Path, engine: dict[str, Any], home: Path, arguments: Any) -> dict[str, Any]:
+    spec = spec_of(mode, checkpoint, engine, arguments)
     began = time.perf_counter()
     model = build.model(spec.model, spec.precision, 0, build.settle_torch(spec))
     joined = build_engine.join(spec, model, home)
     proofs: list[Proof] = []
     publisher = build_engine.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)
     trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, 0)
-    row: dict[str, Any] = {"mode": mode, "shape": shape, "gpus": num_gpus, "first_token": [], "with_ms": []}
+    row: dict[str, Any] = {"mode": mode, "shape": checkpoint.name, "first_token": [], "with_ms": []}
     try:
         loaded_s = time.perf_counter() - began
         await publisher.publish(trainer)
@@ -122,7 +138,8 @@ async def measure(mode: str, shape: str, num_gpus: int, checkpoint: Path, home: 
             if mode == "shared":
                 await publisher.rest(trainer)
             nudge(model, trainer)
-            torch.cuda.synchronize()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize()
             started = time.perf_counter()
             await publisher.publish(trainer)
             row["with_ms"].append((time.perf_counter() - started) * 1e3)
@@ -135,8 +152,8 @@ async def measure(mode: str, shape: str, num_gpus: int, checkpoint: Path, home: 
         await publisher.publish(trainer)
         row["stale"] = difference(trainer, played)
         if mode.startswith("adapter") and arguments.streams:
-            await tokens_per_s(joined.engine, 1)
-            row["tokens_per_s"] = [round(await tokens_per_s(joined.engine, seed)) for seed in (2, 3, 4)]
+            rates = [await tokens_per_s(joined.engine, arguments.streams, seed) for seed in range(4, 8)]
+            row["tokens_per_s"] = [round(rate) for rate in rates[1:]]
     finally:
         await joined.engine.close()
         joined.bridge.close()
@@ -165,42 +182,71 @@ def told(row: dict[str, Any]) -> str:
         f"memory +{row['more_mib']} MiB", f"gap {row['gap']:.4f} stale {row['stale']:.4f}",
         f"start {[round(s, 1) for s in row['start_s']]} s",
     ]  # fmt: skip
-    parts += [f"{row['tokens_per_s']} tokens/s"] if "tokens_per_s" in row else []
+    parts += [f"{row['tokens_per_s']} tokens/s, base {row['base_tokens_per_s']}"] if "tokens_per_s" in row else []
     parts += [f"NCCL alone {row['nccl_ms']:.1f} ms"] if "nccl_ms" in row else []
     return "\n    ".join([", ".join(parts), json.dumps(row["ms"])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("ways", nargs="+")
+    parser.add_argument("modes", nargs="+")
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
+    parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
     parser.add_argument("--python", default=build_engine.default_python())
     parser.add_argument("--share", type=float, default=0.4, help="of the GPU's memory, for vLLM")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="of broadcasts")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--directory", default="", help="where disk, restart and adapter put their files")
-    parser.add_argument("--streams", action="store_true", help="also tokens/s of many streams under an adapter")
+    parser.add_argument("--streams", type=int, default=0, help="also tokens/s of so many, base and adapter")
     arguments = parser.parse_args()
     out, rows = Path(os.environ.get("OUT", ".")), list[dict[str, Any]]()
-    for each in arguments.ways:
-        mode, shape, gpus = (each.split(":") + ["qwen3-0.6b", "1"][len(each.split(":")) - 1 :])[:3]
-        checkpoint, home = Path("/tmp") / shape, Path("/tmp/sync-fast") / each.replace(":", "-")
-        if not checkpoint.exists():
-            random_checkpoint(shape, checkpoint, device="cuda")
-            torch.cuda.empty_cache()
+    checkpoint = arguments.checkpoint or Path("/tmp") / arguments.shape
+    if not checkpoint.exists():
+        random_checkpoint(arguments.shape, checkpoint, device=arguments.device)
+        torch.cuda.empty_cache()
+    adapters = [mode for mode in arguments.modes if mode.startswith("adapter")]
+    alone = [mode for mode in arguments.modes if mode == "restart"]
+    whole = [mode for mode in arguments.modes if mode not in adapters + alone]
+    for modes, more in ((whole, ()), (adapters, ("--adapter-slots", "3"))):
+        if modes:
+            home = Path("/tmp/sync-fast") / f"{checkpoint.name}-{modes[0]}"
+            shutil.rmtree(home, ignore_errors=True)
+            started = time.perf_counter()
+            asked = engine_of(arguments)
+            with standing(asked, checkpoint, home / "engine", device=arguments.device, more=more) as engine:
+                print(f"vLLM started in {time.perf_counter() - started:.0f} s", flush=True)
+                base = asyncio.run(of_the_base(engine, arguments.streams)) if more and arguments.streams else []
+                for mode in modes:
+                    rows.append(tried(mode, checkpoint, engine, home / mode, arguments, base))
+            keep(home, out)
+    for mode in alone:
+        home = Path("/tmp/sync-fast") / f"{checkpoint.name}-{mode}"
         shutil.rmtree(home, ignore_errors=True)
-        try:
-            row = asyncio.run(measure(mode, shape, int(gpus), checkpoint, home, arguments))
-            torch.cuda.empty_cache()
-            if mode == "broadcast" and int(gpus) > 1:
-                row["nccl_ms"] = raw_nccl_ms(row["bytes"])
-            print(told(row), flush=True)
-        except (TandemError, AssertionError, RuntimeError) as error:
-            row = {"mode": each, "error": f"{type(error).__name__}: {error}"}
-            print(f"{each} FAILED {row['error'][:1500]}", flush=True)
-        for log in sorted(home.rglob("*.txt")) + sorted(home.rglob("vllm.log")):
-            shutil.copyfile(log, out / f"{each}-{log.name}".replace(":", "-"))
-        rows.append(row)
-    (out / "sync-fast.json").write_text(json.dumps(rows, indent=1))
+        rows.append(tried(mode, checkpoint, engine_of(arguments), home, arguments))
+        keep(home, out)
+    (out / f"sync-fast-{checkpoint.name}.json").write_text(json.dumps(rows, indent=1))
+
+
+def tried(
+    mode: str, checkpoint: Path, engine: dict[str, Any], home: Path, arguments: Any, base: Sequence[int] = ()
+) -> dict[str, Any]:
+    try:
+        row = {"base_tokens_per_s": base} | asyncio.run(measure(mode, checkpoint, engine, home, arguments))
+        torch.cuda.empty_cache()
+        if mode == "broadcast" and arguments.gpu:
+            row["nccl_ms"] = raw_nccl_ms(row["bytes"])
+        print(told(row), flush=True)
+    except (TandemError, AssertionError, RuntimeError) as error:
+        row = {"mode": mode, "error": f"{type(error).__name__}: {error}"}
+        print(f"{mode} FAILED {row['error'][:1500]}", flush=True)
+    return row
+
+
+def keep(home: Path, out: Path) -> None:
+    for log in home.rglob("*.log"):
+        shutil.copyfile(log, out / f"{home.name}-{log.name}")
 
 
 if __name__ == "__main__":
