@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -21,11 +22,9 @@ from common import note, table
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.precision import narrow
-from tandem.optim.adamw import AdamW
-from tandem.optim.apollo import Apollo
 from tandem.optim.master import Split
-from tandem.optim.optimizer import Optimizer
-from tandem.spec.optim import AdamWSpec, ApolloMiniSpec
+from tandem.recipes import build
+from tandem.spec.optim import OptimizerSpec
 from tandem.train.pack import make_batch
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import Trajectory
@@ -74,11 +73,9 @@ def make_policy(
 def make_trainer(
     policy: CausalPolicy, split: Split, kind: str, *, release: bool, clip_norm: float = 1.0
 ) -> PolicyTrainer:
-    spec = ApolloMiniSpec() if kind == "apollo_mini" else AdamWSpec()
-    matrices, others = (Apollo(spec, 0) if isinstance(spec, ApolloMiniSpec) else AdamW(spec)), AdamW(spec)
+    spec: Any = TypeAdapter(OptimizerSpec).validate_python({"kind": kind})
     named, tables = policy.trainable(), policy.tables()
-    rules = {name: matrices if tensor.ndim == 2 and name not in tables else others for name, tensor in named}
-    optimizer = Optimizer(named, rules, split)
+    optimizer = build.optimizer(named, spec, master=split, tables=tables, lora_plus=1.0, seed=0)
     return PolicyTrainer(policy, sft.make(), optimizer, lr=lambda step: 1e-5, clip_norm=clip_norm, release=release)
 
 

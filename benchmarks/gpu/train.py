@@ -96,16 +96,16 @@ def flops(policy: CausalPolicy, lengths: list[int]) -> float:
     return 6 * weights * sum(lengths) + 3 * attention * sum(length**2 for length in lengths)
 
 
-def sft_row(shape: str, way: str, tokens: int, micro_tokens: int, steps: int, activations: str) -> dict[str, Any]:
+def sft_row(shape: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
     fresh()
     started = time.perf_counter()
-    policy, split = make_policy(shape, activations, packed=way != "masked", compiled=way == "compiled")
+    policy, split = make_policy(shape, asked.activations, packed=way != "masked", compiled=way == "compiled")
     ready = time.perf_counter() - started
-    trainer = make_trainer(policy, split, "adamw", release=False)
+    trainer = make_trainer(policy, split, asked.optimizer, release=False)
     shares = policy.module.config.hidden_size if way == "masked" else float("inf")
     found, losses = [], []
-    for number in range(steps + 2):
-        made, lengths = batch(tokens, micro_tokens, number, shares)
+    for number in range(asked.steps + 2):
+        made, lengths = batch(asked.tokens, asked.micro_tokens, number, shares)
         torch.cuda.synchronize()
         started = time.perf_counter()
         metrics = trainer.step(made)
@@ -116,7 +116,8 @@ def sft_row(shape: str, way: str, tokens: int, micro_tokens: int, steps: int, ac
     seconds, count, work = (statistics.median(each) for each in zip(*found[2:], strict=True))
     return {
         "shape": shape, "way": way, "tokens_s": count / seconds, "mfu": work / seconds / PEAK_FLOPS, "step_s": seconds,
-        "tokens": count, "micro_tokens": micro_tokens, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "tokens": count, "micro_tokens": asked.micro_tokens, "optimizer": asked.optimizer,
+        "activations": asked.activations, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "memory": {name: value for name, value in metrics.items() if "memory" in name}, "ready_s": ready,
         "first_s": first, "losses": losses,
         "masked": policy.forward.why_masked, "compiled": policy.forward.why_not_compiled,
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--activations", default="keep")
+    parser.add_argument("--optimizer", default="adamw")
     arguments = parser.parse_args()
     found: list[dict[str, Any]] = []
     for what in arguments.what:
@@ -144,9 +146,7 @@ def main() -> None:
         for way in arguments.ways:
             shape = what.removeprefix("sft-").upper()
             try:
-                row = sft_row(
-                    shape, way, arguments.tokens, arguments.micro_tokens, arguments.steps, arguments.activations
-                )
+                row = sft_row(shape, way, arguments)
             except torch.OutOfMemoryError as error:
                 print(f"{what} {way}: {str(error)[:200]}", flush=True)
                 continue

@@ -35,6 +35,14 @@ def test_characters_come_whole_though_their_bytes_are_tokens(scripted: Served) -
     assert texts(stream(scripted, said)) == list(said)
 
 
+def test_an_event_is_one_line_for_whoever_breaks_lines_as_python_does(scripted: Served) -> None:
+    scripted.engine.script = said = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029z"
+    body = {"model": MODEL, "messages": HI, "stream": True}
+    with scripted.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == said
+
+
 def test_a_replacement_character_that_was_meant_is_kept(scripted: Served) -> None:
     assert "".join(texts(stream(scripted, "a\ufffdb\ufffd"))) == "a\ufffdb\ufffd"
 

@@ -290,7 +290,7 @@ class _Api:
 
 
 def _sse(event: Event) -> str:
-    data = json.dumps(event.data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    data = json.dumps(event.data, allow_nan=False, separators=(",", ":"))  # in ASCII, as completions are
     return f"id: {event.number}\nevent: {event.kind}\ndata: {data}\n\n"
 
 

@@ -366,4 +366,5 @@ def _put_end(news: asyncio.Queue[tuple[int, Any]], index: int, task: asyncio.Tas
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n"
+    """In ASCII: clients whose language breaks lines at U+0085 or U+2028 would else find half a line."""
+    return f"data: {json.dumps(body, allow_nan=False, separators=(',', ':'))}\n\n"
