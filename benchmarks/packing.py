@@ -19,6 +19,7 @@ from common import note, table
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
+from tandem.ops.sizes import shares_never
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
 from tandem.types import Batch, Group, MicroBatch, Totals, Trajectory
@@ -41,7 +42,7 @@ def conversations(seed: int) -> list[Group]:
 
 
 def packed(groups: Sequence[Group]) -> Batch:
-    return make_batch(groups, sft.make(), micro_tokens=8192, version=0, hidden_size=0, device=CPU)
+    return make_batch(groups, sft.make(), micro_tokens=8192, version=0, shares=shares_never, device=CPU)
 
 
 def unpacked(groups: Sequence[Group]) -> Batch:
