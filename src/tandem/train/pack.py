@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tandem.ops.packed_attention import pack
 from tandem.ops.sizes import Shares
 from tandem.protocols import Algorithm
 from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
@@ -200,19 +201,24 @@ def _to_tensors(rows: list[_Row], device: torch.device) -> MicroBatch:
     for row in rows:
         columns.add_row(row)
 
-    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+    def on_cpu(values: list[Any], code: Literal["q", "f"]) -> Tensor:
         if not values:
-            return torch.empty(0, dtype=_DTYPES[code], device=device)
-        return torch.frombuffer(array(code, values), dtype=_DTYPES[code]).to(device)  # torch.tensor looks at each
+            return torch.empty(0, dtype=_DTYPES[code])
+        return torch.frombuffer(array(code, values), dtype=_DTYPES[code])  # torch.tensor looks at each
+
+    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+        return on_cpu(values, code).to(device)
 
     def rows_of(values: list[int]) -> Tensor:
-        return tensor(values, "q").view(len(rows), columns.width)
+        return on_cpu(values, "q").view(len(rows), columns.width)
 
+    segments_BT, parents_BT = rows_of(columns.segments), rows_of(columns.parents)
     return MicroBatch(
-        rows_of(columns.ids),
-        rows_of(columns.positions),
-        rows_of(columns.segments),
-        rows_of(columns.parents),
+        rows_of(columns.ids).to(device),
+        rows_of(columns.positions).to(device),
+        segments_BT.to(device),
+        parents_BT.to(device),
+        pack(segments_BT, parents_BT, device),
         tensor(columns.source, "q"),
         tensor(columns.target, "q"),
         tensor(columns.credit, "f"),
