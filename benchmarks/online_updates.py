@@ -72,6 +72,7 @@ def real(lr: float) -> Learner:
     from tandem.model.policy import CausalPolicy
     from tandem.model.precision import narrow
     from tandem.model.presets import make_model
+    from tandem.ops.sizes import shares_never
     from tandem.optim.adamw import AdamW
     from tandem.optim.optimizer import Optimizer
     from tandem.spec.optim import AdamWSpec
@@ -98,7 +99,7 @@ def real(lr: float) -> Learner:
         ]
         device = torch.device("cpu")
         trainer.step(
-            make_batch(groups, sft.make(), micro_tokens=ROWS * LENGTH, version=0, hidden_size=0, device=device)
+            make_batch(groups, sft.make(), micro_tokens=ROWS * LENGTH, version=0, shares=shares_never, device=device)
         )
 
     return Learner("tiny preset, AdamW", dict(named), optimizer.state, step)

@@ -19,6 +19,8 @@ from common import note, table
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
+from tandem.ops.packed_attention import pack
+from tandem.ops.sizes import shares_never
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
 from tandem.types import Batch, Group, MicroBatch, Totals, Trajectory
@@ -41,7 +43,7 @@ def conversations(seed: int) -> list[Group]:
 
 
 def packed(groups: Sequence[Group]) -> Batch:
-    return make_batch(groups, sft.make(), micro_tokens=8192, version=0, hidden_size=0, device=CPU)
+    return make_batch(groups, sft.make(), micro_tokens=8192, version=0, shares=shares_never, device=CPU)
 
 
 def unpacked(groups: Sequence[Group]) -> Batch:
@@ -57,7 +59,8 @@ def unpacked(groups: Sequence[Group]) -> Batch:
         owners += [number] * row.num_trained
     target_N, count = torch.tensor(targets), len(targets)
     micro = MicroBatch(
-        ids_BT, torch.arange(width).expand(len(rows), -1), segments_BT, segments_BT, target_N - 1, target_N,
+        ids_BT, torch.arange(width).expand(len(rows), -1), segments_BT, segments_BT,
+        pack(segments_BT, segments_BT, CPU), target_N - 1, target_N,
         torch.ones(count), torch.zeros(count), torch.full((count,), -1), torch.tensor(lengths, dtype=torch.float32),
         torch.tensor(owners), torch.arange(len(rows)),
     )  # fmt: skip

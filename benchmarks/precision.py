@@ -19,6 +19,7 @@ from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.precision import narrow
 from tandem.model.presets import make_model
+from tandem.ops.sizes import shares_never
 from tandem.optim import master as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
@@ -48,7 +49,12 @@ def batches(seed: int, count: int) -> list[Batch]:
         groups = [[Trajectory(ids, [False] + [True] * (LENGTH - 1), [0.0] * LENGTH, [-1] * LENGTH)] for ids in rows]
         found.append(
             make_batch(
-                groups, sft.make(), micro_tokens=ROWS * LENGTH, version=0, hidden_size=0, device=torch.device("cpu")
+                groups,
+                sft.make(),
+                micro_tokens=ROWS * LENGTH,
+                version=0,
+                shares=shares_never,
+                device=torch.device("cpu"),
             )
         )
     return found

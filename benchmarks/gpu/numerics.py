@@ -22,6 +22,7 @@ from common import note, table
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.precision import narrow
+from tandem.ops.sizes import shares_never
 from tandem.optim.master import Split
 from tandem.recipes import build
 from tandem.spec.optim import OptimizerSpec
@@ -86,7 +87,7 @@ def make_step(sequences: int, length: int, seed: int) -> Any:
         ids = [rng.randrange(151936) for _ in range(length)]
         groups.append([Trajectory(ids, [False] + [True] * (length - 1), [0.0] * length, [-1] * length)])
     return make_batch(
-        groups, sft.make(), micro_tokens=sequences * length, version=0, hidden_size=0, device=torch.device("cuda")
+        groups, sft.make(), micro_tokens=sequences * length, version=0, shares=shares_never, device=torch.device("cuda")
     )
 
 

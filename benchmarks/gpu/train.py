@@ -22,6 +22,7 @@ from numerics import fresh, make_policy, make_trainer
 
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
+from tandem.ops.sizes import Shares, shares_masked, shares_unmasked
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
 from tandem.spec.optim import AdamWSpec
@@ -69,7 +70,7 @@ def optimizer() -> dict[str, Any]:
             "gb_s": count * 26 / mine / 1e9}  # fmt: skip
 
 
-def batch(tokens: int, micro_tokens: int, seed: int, hidden_size: float) -> tuple[Any, list[int]]:
+def batch(tokens: int, micro_tokens: int, seed: int, shares: Shares) -> tuple[Any, list[int]]:
     rng = random.Random(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -83,7 +84,7 @@ def batch(tokens: int, micro_tokens: int, seed: int, hidden_size: float) -> tupl
     groups[0] = [Trajectory(first.ids, [False] + [True] * 4095, [0.0] * 4096, [-1] * 4096)]
     lengths[0] = 4096
     made = make_batch(
-        groups, sft.make(), micro_tokens=micro_tokens, version=0, hidden_size=hidden_size, device=torch.device("cuda")
+        groups, sft.make(), micro_tokens=micro_tokens, version=0, shares=shares, device=torch.device("cuda")
     )
     return made, lengths
 
@@ -102,7 +103,7 @@ def sft_row(shape: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
     policy, split = make_policy(shape, asked.activations, packed=way != "masked", compiled=way == "compiled")
     ready = time.perf_counter() - started
     trainer = make_trainer(policy, split, asked.optimizer, release=False)
-    shares = policy.module.config.hidden_size if way == "masked" else float("inf")
+    shares = shares_masked(policy.module.config.hidden_size) if way == "masked" else shares_unmasked
     found, losses = [], []
     for number in range(asked.steps + 2):
         made, lengths = batch(asked.tokens, asked.micro_tokens, number, shares)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,6 +173,21 @@ class Totals:
     sequences: int
 
 
+Spans: TypeAlias = "tuple[Tensor, Tensor, int, int, Tensor | None]"
+"""Where each span's queries and keys begin (and the last ones end), the longest of both, and which tokens are the keys
+if not all of them in their order. A plain tuple: a compiler looks into it."""
+
+
+class Packed(NamedTuple):
+    """Rows one behind the other, without their padding: T tokens of all (ops/packed_attention.py)."""
+
+    spans: Spans
+    tokens_T: Tensor
+    """Flat index into the micro-batch's rows: what is no padding."""
+    place_of: Tensor
+    """The way back: of a flat index, its place among the T."""
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """Rows of packed sequences. B rows, T positions a row, N trained tokens (row-major order)."""
@@ -184,6 +199,8 @@ class MicroBatch:
     """Which sequence of its row a position belongs to; -1 is padding."""
     parents_BT: Tensor
     """The segment that a position also sees: the prompt that its sequence shares with siblings, or its own segment."""
+    packed: Packed
+    """The same rows for attention that needs no mask."""
     source_N: Tensor
     """Flat index into B*T of the position that predicts each trained token."""
     target_N: Tensor

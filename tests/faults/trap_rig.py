@@ -28,6 +28,7 @@ from tandem.engine.hf import EmbeddedEngine
 from tandem.errors import SyncError
 from tandem.model.policy import CausalPolicy
 from tandem.ops.digest import fingerprints
+from tandem.ops.sizes import shares_never
 from tandem.ops.tensors import live_tensors
 from tandem.optim import master
 from tandem.optim.adamw import AdamW
@@ -104,7 +105,7 @@ def make_group(seed: int, version: int) -> Group:
 def batch_of(groups: list[Group], version: int) -> Any:
     algorithm = dr_grpo.make(DrGrpoSpec())
     device = torch.device("cpu")
-    return make_batch(groups, algorithm, micro_tokens=96, version=version, hidden_size=0, device=device)
+    return make_batch(groups, algorithm, micro_tokens=96, version=version, shares=shares_never, device=device)
 
 
 # --- bridges

@@ -57,7 +57,7 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("window", [None, 64])
 def test_the_kernel_and_its_gradient(window: int | None) -> None:
     segments_BT, parents_BT, _ = rows()
-    packed = pack(segments_BT, parents_BT)
+    packed = pack(segments_BT.cpu(), parents_BT.cpu(), segments_BT.device)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(heads: int) -> Tensor:
@@ -94,7 +94,7 @@ def test_packed_and_masked_models_agree(compiled: bool, recompute: bool) -> None
     assert made.why_not_compiled == ("" if compiled else "model.compile = false")
     segments_BT, parents_BT, positions_BT = rows()
     ids_BT = torch.randint(0, 512, segments_BT.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    packed = pack(segments_BT, parents_BT)
+    packed = pack(segments_BT.cpu(), parents_BT.cpu(), segments_BT.device)
     for layer in forward._layers(fast):
         layer.training = recompute
     ours = _packed(fast.base_model, ids_BT, positions_BT, packed)
@@ -130,7 +130,8 @@ def test_compiled_layers_keep_what_the_plan_counts(activations: str) -> None:
     count, layers = 4096, 3
     ids_BT = torch.randint(0, 512, (1, count), device="cuda")
     places_BT = torch.arange(count, device="cuda")[None]
-    packed = pack(torch.zeros_like(ids_BT), torch.zeros_like(ids_BT))
+    one = torch.zeros(1, count, dtype=torch.long)
+    packed = pack(one, one, ids_BT.device)
     kept: list[int] = []
     for _ in range(2):
         before = torch.cuda.memory_allocated()
@@ -150,7 +151,7 @@ def test_copies_compute_with_their_own_weights() -> None:
     assert Forward(fast, packed=True, compiled=True).why_not_compiled == ""
     frozen = copy.deepcopy(fast)
     segments_BT, parents_BT, positions_BT = rows()
-    packed = pack(segments_BT, parents_BT)
+    packed = pack(segments_BT.cpu(), parents_BT.cpu(), segments_BT.device)
     ids_BT = torch.ones_like(segments_BT)
     with torch.no_grad():
         before = _packed(frozen.base_model, ids_BT, positions_BT, packed)

@@ -111,7 +111,7 @@ class Vllm:
 
 def engine_on(vllm: Vllm) -> VllmEngine:
     engine = VllmEngine(vllm, end_ids=frozenset(), num_ids=0, version=3)  # pyright: ignore[reportArgumentType]
-    engine.boot_id = "boot-a"
+    engine._exchange.boot_id = "boot-a"
     return engine
 
 

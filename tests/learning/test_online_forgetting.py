@@ -14,6 +14,7 @@ from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.online.replay import Reservoir, content_key
+from tandem.ops.sizes import shares_never
 from tandem.optim.adamw import AdamW
 from tandem.optim.master import Float32
 from tandem.optim.optimizer import Optimizer
@@ -55,7 +56,7 @@ def teach(module: Any, fresh: Sequence[Trajectory], replay: Reservoir[Trajectory
     for step in range(STEPS):
         again = replay.draw(count, step=step) if replay else []
         groups: list[Group] = [[each] for each in (*fresh, *again)]
-        trainer.step(make_batch(groups, sft.make(), micro_tokens=4096, version=0, hidden_size=0, device=CPU))
+        trainer.step(make_batch(groups, sft.make(), micro_tokens=4096, version=0, shares=shares_never, device=CPU))
     return policy
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.algo import dapo, dr_grpo, grpo, rloo, sft
 from tandem.model.policy import CausalPolicy
+from tandem.ops.sizes import shares_never
 from tandem.protocols import Algorithm
 from tandem.recipes import build
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DrGrpoSpec, GrpoSpec, RlooSpec
@@ -268,7 +269,7 @@ def test_without_a_baseline_siblings_are_compared_with_all_of_the_step() -> None
 
 def gradient_by_length(algorithm: Algorithm, groups: Sequence[Group]) -> dict[int, float]:
     """Gradient of the loss at each token, by the number of trained tokens of its sequence."""
-    batch = make_batch(groups, algorithm, micro_tokens=10**6, version=0, hidden_size=0, device=CPU)
+    batch = make_batch(groups, algorithm, micro_tokens=10**6, version=0, shares=shares_never, device=CPU)
     (micro,) = batch.micro
     given = scored(micro.behaviour_N)
     loss, _ = algorithm.loss(given, micro, batch.totals)
@@ -302,7 +303,7 @@ def test_tokens_of_all_groups_share_one_average() -> None:
 
 def test_sft_is_the_mean_negative_logprob() -> None:
     algorithm, group = sft.make(), group_of((0.0, 1), (0.0, 4))
-    batch = make_batch([group], algorithm, micro_tokens=100, version=0, hidden_size=0, device=CPU)
+    batch = make_batch([group], algorithm, micro_tokens=100, version=0, shares=shares_never, device=CPU)
     given = scored(batch.micro[0].behaviour_N)
     loss, _ = algorithm.loss(given, batch.micro[0], batch.totals)
     assert loss.item() == pytest.approx((1.0 + 1.0 + 1.25 + 1.5 + 1.75) / 5)
@@ -336,7 +337,7 @@ def test_the_first_step_on_policy_is_reinforce(policy: CausalPolicy, make: Calla
     for trajectory in group:
         sampled = iter(naive_logprobs(policy, trajectory).tolist())
         trajectory.logprobs = [next(sampled) if trained else 0.0 for trained in trajectory.trained]
-    batch = make_batch([group], algorithm, micro_tokens=10**6, version=0, hidden_size=0, device=CPU)
+    batch = make_batch([group], algorithm, micro_tokens=10**6, version=0, shares=shares_never, device=CPU)
     loss, metrics = algorithm.loss(policy.logprobs(batch.micro[0], 1.0), batch.micro[0], batch.totals)
     assert metrics["loss/ratio_mean"] / batch.totals.tokens == pytest.approx(1.0, abs=1e-5)
     credit = [tokens[0] for tokens in algorithm.credit([group])[0]]
@@ -359,7 +360,7 @@ def test_a_small_step_makes_the_better_sample_likelier_and_the_worse_less_likely
         before = [naive_logprobs(policy, trajectory) for trajectory in group]
     for trajectory, logprobs in zip(group, before, strict=True):
         trajectory.logprobs = [0.0, 0.0, *logprobs.tolist()]
-    batch = make_batch([group], algorithm, micro_tokens=10**6, version=0, hidden_size=0, device=CPU)
+    batch = make_batch([group], algorithm, micro_tokens=10**6, version=0, shares=shares_never, device=CPU)
     loss, _ = algorithm.loss(policy.logprobs(batch.micro[0], 1.0), batch.micro[0], batch.totals)
     parameters = [tensor for _, tensor in policy.trainable()]
     gradients = torch.autograd.grad(loss, parameters)

@@ -13,6 +13,7 @@ from samples import CORRECTED, CPU, FROM_REWARDS, algorithm_of
 from torch import Tensor
 
 from tandem.algo import gspo, policy_gradient, ratio, sft
+from tandem.ops.sizes import Shares, shares_never, shares_unmasked
 from tandem.protocols import Algorithm
 from tandem.train.pack import make_batch
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory, TrajectoryStatus
@@ -20,7 +21,6 @@ from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Traj
 # --- however the step is cut: every token of the step has an id, and so a logprob, of its own
 
 PROMPT = list(range(5))
-NEVER, ALWAYS = 0, 10**9  # hidden sizes with which prompts are never, or always, shared
 ROOMY = 10**6
 LOGPROBS_I, REFERENCE_I = -2.5 * torch.rand(2, 200, generator=torch.Generator().manual_seed(5))
 
@@ -56,9 +56,11 @@ class Step:
     num_micro: int
 
 
-def step_of(algorithm: Algorithm, groups: Sequence[Group], micro_tokens: int = ROOMY, hidden_size: int = NEVER) -> Step:
+def step_of(
+    algorithm: Algorithm, groups: Sequence[Group], micro_tokens: int = ROOMY, shares: Shares = shares_never
+) -> Step:
     logprobs_I = LOGPROBS_I.clone().requires_grad_()
-    batch = make_batch(groups, algorithm, micro_tokens=micro_tokens, version=0, hidden_size=hidden_size, device=CPU)
+    batch = make_batch(groups, algorithm, micro_tokens=micro_tokens, version=0, shares=shares, device=CPU)
     loss, sums = 0.0, Metrics()
     for micro in batch.micro:
         ids_N = micro.ids_BT.flatten()[micro.target_N]
@@ -83,7 +85,9 @@ def check_cuts(algorithm: Algorithm) -> None:
     assert whole.num_micro == 1
     assert bool(whole.gradient_I.any())
     pieces = {
-        (size, hidden): step_of(algorithm, groups, size, hidden) for size in (8, 20, 60) for hidden in (NEVER, ALWAYS)
+        (size, shares): step_of(algorithm, groups, size, shares)
+        for size in (8, 20, 60)
+        for shares in (shares_never, shares_unmasked)
     }
     assert max(step.num_micro for step in pieces.values()) >= 5
     for step in pieces.values():
@@ -187,7 +191,7 @@ def learn(algorithm: Algorithm, steps: int, teacher_PA: Tensor | None = None, ti
     optimizer = torch.optim.SGD([logits_PA], lr=1.0)
     for _ in range(steps):
         groups = play(logits_PA.detach().log_softmax(-1), rng)
-        batch = make_batch(groups, algorithm, micro_tokens=64, version=0, hidden_size=0, device=CPU)
+        batch = make_batch(groups, algorithm, micro_tokens=64, version=0, shares=shares_never, device=CPU)
         for _ in range(times):
             optimizer.zero_grad()
             for micro in batch.micro:

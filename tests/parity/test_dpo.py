@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.algo import dpo
 from tandem.model.policy import CausalPolicy
+from tandem.ops.sizes import Shares, shares_never, shares_unmasked
 from tandem.optim.adamw import AdamW
 from tandem.optim.master import Float32
 from tandem.optim.optimizer import Optimizer
@@ -24,10 +25,9 @@ from tandem.spec.preference import DpoSpec
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
 from tandem.train.trainer import PolicyTrainer
-from tandem.types import NO_VERSION, Batch, Group, MicroBatch, TokenLogprobs, Totals, Trajectory
+from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Packed, TokenLogprobs, Totals, Trajectory
 
 CPU = torch.device("cpu")
-NEVER, ALWAYS = 0, 10**6  # hidden sizes: whether sharing a prompt pays
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,8 +57,10 @@ def micro_of(sequences: Sequence[tuple[int, float, list[float], list[float]]]) -
     reference_N = torch.tensor([value for _, _, _, reference in sequences for value in reference], dtype=torch.float64)
     credit_S = torch.tensor([credit for _, credit, _, _ in sequences], dtype=torch.float64)
     nothing = torch.zeros(0, dtype=torch.long)
+    unpacked = Packed((nothing, nothing, 0, 0, None), nothing, nothing)
     micro = MicroBatch(
-        nothing, nothing, nothing, nothing, nothing, nothing, credit_S[sequence_N], torch.zeros_like(logprobs_N),
+        nothing, nothing, nothing, nothing, unpacked, nothing, nothing,
+        credit_S[sequence_N], torch.zeros_like(logprobs_N),
         torch.full_like(sequence_N, NO_VERSION), lengths.double()[sequence_N], sequence_N,
         torch.tensor([group for group, _, _, _ in sequences]), reference_N,
     )  # fmt: skip
@@ -254,9 +256,9 @@ def random_pairs(seed: int, count: int = 6, shortest_answer: int = 1, longest_pr
     return pairs
 
 
-def batch_of(pairs: list[Group], algorithm: Algorithm, micro_tokens: int, hidden_size: int) -> Batch:
+def batch_of(pairs: list[Group], algorithm: Algorithm, micro_tokens: int, shares: Shares) -> Batch:
     return make_batch(
-        pairs, algorithm, micro_tokens=micro_tokens, version=0, hidden_size=hidden_size, device=CPU
+        pairs, algorithm, micro_tokens=micro_tokens, version=0, shares=shares, device=CPU
     )  # fmt: skip
 
 
@@ -310,8 +312,8 @@ def test_loss_and_gradient_are_those_of_the_formula_however_the_step_is_cut(name
     largest = max(1.0, *(gradient.abs().max().item() for gradient in expected_gradients.values()))
     forms: set[tuple[bool, bool]] = set()
     for micro_tokens in (16, 60, 10**6):
-        for hidden_size in (NEVER, ALWAYS):
-            batch = batch_of(pairs, algorithm, micro_tokens, hidden_size)
+        for shares in (shares_never, shares_unmasked):
+            batch = batch_of(pairs, algorithm, micro_tokens, shares)
             forms.add((len(batch.micro) > 1, batch.metrics["tokens/shared"] > 0))
             loss = torch.zeros(())
             for micro in batch.micro:
@@ -327,7 +329,7 @@ def test_loss_and_gradient_are_those_of_the_formula_however_the_step_is_cut(name
 def test_a_policy_that_has_not_moved_is_its_reference_to_the_bit(name: str) -> None:
     policy, algorithm = POLICIES[name](), dpo.make(DpoSpec())
     policy.keep_reference()
-    batch = batch_of(random_pairs(2), algorithm, 10**6, ALWAYS)
+    batch = batch_of(random_pairs(2), algorithm, 10**6, shares_unmasked)
     (micro,) = batch.micro
     micro.reference_N = policy.reference_logprobs(micro, 1.0)
     loss, sums = algorithm.loss(policy.logprobs(micro, 1.0), micro, batch.totals)
@@ -361,7 +363,7 @@ def trainer_of(policy: CausalPolicy, algorithm: Algorithm) -> PolicyTrainer:
 def test_a_trainer_s_metrics_do_not_depend_on_how_the_step_is_cut() -> None:
     found, algorithm = [], dpo.make(DpoSpec(beta=0.5))
     for micro_tokens in (16, 60, 10**6):
-        batch = batch_of(random_pairs(3), algorithm, micro_tokens, NEVER)
+        batch = batch_of(random_pairs(3), algorithm, micro_tokens, shares_never)
         metrics = trainer_of(moved_policy("full"), algorithm).step(batch)
         found.append({key: metrics[key] for key in metrics if key.startswith(("reward/", "logprob/", "loss/"))})
     assert set(found[0]) == {"loss/total", "reward/margin", "reward/accuracy", "reward/chosen", "reward/rejected",
@@ -377,8 +379,8 @@ def test_steps_widen_the_margin_of_the_pairs_whichever_answer_is_called_the_bett
         algorithm = dpo.make(DpoSpec(beta=0.5))
         trainer = trainer_of(policy, algorithm)
         for _ in range(5):
-            trainer.step(batch_of(pairs, algorithm, 10**6, ALWAYS))
-        return trainer.step(batch_of(pairs, algorithm, 10**6, ALWAYS))["reward/margin"]
+            trainer.step(batch_of(pairs, algorithm, 10**6, shares_unmasked))
+        return trainer.step(batch_of(pairs, algorithm, 10**6, shares_unmasked))["reward/margin"]
 
     straight, swapped = random_pairs(4), random_pairs(4)
     for pair in swapped:
@@ -394,5 +396,5 @@ def test_label_noise_bounds_what_is_learned() -> None:
     policy.keep_reference()
     algorithm = dpo.make(DpoSpec(beta=0.5, label_smoothing=0.2))
     trainer = trainer_of(policy, algorithm)
-    margins = [trainer.step(batch_of(pairs, algorithm, 10**6, ALWAYS))["reward/margin"] for _ in range(60)]
+    margins = [trainer.step(batch_of(pairs, algorithm, 10**6, shares_unmasked))["reward/margin"] for _ in range(60)]
     assert margins[-1] == pytest.approx(math.log(0.8 / 0.2), abs=0.1)

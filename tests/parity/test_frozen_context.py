@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
+from tandem.ops.sizes import shares_never
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
 from tandem.types import NO_VERSION, Trajectory
@@ -46,7 +47,7 @@ def test_logprobs_are_the_same_and_the_gradient_is_that_of_a_frozen_context():
     policy = CausalPolicy(make_model("tiny", tokenizer, seed=0), tokenizer)
     algorithm = sft.make()
     groups = [[recording(*sample)] for sample in samples()]
-    batch = make_batch(groups, algorithm, micro_tokens=4096, version=0, hidden_size=0, device=torch.device("cpu"))
+    batch = make_batch(groups, algorithm, micro_tokens=4096, version=0, shares=shares_never, device=torch.device("cpu"))
     values: dict[bool, torch.Tensor] = {}
     found: dict[bool, dict[str, torch.Tensor]] = {}
     for context_grad in (True, False):
@@ -63,3 +64,17 @@ def test_logprobs_are_the_same_and_the_gradient_is_that_of_a_frozen_context():
     flat = {key: torch.cat([each.flatten() for each in part.values()]) for key, part in found.items()}
     cosine = torch.nn.functional.cosine_similarity(flat[True], flat[False], dim=0)
     assert 0.5 < cosine < 0.999, "a part of the whole gradient, and not all of it"
+
+
+def test_siblings_keep_a_context_each_however_long_it_is():
+    tokenizer = byte_tokenizer()
+    policy = CausalPolicy(make_model("tiny", tokenizer, seed=0), tokenizer)
+    group = [recording([*range(90), number, number + 1], 90) for number in range(8)]
+    batch = make_batch(
+        [group], sft.make(), micro_tokens=4096, version=0, shares=shares_never, device=torch.device("cpu")
+    )
+    assert batch.metrics["tokens/shared"] == 0
+    whole = [policy.score(micro, 1.0) for micro in batch.micro]
+    policy.context_grad = False
+    for micro, expected_N in zip(batch.micro, whole, strict=True):
+        torch.testing.assert_close(policy.logprobs(micro, 1.0).logprobs_N.detach(), expected_N, atol=1e-5, rtol=0)

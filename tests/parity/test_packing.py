@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tandem.algo import dr_grpo, grpo, rloo
 from tandem.model.policy import CausalPolicy
+from tandem.ops.sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DrGrpoSpec, GrpoSpec, RlooSpec
 from tandem.spec.model import LoraSpec
@@ -23,7 +24,6 @@ from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Traj
 
 CPU = torch.device("cpu")
 TOKENIZER = byte_tokenizer()
-NEVER, ALWAYS = 0, 10**6  # hidden sizes: whether sharing a prompt pays
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -156,10 +156,10 @@ def packed(
     algorithm: Algorithm,
     *,
     micro_tokens: int = 10**6,
-    hidden_size: int = NEVER,
+    shares: Shares = shares_never,
 ) -> Result:
     batch = make_batch(
-        groups, algorithm, micro_tokens=micro_tokens, version=0, hidden_size=hidden_size, device=CPU
+        groups, algorithm, micro_tokens=micro_tokens, version=0, shares=shares, device=CPU
     )  # fmt: skip
     loss, logprobs = torch.zeros(()), {}
     for micro in batch.micro:
@@ -191,14 +191,14 @@ def one_by_one(policy: CausalPolicy, groups: Sequence[Group]) -> Result:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("hidden_size", [NEVER, ALWAYS])
-def test_packed_equals_unpacked(name: str, hidden_size: int) -> None:
+@pytest.mark.parametrize("shares", [shares_never, shares_unmasked])
+def test_packed_equals_unpacked(name: str, shares: Shares) -> None:
     policy = POLICIES[name]()
     for seed in range(4):
         groups = random_groups(seed)
-        result = packed(policy, groups, weighted(), hidden_size=hidden_size)
+        result = packed(policy, groups, weighted(), shares=shares)
         assert result.distance(one_by_one(policy, groups)) < 1e-5
-        assert (result.metrics["tokens/shared"] > 0) == (hidden_size == ALWAYS)
+        assert (result.metrics["tokens/shared"] > 0) == (shares == shares_unmasked)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -206,8 +206,8 @@ def test_random_groups_are_the_same_in_any_packing(seed: int) -> None:
     policy, groups = POLICIES["llama"](), random_groups(100 + seed)
     expected = one_by_one(policy, groups)
     for micro_tokens in (16, 70, 300):
-        for hidden_size in (NEVER, 32, ALWAYS):
-            result = packed(policy, groups, weighted(), micro_tokens=micro_tokens, hidden_size=hidden_size)
+        for shares in (shares_never, shares_masked(32), shares_unmasked):
+            result = packed(policy, groups, weighted(), micro_tokens=micro_tokens, shares=shares)
             assert result.distance(expected) < 1e-5
 
 
@@ -227,7 +227,7 @@ def test_siblings_that_part_before_they_speak_share_what_they_have() -> None:
     policy, writer = POLICIES["llama"](), Writer(6)
     opening = writer.some(9)
     group = [writer.trajectory([*opening, *writer.some(4)], [(0, 5), (2, 3)]) for _ in range(3)]
-    result = packed(policy, [group], weighted(), hidden_size=ALWAYS)
+    result = packed(policy, [group], weighted(), shares=shares_unmasked)
     assert result.metrics["tokens/shared"] == 9 * 2
     assert result.distance(one_by_one(policy, [group])) < 1e-5
 
@@ -235,7 +235,7 @@ def test_siblings_that_part_before_they_speak_share_what_they_have() -> None:
 def test_siblings_with_nothing_in_common_are_no_tree_and_still_right() -> None:
     policy, writer = POLICIES["llama"](), Writer(7)
     group = [writer.trajectory([first, *writer.some(5)], [(0, 4)]) for first in (1, 2, 3)]
-    result = packed(policy, [group], weighted(), hidden_size=ALWAYS)
+    result = packed(policy, [group], weighted(), shares=shares_unmasked)
     assert result.metrics["tokens/shared"] == 0
     assert result.distance(one_by_one(policy, [group])) < 1e-5
 
@@ -245,7 +245,7 @@ def test_equal_siblings_share_their_prompt_and_nothing_that_was_sampled() -> Non
     one = writer.trajectory(writer.some(7), [(0, 5)])
     twin = writer.trajectory(one.ids[:7], [(0, 5)])
     twin.ids = list(one.ids)
-    result = packed(policy, [[one, twin]], weighted(), hidden_size=ALWAYS)
+    result = packed(policy, [[one, twin]], weighted(), shares=shares_unmasked)
     assert result.metrics["tokens/shared"] == 7
     assert result.distance(one_by_one(policy, [[one, twin]])) < 1e-5
 
@@ -254,16 +254,16 @@ def test_equal_siblings_share_their_prompt_and_nothing_that_was_sampled() -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding", "mixed-eager"])
-@pytest.mark.parametrize("hidden_size", [NEVER, ALWAYS])
-def test_changing_one_sequence_changes_no_other_by_a_bit(name: str, hidden_size: int) -> None:
+@pytest.mark.parametrize("shares", [shares_never, shares_unmasked])
+def test_changing_one_sequence_changes_no_other_by_a_bit(name: str, shares: Shares) -> None:
     policy, groups = POLICIES[name](), random_groups(3)
-    before = packed(policy, groups, weighted(), hidden_size=hidden_size).logprobs
+    before = packed(policy, groups, weighted(), shares=shares).logprobs
     everyone = [trajectory for group in groups for trajectory in group]
     for changed in everyone:
         first = changed.trained.index(True)
         kept = changed.ids
         changed.ids = kept[:first] + [(token + 1) % 256 for token in kept[first:]]
-        after = packed(policy, groups, weighted(), hidden_size=hidden_size).logprobs
+        after = packed(policy, groups, weighted(), shares=shares).logprobs
         changed.ids = kept
         moved = {token for token, logprob in after.items() if logprob != before[token]}
         its_own = {v for v, trained in zip(changed.versions, changed.trained, strict=True) if trained}
@@ -272,11 +272,11 @@ def test_changing_one_sequence_changes_no_other_by_a_bit(name: str, hidden_size:
 
 def test_changing_a_shared_prompt_changes_its_siblings_and_nobody_else() -> None:
     policy, groups = POLICIES["llama"](), random_groups(4)
-    before = packed(policy, groups, weighted(), hidden_size=ALWAYS).logprobs
+    before = packed(policy, groups, weighted(), shares=shares_unmasked).logprobs
     group = max(groups, key=len)
     for trajectory in group:
         trajectory.ids[0] = (trajectory.ids[0] + 1) % 256
-    after = packed(policy, groups, weighted(), hidden_size=ALWAYS).logprobs
+    after = packed(policy, groups, weighted(), shares=shares_unmasked).logprobs
     moved = {token for token, logprob in after.items() if logprob != before[token]}
     assert moved == {v for t in group for v, trained in zip(t.versions, t.trained, strict=True) if trained}
 
@@ -302,8 +302,8 @@ def test_the_loss_does_not_depend_on_how_the_step_is_cut(name: str, policy_name:
     groups = [group for group in random_groups(1, 8) if len(group) > 1]
     whole = packed(policy, groups, algorithm)
     for micro_tokens in (16, 50, 128):
-        for hidden_size in (NEVER, ALWAYS):
-            cut = packed(policy, groups, algorithm, micro_tokens=micro_tokens, hidden_size=hidden_size)
+        for shares in (shares_never, shares_unmasked):
+            cut = packed(policy, groups, algorithm, micro_tokens=micro_tokens, shares=shares)
             assert cut.distance(whole) < 1e-5
 
 
@@ -331,7 +331,7 @@ def test_a_batch_counts_its_tokens_and_their_age() -> None:
     group = [writer.trajectory(prompt, [(0, 3), (2, 4)]), writer.trajectory(prompt, [(0, 5)])]
     for trajectory, version in zip(group, (6, 4), strict=True):
         trajectory.versions = [version if trained else -1 for trained in trajectory.trained]
-    batch = make_batch([group], weighted(), micro_tokens=100, version=7, hidden_size=ALWAYS, device=CPU)
+    batch = make_batch([group], weighted(), micro_tokens=100, version=7, shares=shares_unmasked, device=CPU)
     assert batch.totals == Totals(tokens=12, sequences=2)
     assert batch.metrics == {
         "tokens/trained": 12.0,
@@ -347,7 +347,7 @@ def test_a_batch_counts_its_tokens_and_their_age() -> None:
 @pytest.mark.parametrize("micro_tokens", [16, 64, 200])
 def test_a_micro_batch_holds_no_more_positions_than_asked_or_one_row(micro_tokens: int) -> None:
     groups = random_groups(11, 20)
-    batch = make_batch(groups, weighted(), micro_tokens=micro_tokens, version=0, hidden_size=NEVER, device=CPU)
+    batch = make_batch(groups, weighted(), micro_tokens=micro_tokens, version=0, shares=shares_never, device=CPU)
     sizes = [micro.ids_BT.shape for micro in batch.micro]
     assert all(rows == 1 or rows * width <= micro_tokens for rows, width in sizes)
     assert sum(len(micro.target_N) for micro in batch.micro) == batch.totals.tokens

@@ -12,14 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.algo import sft
 from tandem.errors import SpecError
 from tandem.model import forward
 from tandem.model.presets import make_model
 from tandem.ops import packed_attention
-from tandem.ops.packed_attention import NAME, Spans, attend, pack
+from tandem.ops.head import Head
+from tandem.ops.packed_attention import NAME, attend, pack
+from tandem.ops.sizes import shares_unmasked
 from tandem.recipes import build
 from tandem.spec.load import parse_spec
 from tandem.text.tokenizer import byte_tokenizer
+from tandem.train.pack import make_batch
+from tandem.types import NO_VERSION, Spans, Trajectory
 
 
 def by_spans(
@@ -61,7 +66,7 @@ def rows(rng: random.Random) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("seed", range(20))
 def test_spans_say_what_the_mask_says(seed: int) -> None:
     segments_BT, parents_BT = rows(random.Random(seed))
-    packed = pack(segments_BT, parents_BT)
+    packed = pack(segments_BT, parents_BT, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(segments_BT.shape[0], 4, segments_BT.shape[1], 8, generator=generator)
     key, value = (torch.randn(segments_BT.shape[0], 2, segments_BT.shape[1], 8, generator=generator) for _ in range(2))
@@ -86,10 +91,14 @@ def test_spans_say_what_the_mask_says(seed: int) -> None:
     assert torch.equal(packed.place_of[packed.tokens_T], torch.arange(len(packed.tokens_T)))
 
 
+def plain() -> Any:
+    return make_model("tiny", byte_tokenizer(), 0, "sdpa").eval()
+
+
 def tiny() -> Any:
-    module = make_model("tiny", byte_tokenizer(), 0, "sdpa")
+    module = plain()
     packed_attention.engage(module)
-    return module.eval()
+    return module
 
 
 def test_a_model_that_hands_spans_on_passes_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +109,10 @@ def test_a_model_that_hands_spans_on_passes_the_trial(monkeypatch: pytest.Monkey
 def test_a_model_that_drops_them_does_not() -> None:
     """A packed row would be one long sequence to it."""
     module = tiny()
-    plain = type(module.model.layers[0]).forward
+    theirs = type(module.model.layers[0]).forward
 
     def deaf(self: Any, *args: Any, spans: Any = None, attention_mask: Any = None, **given: Any) -> Any:
-        return plain(self, *args, attention_mask=None, **given)
+        return theirs(self, *args, attention_mask=None, **given)
 
     for layer in module.model.layers:
         layer.forward = deaf.__get__(layer)
@@ -124,12 +133,38 @@ def test_a_kernel_that_does_not_see_the_prompt_fails_the_trial(monkeypatch: pyte
     assert "did not see its prompt" in forward._try_spans(tiny())
 
 
+def test_what_is_packed_with_the_batch_is_not_read_back_from_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_attention, "kernel", by_spans)
+    groups = [
+        [recorded([*range(9), *range(50, 50 + length)], 9) for length in (4, 7, 1)],
+        [recorded(list(range(20, 33)), 5)],
+    ]
+    batch = make_batch(
+        groups, sft.make(), micro_tokens=64, version=0, shares=shares_unmasked, device=torch.device("cpu")
+    )
+    (micro,) = batch.micro
+    assert batch.metrics["tokens/shared"] == 18
+    masked, packed = (forward.Forward(plain(), packed=False, compiled=False) for _ in range(2))
+    packed.why_masked = ""
+    with torch.no_grad():
+        hidden_TH, at_N = masked.hidden(Head(plain(), 256), micro)
+        want_NH = hidden_TH[at_N]
+        micro.segments_BT, micro.parents_BT = micro.segments_BT.to("meta"), micro.parents_BT.to("meta")
+        hidden_TH, at_N = packed.hidden(Head(tiny(), 256), micro)
+    assert len(hidden_TH) == batch.metrics["tokens/computed"] == micro.ids_BT.numel() - 8
+    torch.testing.assert_close(hidden_TH[at_N], want_NH, rtol=1e-4, atol=1e-5)
+
+
+def recorded(ids: list[int], first: int) -> Trajectory:
+    return Trajectory(ids, [i >= first for i in range(len(ids))], [0.0] * len(ids), [NO_VERSION] * len(ids))
+
+
 def test_without_spans_it_is_plain_attention() -> None:
-    with_name, plain = tiny(), make_model("tiny", byte_tokenizer(), 0, "sdpa").eval()
+    with_name, without = tiny(), plain()
     assert with_name.config._attn_implementation == NAME
     ids = torch.arange(12)[None]
     with torch.no_grad():
-        assert torch.equal(with_name(input_ids=ids).logits, plain(input_ids=ids).logits)
+        assert torch.equal(with_name(input_ids=ids).logits, without(input_ids=ids).logits)
 
 
 def test_a_cpu_is_told_why_not() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem.algo import dr_grpo
 from tandem.model.policy import CausalPolicy
 from tandem.model.precision import narrow
+from tandem.ops.sizes import shares_never
 from tandem.optim import master as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
@@ -100,8 +101,8 @@ def make_group(seed: int, version: int = 0, size: int = 4) -> Group:
 
 def make_step(*groups: Group, algorithm: Algorithm | None = None, micro_tokens: int = 64, version: int = 0) -> Batch:
     return make_batch(
-        groups, algorithm or dr_grpo.make(DrGrpoSpec()), micro_tokens=micro_tokens, version=version, hidden_size=0,
-        device=CPU,
+        groups, algorithm or dr_grpo.make(DrGrpoSpec()), micro_tokens=micro_tokens, version=version,
+        shares=shares_never, device=CPU,
     )  # fmt: skip
 
 

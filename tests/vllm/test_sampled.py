@@ -52,7 +52,7 @@ class Rig:
         return self.run(all_of_them())
 
     def keeping(self) -> dict[str, int]:
-        return self.run(self.engine._workers("tandem_keeping", deadline_s=10))[0]
+        return self.run(self.engine._exchange.workers("tandem_keeping", deadline_s=10))[0]
 
     def counted(self, name: str) -> float:
         """By vLLM itself."""
@@ -147,10 +147,11 @@ def test_what_is_given_up_or_begun_again_leaves_nothing_behind(rig: Rig):
         while not told:
             await asyncio.sleep(0.005)
         given_up.cancel()
-        await rig.engine._shut(20)  # as for a new version: this engine ends what runs
+        exchange = rig.engine._exchange
+        await exchange._gate.shut(20)  # as for a new version: this engine ends what runs
         late = not given_up.cancelled() or begun_again.done()
-        rig.engine.version += 1
-        await rig.engine._open()
+        exchange.version += 1
+        await exchange._gate.open()
         done = await begun_again
         return None if late or set(done.versions) == {before} else done
 

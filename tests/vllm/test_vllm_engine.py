@@ -131,7 +131,7 @@ def test_versions_take_turns_in_the_slots_that_vllm_has_loaded_once(rig: Rig, mo
         assert sent.fingerprints == served.fingerprints
         assert rig.gap(trained, rig.sample()) < NEAR
         assert ("apply" in served.seconds) is False or seed < 12  # vLLM was asked for no more than it has slots
-    assert len(rig.engine._adapters) == 2
+    assert len(rig.engine._exchange._adapters) == 2
     bridge.close()
 
 
@@ -155,7 +155,7 @@ def test_a_slot_that_requests_still_use_is_not_written_over(rig: Rig):
         assert len(set(told.versions)) == 1
         assert rig.gap(trained, told) < NEAR
     rig.publish(bridge, trained)
-    assert len(rig.engine._adapters) == 2  # what was one too many is gone
+    assert len(rig.engine._exchange._adapters) == 2  # what was one too many is gone
     bridge.close()
 
 
@@ -227,7 +227,7 @@ def test_a_request_that_is_on_its_way_when_a_version_comes_holds_nobody_up(
             yield answer
 
     monkeypatch.setattr(rig.engine._process, "stream", slowly)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(rig.engine, "_restarts", restarts)
+    monkeypatch.setattr(rig.engine._exchange._gate, "restarts", restarts)
 
     async def both() -> Completion:
         asking = asyncio.ensure_future(rig.engine.generate(PROMPT, GREEDY))

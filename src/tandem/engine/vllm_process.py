@@ -27,6 +27,7 @@ from tandem.io.child import Child
 
 _log = logging.getLogger(__name__)
 
+CONTROL_S = 60.0  # for a call that moves no weights
 _POLL_S = 0.2
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
 # GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.

@@ -82,14 +82,6 @@ class Layout:
         found = [(name, scale, partial(_digest_of_ones, name, scale.shape)) for name, scale in self.scales.items()]
         return [*found, *([] if self.rotary is None else [self.rotary.table()])]
 
-    def check_derived(self) -> None:
-        scales = [scale.detach().reshape(-1).float() for scale in self.scales.values()]
-        if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for all of them
-            name, scale = next((n, s.tolist()) for n, s in self.scales.items() if s.numel() != 1 or float(s) != 1.0)
-            raise SyncError(f"layout: '{name}' is {scale}, not 1: attention is quantised or damaged")
-        if self.rotary is not None:
-            self.rotary.check()
-
 
 @dataclass
 class _Found:
@@ -119,10 +111,9 @@ def layout_of(model: Any) -> Layout:
             _refuse_unknown(path, module, own)
             continue
         reader(found, path, module, fused)
-    layout = Layout(found.pieces, found.aliases, found.rotary, found.scales)
     _check_whole(model, found)
-    layout.check_derived()
-    return layout
+    _check_scales(found)
+    return Layout(found.pieces, found.aliases, found.rotary, found.scales)
 
 
 # --- one reader a class
@@ -328,6 +319,14 @@ def _check_whole(model: Any, found: _Found) -> None:
         scale = path in found.scales and path.rpartition(".")[2] in _SCALES
         if not scale and path not in found.rotary_paths and id(buffer) not in rotary:
             raise SyncError(f"layout: the buffer '{path}' is not known")
+
+
+def _check_scales(found: _Found) -> None:
+    """By value, which the error tells; that they stay so, apply.Served sees by their digests."""
+    scales = [scale.detach().reshape(-1).float() for scale in found.scales.values()]
+    if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for all of them
+        name, scale = next((n, s.tolist()) for n, s in found.scales.items() if s.numel() != 1 or float(s) != 1.0)
+        raise SyncError(f"layout: '{name}' is {scale}, not 1: attention is quantised or damaged")
 
 
 @cache

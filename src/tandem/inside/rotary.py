@@ -41,11 +41,6 @@ class Rotary:
         """Its name, where it lies, and the digest that it must have now."""
         return self._path, self._layer.cos_sin_cache, lambda: self._digest
 
-    def check(self) -> None:
-        """Nothing was written into it since it was compared."""
-        if self._table_digest() != self._digest:
-            raise SyncError(f"rotary: the table of '{self._path}' is no longer the one that its frequencies give")
-
     def check_received(self, name: str, inv_freq: Tensor) -> None:
         theirs = inv_freq.detach().cpu().float()
         if theirs.shape != self.inv_freq.shape or not torch.allclose(theirs, self.inv_freq, rtol=_NEAR, atol=0.0):

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch
 
 from tandem.ops import masks, packed_attention
 from tandem.ops.head import Head
-from tandem.types import MicroBatch
+from tandem.types import MicroBatch, Packed
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class Forward:
     def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Hidden states, and at which of them each trained token is predicted."""
         if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
-            packed = packed_attention.pack(micro.segments_BT, micro.parents_BT)
-            return _packed(head.body, micro.ids_BT, micro.positions_BT, packed), packed.place_of[micro.source_N]
+            hidden_TH = _packed(head.body, micro.ids_BT, micro.positions_BT, micro.packed)
+            return hidden_TH, micro.packed.place_of[micro.source_N]
         mask, positions_BT = _mask(head.config, micro.segments_BT, micro.parents_BT, micro.positions_BT)
         return head.hidden(micro.ids_BT, positions_BT, mask).flatten(0, 1), micro.source_N
 
 
-def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: packed_attention.Packed) -> Tensor:
+def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: Packed) -> Tensor:
     ids_1T, positions_1T = (each.flatten()[packed.tokens_T][None] for each in (ids_BT, positions_BT))
     mask = packed_attention.no_mask(ids_1T.device)
     given = {"attention_mask": mask, "use_cache": False, "spans": packed.spans}
@@ -112,9 +112,9 @@ class _Trial:
         segments = [[0] * 5 + [1] * 7 + [2] * 4, [0] * 6 + [-1] * 10]
         parents = [[0] * 16, [0] * 6 + [-1] * 10]
         positions = [[*range(5), *range(5, 12), *range(5, 9)], [*range(6)] + [0] * 10]
-        made = (torch.tensor(each, device=device) for each in (segments, parents, positions))
-        self.segments_BT, self.parents_BT, self.positions_BT = made
-        self.packed = packed_attention.pack(self.segments_BT, self.parents_BT)
+        made = [torch.tensor(each) for each in (segments, parents, positions)]
+        self.packed = packed_attention.pack(made[0], made[1], device)
+        self.segments_BT, self.parents_BT, self.positions_BT = (each.to(device) for each in made)
         self.body = module.base_model
         self.vocab = module.config.get_text_config().vocab_size
         self.config = module.config

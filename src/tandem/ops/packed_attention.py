@@ -13,36 +13,24 @@ Shapes: T tokens of all rows, K keys gathered, H heads, D numbers a head.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.types import Packed, Spans
+
 NAME = "tandem_packed"
 
-Spans: TypeAlias = tuple[Tensor, Tensor, int, int, Tensor | None]
-"""Where each span's queries and keys begin (and the last ones end), the longest of both, and which tokens are the keys
-if not all of them in their order. A plain tuple: a compiler looks into it."""
 
-
-class Packed(NamedTuple):
-    spans: Spans
-    tokens_T: Tensor
-    """Flat index into the micro-batch's rows: what is no padding."""
-    place_of: Tensor
-    """The way back: of a flat index, its place among the T."""
-
-
-def pack(segments_BT: Tensor, parents_BT: Tensor) -> Packed:
-    """Waits for the device once."""
-    device, width = segments_BT.device, segments_BT.shape[1]
-    segments, parents = segments_BT.cpu(), parents_BT.cpu()
-    flat = segments.flatten()
+def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> Packed:
+    """Of rows that are still on the CPU: read back from `device`, they would have to be waited for."""
+    width, flat = segments_BT.shape[1], segments_BT.flatten()
     (tokens_T,) = torch.nonzero(flat >= 0, as_tuple=True)
     # Segments are counted by row: one number for all rows.
     most = int(flat.max()) + 1
     owner_T = tokens_T // width * most + flat[tokens_T]
-    parent_T = tokens_T // width * most + parents.flatten()[tokens_T]
+    parent_T = tokens_T // width * most + parents_BT.flatten()[tokens_T]
     begins = [0, *(torch.nonzero(owner_T[1:] != owner_T[:-1]).flatten() + 1).tolist(), len(tokens_T)]
     owners, its_parents = owner_T[begins[:-1]].tolist(), parent_T[begins[:-1]].tolist()
     assert len(set(owners)) == len(owners), "a segment lies in two places of its row"

@@ -7,9 +7,10 @@ runs/plan_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 Dims = tuple[int, ...]
 
@@ -220,14 +221,31 @@ def _doubled(size: int, wanted: int) -> int:
     return size
 
 
+# --- a prompt that siblings share
+
+Shares: TypeAlias = Callable[[Sequence[float], float], bool]
+"""Whether sequences that begin alike, so many tokens each, become one tree of so many tokens."""
+
+
+def shares_never(alone: Sequence[float], tree: float) -> bool:
+    return False
+
+
+def shares_unmasked(alone: Sequence[float], tree: float) -> bool:
+    """Where rows need no mask, a tree costs its tokens."""
+    return tree < sum(alone)
+
+
+def shares_masked(hidden: int) -> Shares:
+    """A layer costs 24 h^2 a token, and 4 h L^2 a masked row of length L."""
+
+    def shares(alone: Sequence[float], tree: float) -> bool:
+        return 6 * hidden * (sum(alone) - tree) > tree**2 - sum(length**2 for length in alone) / 2
+
+    return shares
+
+
 # --- all of it
-
-
-def sharing_pays(hidden: float, alone: Iterable[float], tree: float) -> bool:
-    """Whether one tree of sequences that begin alike computes less than `alone`, all in tokens: a layer costs 24 h^2 a
-    token, and 4 h L^2 a masked row of length L."""
-    alone = list(alone)
-    return 6 * hidden * (sum(alone) - tree) > tree**2 - sum(length**2 for length in alone) / 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.optim.adamw_triton import read, stepped, tables, write
+from tandem.optim.adamw_triton import numbers_of, places_of, read, stepped, tables, write
 from tandem.optim.rule import Whole
 from tandem.spec.optim import AdamWSpec
 
@@ -78,20 +78,13 @@ def _update(
 ):  # fmt: skip
     tile = tl.program_id(0)
     owner = tl.load(owners + tile)
-    mine, numbers = table + owner * 9, floats + owner * 4
-    live = tl.load(mine).to(tl.pointer_type(tl.int16 if SPLIT else tl.float32))
-    low = tl.load(mine + 1).to(tl.pointer_type(tl.int16))
-    grad = tl.load(mine + 2).to(tl.pointer_type(tl.bfloat16 if NARROW else tl.float32))
-    mean_codes = tl.load(mine + 3).to(tl.pointer_type(tl.uint8))
-    mean_scales = tl.load(mine + 4).to(tl.pointer_type(tl.float32))
-    square_codes = tl.load(mine + 5).to(tl.pointer_type(tl.uint8))
-    square_scales = tl.load(mine + 6).to(tl.pointer_type(tl.float32))
-    count, first = tl.load(mine + 7), tl.load(mine + 8)
-    step_size, decay = tl.load(numbers), tl.load(numbers + 1)
-    unbiased, scale = tl.load(numbers + 2), tl.load(numbers + 3)
+    live, low, grad, count, first, state = places_of(table, owner, 4, SPLIT, NARROW, ALIGNED)
+    mean_codes = tl.load(state).to(tl.pointer_type(tl.uint8))
+    mean_scales = tl.load(state + 1).to(tl.pointer_type(tl.float32))
+    square_codes = tl.load(state + 2).to(tl.pointer_type(tl.uint8))
+    square_scales = tl.load(state + 3).to(tl.pointer_type(tl.float32))
+    step_size, decay, unbiased, scale = numbers_of(floats, owner)
     mean_codes, square_codes = tl.multiple_of(mean_codes, 16), tl.multiple_of(square_codes, 16)
-    if ALIGNED:
-        live, low, grad = tl.multiple_of(live, 16), tl.multiple_of(low, 16), tl.multiple_of(grad, 16)
 
     block = (tile - first) * ROWS + tl.arange(0, ROWS)
     inside = block < count // BLOCK

@@ -55,8 +55,8 @@ def tables(wholes: Sequence[Whole], spec: AdamWSpec, state: Sequence[str], stret
     places, numbers = array("q"), array("f")
     for whole, first in zip(wholes, firsts, strict=True):
         low = whole.live if whole.low is None else whole.low
-        tensors = (whole.live, low, whole.grad, *(whole.state[key] for key in state))
-        places.extend((*(tensor.data_ptr() for tensor in tensors), whole.live.numel(), first))
+        places.extend(tensor.data_ptr() for tensor in (whole.live, low, whole.grad))
+        places.extend((whole.live.numel(), first, *(whole.state[key].data_ptr() for key in state)))
         beta1, beta2 = (1 - beta**whole.step for beta in spec.betas)
         numbers.extend((whole.lr / beta1, whole.lr * whole.decay, 1 / sqrt(beta2), whole.scale))
     table = torch.frombuffer(places, dtype=torch.int64).to(device)
@@ -70,6 +70,28 @@ def _tiles(sizes: tuple[int, ...], stretch: int, device: torch.device) -> tuple[
     counts = torch.tensor([-(-size // stretch) for size in sizes])
     owners = torch.repeat_interleave(counts).to(torch.int32).to(device)
     return owners, (counts.cumsum(0) - counts).tolist()
+
+
+@triton.jit
+def places_of(table, owner, STATE: tl.constexpr, SPLIT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr):
+    """As `tables` has them of a parameter: itself, how many numbers it has, its first stretch, and where its state's
+    so many pointers are."""
+    mine = table + owner * (5 + STATE)
+    live = tl.load(mine).to(tl.pointer_type(tl.int16 if SPLIT else tl.float32))
+    low = tl.load(mine + 1).to(tl.pointer_type(tl.int16))
+    grad = tl.load(mine + 2).to(tl.pointer_type(tl.bfloat16 if NARROW else tl.float32))
+    count, first = tl.load(mine + 3), tl.load(mine + 4)
+    if ALIGNED:  # said here: of what a function returns the compiler would not hear it, and take numbers one by one
+        live, low, grad = tl.multiple_of(live, 16), tl.multiple_of(low, 16), tl.multiple_of(grad, 16)
+        count = tl.multiple_of(count, 16)
+    return live, low, grad, count, first, mine + 5
+
+
+@triton.jit
+def numbers_of(floats, owner):
+    """Of a parameter, for this step."""
+    mine = floats + owner * 4
+    return tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
 
 
 @triton.jit
@@ -114,20 +136,12 @@ def _update(
 ):  # fmt: skip
     tile = tl.program_id(0)
     owner = tl.load(owners + tile)
-    mine, numbers = table + owner * 7, floats + owner * 4
-    live = tl.load(mine).to(tl.pointer_type(tl.int16 if SPLIT else tl.float32))
-    low = tl.load(mine + 1).to(tl.pointer_type(tl.int16))
-    grad = tl.load(mine + 2).to(tl.pointer_type(tl.bfloat16 if NARROW else tl.float32))
-    first_moment = tl.load(mine + 3).to(tl.pointer_type(tl.float32))
-    second_moment = tl.load(mine + 4).to(tl.pointer_type(tl.float32))
-    count, first = tl.load(mine + 5), tl.load(mine + 6)
-    step_size, decay = tl.load(numbers), tl.load(numbers + 1)
-    unbiased, scale = tl.load(numbers + 2), tl.load(numbers + 3)
+    live, low, grad, count, first, state = places_of(table, owner, 2, SPLIT, NARROW, ALIGNED)
+    first_moment = tl.load(state).to(tl.pointer_type(tl.float32))
+    second_moment = tl.load(state + 1).to(tl.pointer_type(tl.float32))
+    step_size, decay, unbiased, scale = numbers_of(floats, owner)
     if ALIGNED:
-        live, low = tl.multiple_of(live, 16), tl.multiple_of(low, 16)
-        grad = tl.multiple_of(grad, 16)
         first_moment, second_moment = tl.multiple_of(first_moment, 16), tl.multiple_of(second_moment, 16)
-        count = tl.multiple_of(count, 16)
     energy = tl.zeros([BLOCK], dtype=tl.float32)
     lost = tl.zeros([BLOCK], dtype=tl.float32)
     pulled = tl.zeros([BLOCK], dtype=tl.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem.ops.sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
@@ -95,11 +95,11 @@ class Model:
     """Outlives the stages of a run, as the weights do."""
 
     @property
-    def hidden_size(self) -> float:
-        """What decides whether siblings share a prompt (train/pack.py): without a mask it always pays."""
+    def shares(self) -> Shares:
+        """Whether siblings share one copy of their prompt."""
         if self.policy.forward.shares_freely:
-            return math.inf
-        return self.policy.module.config.get_text_config().hidden_size
+            return shares_unmasked
+        return shares_masked(self.policy.module.config.get_text_config().hidden_size)
 
     @property
     def num_ids(self) -> int:
@@ -465,7 +465,7 @@ def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Ca
             algorithm,
             micro_tokens=stage.micro_tokens,
             version=version,
-            hidden_size=model.hidden_size,
+            shares=model.shares,
             device=model.device,
         )
 
@@ -511,7 +511,7 @@ def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float
 
     def score(recording: Trajectory) -> list[float]:
         batch = make_batch(
-            [[recording]], algorithm, micro_tokens=micro_tokens, version=0, hidden_size=0, device=model.device
+            [[recording]], algorithm, micro_tokens=micro_tokens, version=0, shares=shares_never, device=model.device
         )
         return model.policy.score(batch.micro[0], 1.0).tolist()
 
@@ -532,7 +532,7 @@ def examiner(model: Model, algorithm: Algorithm, micro_tokens: int) -> Callable[
             algorithm,
             micro_tokens=micro_tokens,
             version=0,
-            hidden_size=model.hidden_size,
+            shares=model.shares,
             device=model.device,
         )
         (micro,) = batch.micro

@@ -11,6 +11,7 @@ from tandem.errors import SpecError
 from tandem.online.demonstrations import Judged
 from tandem.online.half import Canary, Parts
 from tandem.online.wire import Teaching
+from tandem.ops.sizes import shares_never
 from tandem.protocols import Algorithm, Engine, Trainer
 from tandem.publish import Publisher
 from tandem.recipes import build, build_engine
@@ -72,9 +73,9 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
     def make_batch(groups: list[Group], algorithm: Algorithm, version: int) -> Batch:
         from tandem.train.pack import make_batch
 
-        shares = model.hidden_size if model.policy.context_grad else 0  # a frozen context is each sequence's own
+        shares = model.shares if model.policy.context_grad else shares_never  # a frozen context is each sequence's own
         return make_batch(
-            groups, algorithm, micro_tokens=spec.train.micro_tokens, version=version, hidden_size=shares, device=device
+            groups, algorithm, micro_tokens=spec.train.micro_tokens, version=version, shares=shares, device=device
         )
 
     def score(ids: Sequence[int], first: int) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tandem.ops import sizes
@@ -103,7 +102,8 @@ def _rl(
     expected, row, most = credited + sequences * prompt_tokens, longest, sequences * longest
     lengths = [prompt_tokens + answer_tokens] * stage.group_size
     tree = prompt_tokens + stage.group_size * answer_tokens
-    shared = sizes.sharing_pays(math.inf if packed else shape.hidden, lengths, tree) and tree <= stage.micro_tokens
+    shares = sizes.shares_unmasked if packed else sizes.shares_masked(shape.hidden)
+    shared = shares(lengths, tree) and tree <= stage.micro_tokens
     if shared:
         expected = stage.groups_per_step * tree
         longest_tree = min(int(tree * _LONGEST_TREE), prompt_tokens + stage.group_size * stage.max_tokens)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tandem.ops.sizes import sharing_pays
+from tandem.ops.packed_attention import pack
+from tandem.ops.sizes import Shares
 from tandem.protocols import Algorithm
 from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
@@ -57,12 +58,10 @@ def make_batch(
     *,
     micro_tokens: int,
     version: int,
-    hidden_size: float,
+    shares: Shares,
     device: torch.device,
 ) -> Batch:
-    """`hidden_size` 0 never shares prompts; infinite, wherever fewer tokens are computed.
-
-    A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
+    """A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
     term holds it to the reference.
     """
     items: list[_Item] = []
@@ -75,7 +74,7 @@ def make_batch(
             credited += sum(credit != 0 for credit in sample.credit) if algorithm.credit_is_all else len(sample.credit)
             lags += [version - v for v in sample.trajectory.versions if v >= 0]
         moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
-        items += _share_prompt(moving, hidden_size, micro_tokens, together=algorithm.together)
+        items += _share_prompt(moving, shares, micro_tokens, together=algorithm.together)
     rows = _pack(items)
     metrics = {
         "tokens/trained": float(totals.tokens),
@@ -95,7 +94,7 @@ def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatc
     return _to_tensors([_Row(total, [_Item([Sample(recording, [0.0] * count, 0)])])], device)
 
 
-def _share_prompt(samples: list[Sample], hidden_size: float, micro_tokens: int, *, together: bool) -> list[_Item]:
+def _share_prompt(samples: list[Sample], shares: Shares, micro_tokens: int, *, together: bool) -> list[_Item]:
     """One tree, if that computes less."""
     alone = [_Item(samples)] if together and samples else [_Item([sample]) for sample in samples]
     if len(samples) < 2:
@@ -107,9 +106,8 @@ def _share_prompt(samples: list[Sample], hidden_size: float, micro_tokens: int, 
         zip(*(trajectory.ids[:first_trained] for trajectory in trajectories), strict=True),
     )
     tree = _Item(samples, sum(1 for _ in same))
-    pays = sharing_pays(hidden_size, [item.length for item in alone], tree.length)
-    cheaper = pays and tree.length <= micro_tokens
-    return [tree] if cheaper else alone
+    cheaper = shares([item.length for item in alone], tree.length)
+    return [tree] if cheaper and tree.length <= micro_tokens else alone
 
 
 def _pack(items: Sequence[_Item]) -> list[_Row]:
@@ -203,19 +201,24 @@ def _to_tensors(rows: list[_Row], device: torch.device) -> MicroBatch:
     for row in rows:
         columns.add_row(row)
 
-    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+    def on_cpu(values: list[Any], code: Literal["q", "f"]) -> Tensor:
         if not values:
-            return torch.empty(0, dtype=_DTYPES[code], device=device)
-        return torch.frombuffer(array(code, values), dtype=_DTYPES[code]).to(device)  # torch.tensor looks at each
+            return torch.empty(0, dtype=_DTYPES[code])
+        return torch.frombuffer(array(code, values), dtype=_DTYPES[code])  # torch.tensor looks at each
+
+    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+        return on_cpu(values, code).to(device)
 
     def rows_of(values: list[int]) -> Tensor:
-        return tensor(values, "q").view(len(rows), columns.width)
+        return on_cpu(values, "q").view(len(rows), columns.width)
 
+    segments_BT, parents_BT = rows_of(columns.segments), rows_of(columns.parents)
     return MicroBatch(
-        rows_of(columns.ids),
-        rows_of(columns.positions),
-        rows_of(columns.segments),
-        rows_of(columns.parents),
+        rows_of(columns.ids).to(device),
+        rows_of(columns.positions).to(device),
+        segments_BT.to(device),
+        parents_BT.to(device),
+        pack(segments_BT, parents_BT, device),
         tensor(columns.source, "q"),
         tensor(columns.target, "q"),
         tensor(columns.credit, "f"),
