@@ -128,10 +128,12 @@ def test_nothing_is_decoded_in_sleep_and_waking_changes_no_token(kind: str) -> N
             await asyncio.sleep(0.001)
         await engine.sleep()
         tasks.append(asyncio.create_task(engine.generate(*requests[3], on_token=tell)))
-        await asyncio.sleep(0.1 if kind == "server" else 0)  # what was made before is still told
-        asleep = len(made)
+        asleep = -1
+        while asleep != len(made):  # over HTTP, what was made before is still told
+            asleep = len(made)
+            await asyncio.sleep(0.1 if kind == "server" else 0)
         await asyncio.sleep(0.1)
-        assert len(made) == asleep
+        assert len(made) == asleep < 3 * 40
         await engine.wake()
         return await asyncio.gather(*tasks)
 

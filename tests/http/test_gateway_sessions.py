@@ -127,10 +127,9 @@ def test_sessions_of_a_group_leave_together(gateway: Gateway) -> None:
     unsized = [gateway.open(group="unsized") for _ in range(3)]
     for session in unsized:
         gateway.chat(HI, session)
-    before = len(list(gateway.trajectories.iterdir()))
     sized: list[str] = []
     for reward in (0, 1):  # the second is opened when the first has finished
-        assert len(list(gateway.trajectories.iterdir())) == before
+        assert not any(map(gateway.left_in, [*unsized, *sized]))
         sized.append(gateway.open(group="sized", group_size=2, task_id="t"))
         gateway.chat(HI, sized[-1])
         gateway.reward(sized[-1], reward)
