@@ -74,12 +74,12 @@ def wait_until(condition: Any, seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
-def hang_up(url: str, token: str, path: str, body: Any, *, when: Callable[[], Any]) -> tuple[str, int]:
+def hang_up(url: str, token: str, path: str, body: Any, *, when: Callable[[], Any], **headers: str) -> tuple[str, int]:
     """Asks, and is gone as soon as `when` is true. Returns the address that it asked from."""
     client = http.client.HTTPConnection(urlsplit(url).netloc)
     client.connect()
     asked_from = client.sock.getsockname()
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | headers
     try:
         client.request("POST", path, json.dumps(body), headers)
         wait_until(when)
