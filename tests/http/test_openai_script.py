@@ -119,7 +119,7 @@ def test_a_failing_engine_is_503_before_and_an_error_event_after_the_first_token
 
 
 def test_more_samples_than_allowed_are_told_to_wait(scripted: Served) -> None:
-    scripted.engine.script, scripted.engine.pause_s = "x" * 100, 0.02
+    scripted.engine.script, scripted.engine.waits_at = "x" * 100, 1
     body = {"model": MODEL, "messages": HI, "n": 41, "stream": True}
     with scripted.http() as client:
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
