@@ -220,6 +220,7 @@ def engine_serving(
     )  # fmt: skip
     app = create_app(service, token=listen.token(), hosts=listen.hosts, body_bytes=2**20)
     server = Watched(app, listen, tell=lambda _: None)
+    server.config.timeout_keep_alive = 10**6  # a clock that is put ahead hangs up on nobody
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -307,6 +307,7 @@ def test_a_trainer_that_dies_does_not_leave_it_asleep_and_the_version_before_ans
     served.post("sleep", {**caller, "lease_s": 30})
     vllm_of(served).taken = GPU - 10  # its process is dead, and the driver has not yet noticed
     asking = served.in_background("generate", {"prompt_ids": [1], "sampling": {"max_tokens": 1}})
+    wait_until(lambda: served.status()["running"] == 1)
     looks = vllm_of(served).calls.count("tandem_free_bytes")
     served.later(30)
     wait_until(lambda: vllm_of(served).calls.count("tandem_free_bytes") >= looks + 3)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ def play(engine: RemoteEngine, scenario: Callable[[], Awaitable[Any]]) -> Any:
 
     async def go() -> Any:
         try:
-            result = await asyncio.wait_for(scenario(), 20)
+            result = await asyncio.wait_for(scenario(), 60)
         finally:
             await engine.close()
         await asyncio.sleep(0.02)  # httpx's generators are closed by the loop
@@ -39,7 +40,7 @@ def play(engine: RemoteEngine, scenario: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def engine_at(server: Running, **options: Any) -> RemoteEngine:
-    return RemoteEngine(server.url, BASE, **{"poll_s": 0.02, "deadline_s": 5.0, "patience_s": 0.2} | options)
+    return RemoteEngine(server.url, BASE, **{"poll_s": 0.02, "deadline_s": 20.0, "patience_s": 0.2} | options)
 
 
 def ask(engine: RemoteEngine, sampling: Sampling = THREE, **options: Any) -> Completion:
@@ -428,9 +429,16 @@ def test_a_server_that_says_nothing_any_more_is_silent_after_its_deadline(after:
 
 
 def test_a_request_that_waits_its_turn_is_not_a_silent_engine() -> None:
+    others, heard = threading.Event(), list[int]()
+
+    def hear(token: int, *_: Any) -> None:
+        heard.append(token)
+        if len(heard) == 24:
+            others.set()
+
     def slow(body: Any, events: list[Any]) -> list[Any]:
         if body["prompt"] == [2]:  # it waits behind the other
-            time.sleep(1.2)
+            assert others.wait(20)
         return events
 
     with running(events=slow, pause_s=0.05) as server:
@@ -438,7 +446,8 @@ def test_a_request_that_waits_its_turn_is_not_a_silent_engine() -> None:
 
         async def scenario() -> Any:
             return await asyncio.gather(
-                engine.generate([1], Sampling(max_tokens=24)), engine.generate([2], Sampling(max_tokens=2))
+                engine.generate([1], Sampling(max_tokens=24), on_token=hear),
+                engine.generate([2], Sampling(max_tokens=2)),
             )
 
         assert [len(completion.ids) for completion in play(engine, scenario)] == [24, 2]

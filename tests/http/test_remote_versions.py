@@ -33,13 +33,13 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def engine_at(server: Running, **options: Any) -> RemoteEngine:
-    return RemoteEngine(server.url, BASE, **{"poll_s": 0.02, "deadline_s": 5.0, "patience_s": 0.2} | options)
+    return RemoteEngine(server.url, BASE, **{"poll_s": 0.02, "deadline_s": 20.0, "patience_s": 0.2} | options)
 
 
 def play(engine: Any, scenario: Callable[[], Awaitable[Any]]) -> Any:
     async def go() -> Any:
         try:
-            return await asyncio.wait_for(scenario(), 20)
+            return await asyncio.wait_for(scenario(), 60)
         finally:
             await engine.close()
 
@@ -53,7 +53,7 @@ async def publish(engine: Any, folder: Folder, version: int, strength: float = 0
 
 def started(server: Running, count: int) -> Awaitable[None]:
     async def wait() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while server.script.running < count:
                 await asyncio.sleep(0.005)
 
@@ -349,7 +349,7 @@ CANARY = Canary((1, 2, 3), floor=0.01, ceiling=0.02)
 
 
 def publisher(folder: Folder, engine: Any, **options: Any) -> Publisher:
-    return Publisher(FolderBridge(folder), engine, **{"deadline_s": 5.0, "canary": CANARY} | options)  # pyright: ignore
+    return Publisher(FolderBridge(folder), engine, **{"deadline_s": 20.0, "canary": CANARY} | options)  # pyright: ignore
 
 
 def test_a_proof_does_not_say_that_the_engine_s_memory_was_read(server: Running, folder: Folder) -> None:
