@@ -63,7 +63,7 @@ def pid_of(directory: Path) -> int:
 
 def play(work: Callable[[], Any]) -> Any:
     async def go() -> Any:
-        return await asyncio.wait_for(work(), 60)
+        return await asyncio.wait_for(work(), 120)
 
     return asyncio.run(go())
 
@@ -214,7 +214,7 @@ def test_a_foreign_engine_that_was_started_anew_is_another_one(
     tmp_path: Path, standing: subprocess.Popen[bytes]
 ) -> None:
     async def work() -> None:
-        first = place(tmp_path, patience_s=10)
+        first = place(tmp_path, patience_s=60)
         port = first.url.rpartition(":")[2]
         engine = ServerEngine(first, deadline_s=10)
         async with closing(engine):

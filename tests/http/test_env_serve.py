@@ -84,7 +84,7 @@ class Trainer:
 
     async def step(self) -> list[dict[str, Any]]:
         told: dict[str, Any] = {}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not told:
                 body = {"epoch": self.epoch, "groups": 2, "wait_s": 5.0}
                 told = await self.client.post("/v2/leases", body, wait_s=5.0)

@@ -96,6 +96,7 @@ def test_the_clients_own_accumulator_understands_the_stream(scripted: Served) ->
 def test_a_hang_up_cancels_every_sample(scripted: Served) -> None:
     scripted.engine.script, scripted.engine.pause_s = "x" * 200, 0.02
     body = {"model": MODEL, "messages": HI, "n": 3}
+    before = counted_cancelled(scripted)
     hang_up(scripted.url, scripted.token, "/v1/chat/completions", body, when=lambda: scripted.engine.running == 3)
     wait_until(lambda: scripted.engine.cancelled == 3)
     with scripted.http() as client:
@@ -104,8 +105,14 @@ def test_a_hang_up_cancels_every_sample(scripted: Served) -> None:
             next(lines)
             wait_until(lambda: scripted.engine.running == 3)
     wait_until(lambda: scripted.engine.cancelled == 6)
+    wait_until(lambda: counted_cancelled(scripted) == before + 6)
+
+
+def counted_cancelled(scripted: Served) -> float:
+    """In the books of the server, which is every test's."""
     with scripted.http() as client:
-        assert "tandem_samples_cancelled_total 6.0" in client.get("/metrics").text
+        lines = client.get("/metrics").text.splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith("tandem_samples_cancelled_total "))
 
 
 def test_a_failing_engine_is_503_before_and_an_error_event_after_the_first_token(scripted: Served) -> None:
