@@ -40,7 +40,7 @@ def mark(monkeypatch) -> Iterator[str]:
     value = f"mark-{os.getpid()}-{random.getrandbits(64)}"
     monkeypatch.setenv(MARK, value)
     yield value
-    until = time.monotonic() + 3.0
+    until = time.monotonic() + 10.0
     while left := marked(value):
         assert time.monotonic() < until, f"{len(left)} processes are left: {left}"
         time.sleep(0.02)
@@ -230,7 +230,7 @@ def test_what_an_episode_leaves_is_gone_while_the_run_goes_on(kind, mark):
     async def use(environment: WorkerEnvironment) -> None:
         with pytest.raises(EpisodeFailed):
             await play(setting_of(environment), environment.tasks("train")[0], [0], 0)
-        until = time.monotonic() + 3.0
+        until = time.monotonic() + 10.0
         while (
             len(left := marked(mark)) > 3 or not environment.restarts
         ):  # the leash, the nursery, the one that told the tasks

@@ -206,7 +206,7 @@ async def a_job_gives_way_to_a_version_and_is_begun_again(played: Played) -> Non
     long = await played.teach(steps=1000)
     await played.until(long, "running")
     await asyncio.sleep(0.2)
-    assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 5))["version"] == 0
+    assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 20))["version"] == 0
     assert played.conductor.serving == 0 != first.version
     again = await played.until(long, "running")
     assert (again.parent, again.attempt) == (0, 1)
@@ -227,13 +227,19 @@ async def a_trainer_half_that_stands_still_is_started_again(played: Played) -> N
 
 
 async def a_checkpoint_that_cannot_be_written_ends_nothing(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that may not be written; nobody waits for a checkpoint of the timer."""
-    versions, pid = played.versions, played.conductor.status()["trainer"]["pid"]
-    with monkeypatch.context() as patched:
-        patched.setattr(played.conductor, "_checkpoint_due", lambda: not played.conductor.status()["why_no_checkpoint"])
+    """Its directory may not be written from a version's last word on; nobody waits for a checkpoint of the timer."""
+    versions, end = played.versions, played.store.end
+
+    async def nowhere_to_write(id: str, state: str, *why: str) -> None:
+        await end(id, state, *why)
         versions.rename(versions.with_name("elsewhere"))
         versions.write_text("not a directory")
-        played.conductor.wake()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(played.conductor, "_checkpoint_due", lambda: not played.conductor.status()["why_no_checkpoint"])
+        patched.setattr(played.store, "end", nowhere_to_write)
+        assert (await played.until(await played.teach(), *ENDED)).state == "published"
+        pid = played.conductor.status()["trainer"]["pid"]
         async with asyncio.timeout(20):
             while not (why := played.conductor.status()["why_no_checkpoint"]):
                 await asyncio.sleep(0.01)
@@ -252,5 +258,5 @@ async def whoever_wishes_hears_that_nothing_goes_on(played: Played) -> None:
     with pytest.raises(EngineError, match=r"started anew.*max_restarts = 2"):
         await asyncio.wait_for(played.conductor.checkpoint(), 60)
     with pytest.raises(EngineError, match="started anew"):
-        await asyncio.wait_for(played.conductor.checkpoint(), 1)
+        await asyncio.wait_for(played.conductor.checkpoint(), 20)
     assert "ended" in played.conductor.why_unfit()

@@ -6,12 +6,12 @@ A run with every checkpoint still there stands for one that was killed after eac
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from small_runs import resume, rl, rows, sft, torch_as_it_was, train
 
 from tandem.errors import CheckpointDamaged, RunFenced
+from tandem.io.jsonl import JsonlWriter
 from tandem.io.manifest import digest_of, verify
 from tandem.recipes import build
 from tandem.runs import uploads
@@ -40,6 +41,24 @@ def killed_after(whole: Path, version: int, run_dir: Path) -> Path:
     status = json.loads((run_dir / "status.json").read_text())
     (run_dir / "status.json").write_text(json.dumps({**status, "state": "running"}))
     return run_dir
+
+
+@contextmanager
+def at_row(number: int, run: Path, act: Callable[[], object]) -> Iterator[None]:
+    """`act` happens when a run that begins here has written so many rows."""
+    write, metrics = JsonlWriter.write, run / "metrics.jsonl"
+
+    def written(self: JsonlWriter, row: Mapping[str, Any]) -> None:
+        write(self, row)
+        if JsonlWriter.write is written and metrics.exists() and metrics.read_bytes().count(b"\n") == number:
+            JsonlWriter.write = write
+            act()
+
+    JsonlWriter.write = written
+    try:
+        yield
+    finally:
+        JsonlWriter.write = write
 
 
 def content(directory: Path) -> dict[str, str]:
@@ -110,16 +129,8 @@ def test_sigterm_saves_ends_with_0_and_the_run_goes_on_to_the_same_bytes_from_an
     train(spec, tmp_path / "whole")
     run = tmp_path / "run"
 
-    def ask() -> None:
-        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
-            time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    with pytest.raises(SystemExit) as ended:
+    with at_row(4, run, partial(signal.raise_signal, signal.SIGTERM)), pytest.raises(SystemExit) as ended:
         train(spec, run)
-    asking.join()
     assert ended.value.code == 0
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
     (saved,) = Checkpoints(run).versions()
@@ -135,18 +146,13 @@ def test_a_run_that_was_taken_over_leaves_everything_to_whoever_has_it_now(tmp_p
     spec = sft(tmp_path) | {"artifacts": {"url": str(tmp_path / "store"), "what": ["results"]}}
 
     def take_over() -> None:
-        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
-            time.sleep(0.005)
         leases.append(Lease(run, take_over=True))
         kept.append((run / "status.json").read_bytes())
 
     leases: list[Lease] = []
     kept: list[bytes] = []
-    taking = threading.Thread(target=take_over)
-    taking.start()
-    with pytest.raises(RunFenced):
+    with at_row(4, run, take_over), pytest.raises(RunFenced):
         train(spec, run)
-    taking.join()
     assert (run / "status.json").read_bytes() == kept[0]
     assert not (run / "report.html").exists()
     assert not (run / "export").exists()

@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "sync_kills.py"
 def test_whoever_is_left_notices_recovers_and_serves_what_was_announced() -> None:
     command = [sys.executable, str(PROGRAM), "--instants", "2", "--modes", "shared"]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=170, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        command, capture_output=True, text=True, timeout=380, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     figures = json.loads(ended.stdout.splitlines()[-1])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-from served import wait_until
+from served import hang_up, wait_until
 
 from tandem.protocols import OnToken
 from tandem.serve.app import create_app
@@ -39,7 +39,9 @@ class FakeEngine:
         self.awake, self.arrived, self.died = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.awake.set()
         self.arrived.set()
-        self.running, self.cancelled, self.made = 0, 0, 0
+        self.running, self.cancelled, self.made, self.loads = 0, 0, 0, 0
+        self.torn_at = -1
+        """Of how many tokens made somebody writes into its weights."""
         self.closed = False
 
     async def generate(
@@ -55,6 +57,7 @@ class FakeEngine:
                 await self.awake.wait()
                 ids.append(token_id)
                 self.made += 1
+                self.whole = self.whole and self.made != self.torn_at
                 if on_token is not None:
                     on_token(token_id, -0.5, self.version)
         except asyncio.CancelledError:
@@ -68,6 +71,7 @@ class FakeEngine:
         source.attached({"boot_id": self.boot_id, "workers": 1, "layout": {"w": ["float32", [2, 2]]}})
 
     async def load(self, version: int) -> Served:
+        self.loads += 1
         try:
             await self.arrived.wait()
             if self.fails is not None:
@@ -112,6 +116,16 @@ class FakeEnd:
         self.closed = True
 
 
+class Clock:
+    """An event loop's own, which may be put ahead."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.ahead_s, self._time = 0.0, loop.time
+
+    def __call__(self) -> float:
+        return self._time() + self.ahead_s
+
+
 @dataclass
 class EngineServed:
     url: str
@@ -119,6 +133,8 @@ class EngineServed:
     engine: Any
     ends: list[FakeEnd]
     loop: asyncio.AbstractEventLoop
+    clock: Clock
+    server: Server
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,8 +159,25 @@ class EngineServed:
         """On the server's event loop."""
         self.loop.call_soon_threadsafe(function)
 
+    def later(self, seconds: float) -> None:
+        """On the server's clock: what it waits for has come so much nearer, and nobody has to sleep until it ends."""
+        self.clock.ahead_s += seconds
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(10)
+
     def in_background(self, name: str, body: Any) -> Background:
         return Background(self, name, body)
+
+    def hang_up(self, name: str, body: Any, when: Callable[[], Any]) -> None:
+        """Asks, and is gone as soon as `when` is true; returns when the server has noticed."""
+        asked_from = hang_up(self.url, self.token, f"/engine/{name}", body, when=when)
+        wait_until(lambda: asked_from not in [each.client for each in list(self.server.server_state.connections)])
+        asyncio.run_coroutine_threadsafe(_turns(20), self.loop).result(10)
+
+
+async def _turns(count: int) -> None:
+    """Of an event loop: what one task tells another, who tells a third, has come there."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 class Background(threading.Thread):
@@ -167,7 +200,7 @@ class Background(threading.Thread):
 def engine_serving(
     engine: Any, renderer: Renderer, data_dir: Path, *, open_source: Any = None, allowed: Allowed | None = None
 ) -> Iterator[EngineServed]:
-    listen, ends, loops = Listen(data_dir), list[Any](), list[asyncio.AbstractEventLoop]()
+    listen, ends, clocks = Listen(data_dir), list[Any](), list[tuple[asyncio.AbstractEventLoop, Clock]]()
     LINK["directory"] = str(data_dir / "versions")
 
     def open_end(link: Mapping[str, Any]) -> Any:
@@ -176,7 +209,9 @@ def engine_serving(
 
     class Watched(Server):
         async def startup(self, sockets: Any = None) -> None:
-            loops.append(asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            loop.time = Clock(loop)  # pyright: ignore[reportAttributeAccessIssue]
+            clocks.append((loop, loop.time))
             await super().startup(sockets)
 
     service = engine_service(
@@ -185,11 +220,12 @@ def engine_serving(
     )  # fmt: skip
     app = create_app(service, token=listen.token(), hosts=listen.hosts, body_bytes=2**20)
     server = Watched(app, listen, tell=lambda _: None)
+    server.config.timeout_keep_alive = 10**6  # a clock that is put ahead hangs up on nobody
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_until(lambda: server.url)
-        served = EngineServed(server.url, listen.token(), engine, ends, loops[0])
+        served = EngineServed(server.url, listen.token(), engine, ends, *clocks[0], server)
         with served.client:
             yield served
     finally:

@@ -113,10 +113,11 @@ class Gateway:
 
     def delivered(self, session: str) -> list[dict[str, Any]]:
         """The group that a session's trajectories left in."""
-        wait_until(lambda: any(self.trajectories.glob("*.jsonl")) and self._group_of(session))
-        return self._group_of(session)
+        wait_until(lambda: self.left_in(session))
+        return self.left_in(session)
 
-    def _group_of(self, session: str) -> list[dict[str, Any]]:
+    def left_in(self, session: str) -> list[dict[str, Any]]:
+        """Nothing if they have not left so far."""
         for path in self.trajectories.glob("*.jsonl"):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             if any(row["extra"]["session"] == session for row in rows):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -71,6 +74,20 @@ def wait_until(condition: Any, seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
+def hang_up(url: str, token: str, path: str, body: Any, *, when: Callable[[], Any], **headers: str) -> tuple[str, int]:
+    """Asks, and is gone as soon as `when` is true. Returns the address that it asked from."""
+    client = http.client.HTTPConnection(urlsplit(url).netloc)
+    client.connect()
+    asked_from = client.sock.getsockname()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | headers
+    try:
+        client.request("POST", path, json.dumps(body), headers)
+        wait_until(when)
+    finally:
+        client.close()
+    return asked_from
+
+
 class ScriptedEngine:
     """Says `script` byte by byte, whatever it is asked; token i has logprob -0.1 i, and version 4 after `flip`."""
 
@@ -78,6 +95,8 @@ class ScriptedEngine:
         self.renderer, self.version = renderer, 3
         self.script, self.pause_s, self.flip, self.error_after = "", 0.0, 1000, 1000
         self.running, self.cancelled = 0, 0
+        self.waits_at = -1
+        """Before which token it waits until this is another one."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: Any = None, on_token: OnToken | None = None
@@ -95,6 +114,8 @@ class ScriptedEngine:
         ids: list[int] = []
         for token_id in [*self.renderer.encode(self.script), self.renderer.end_id]:
             await asyncio.sleep(self.pause_s)
+            while len(ids) == self.waits_at:
+                await asyncio.sleep(0.005)
             if len(ids) == self.error_after:
                 raise EngineError("engine: the script says so")
             ids.append(token_id)

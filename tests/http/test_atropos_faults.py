@@ -214,11 +214,12 @@ def test_a_dead_environment_with_an_allocation_stops_nothing_once_it_lapsed(
 ):
     monkeypatch.setattr("tandem.rollout.atropos.LAPSE_S", 1.0)
     client.begin(batch_size=4)
-    fast, dead = client.join("fast", lapse=60), client.join("dead", min_batch_allocation=0.5)
+    fast = client.join("fast", lapse=60)
     client.put(env_id=fast, seed=1)
     client.put(env_id=fast, seed=2)
+    dead = client.join("dead", min_batch_allocation=0.5)
     assert client.get("/batch") == {"batch": None}
-    wait_until(lambda: client.get("/batch")["batch"] is not None, 5)
+    wait_until(lambda: client.get("/batch")["batch"] is not None)
     assert client.get("/status-env", {"env_id": fast})["unallocated_fraction"] == 1.0
     assert dead == 1
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,17 +67,20 @@ def test_ctrl_c_at_the_prompt_leaves(renderer: Renderer) -> None:
 
 def test_ctrl_c_during_an_answer_stops_it_and_forgets_the_turn(renderer: Renderer) -> None:
     engine = ScriptedEngine(renderer)
-    engine.script, engine.pause_s = "x" * 50, 0.05
-    recorder = Recorder(engine)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    engine.script, engine.waits_at = "x" * 50, 3
+    recorder, shown = Recorder(engine), list[str]()
+
+    def tell(text: str) -> None:
+        shown.append(text)
+        if text.startswith("x") and not engine.cancelled:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def second_question() -> str:
-        engine.script, engine.pause_s = "fine", 0.0
+        engine.script, engine.waits_at = "fine", -1
         return "again"
 
-    lines = iter([lambda: timer.start() or "go on for ever", second_question, lambda: "/exit"])
-    shown: list[str] = []
-    asyncio.run(chat_loop(recorder, renderer, context=256, ask=lambda _: next(lines)(), tell=shown.append))  # pyright: ignore
+    lines = iter([lambda: "go on for ever", second_question, lambda: "/exit"])
+    asyncio.run(chat_loop(recorder, renderer, context=256, ask=lambda _: next(lines)(), tell=tell))  # pyright: ignore
     assert "stopped; this turn is forgotten" in "".join(shown)
     assert engine.cancelled == 1
     assert [prompt for prompt, _ in recorder.turns] == [renderer.prompt([{"role": "user", "content": "again"}])]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from engine_served import EngineServed, FakeEnd, FakeEngine, engine_serving
+from engine_served import LINK, EngineServed, FakeEnd, FakeEngine, engine_serving
 from served import wait_until
 from test_engine_sleep import Vllm, end, engine_on, run, vllm_of
 
@@ -40,18 +39,24 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineSe
 
 
 def give_up(served: EngineServed, how: str) -> None:
-    """A load of version 4, of which the worker has more to say half a second later."""
-    caller = served.attach(owner="a")
-    vllm_of(served).load_s = 0.5
-    load = {"version": 4, "deadline_s": 0.2 if how == "the deadline" else 30} | caller
+    """A load of version 4, of which the worker has more to say when nobody waits for it any more."""
+    caller, vllm = served.attach(owner="a"), vllm_of(served)
+    vllm.go_on.clear()
+    load = {"version": 4, "deadline_s": 30} | caller
     if how == "hanging up":
-        with served.http() as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/engine/load", json=load, timeout=0.2)
+        served.hang_up("load", load, when=lambda: "tandem_load" in vllm.calls)
+        served.soon(vllm.go_on.set)
         return
     loading = served.in_background("load", load)
+    wait_until(lambda: "tandem_load" in vllm.calls)
     if how == "another trainer":
-        time.sleep(0.2)
-        served.attach(owner="b")
+        heir = served.in_background("attach", {"link": LINK, "owner": "b"})
+        wait_until(lambda: served.status()["attachment"] == 2)
+        served.soon(vllm.go_on.set)
+        assert heir.wait().status_code == 200
+    else:
+        served.later(30)
+        served.soon(vllm.go_on.set)
     code = "fenced" if how == "another trainer" else "sync_timeout"
     assert loading.wait().json()["error"]["code"] == code
 
@@ -76,7 +81,7 @@ def test_one_that_was_written_in_part_answers_nobody(served: EngineServed, how: 
     answer = served.post("generate", ONE)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
     assert httpx.get(f"{served.url}/health").status_code == 503
-    vllm.load_s, vllm.load_fails = 0.0, ""
+    vllm.load_fails = ""
     assert served.post("load", {"version": 5} | served.attach(owner="b")).status_code == 200
     assert served.status()["state"] == "serving"
     assert '"version":5' in served.post("generate", ONE).text
@@ -91,10 +96,13 @@ def test_one_that_was_written_whole_is_served_under_its_number(served: EngineSer
 def test_requests_that_wait_for_a_load_that_tears_are_told_so(served: EngineServed):
     vllm = vllm_of(served)
     caller = served.attach()
-    vllm.load_s, vllm.load_fails, vllm.untouched = 0.5, "the other end is gone", False
+    vllm.load_fails, vllm.untouched = "the other end is gone", False
+    vllm.go_on.clear()
     loading = served.in_background("load", {"version": 4} | caller)
     wait_until(lambda: "tandem_load" in vllm.calls)
     waiting = served.in_background("generate", ONE)
+    wait_until(lambda: served.status()["running"] == 1)
+    served.soon(vllm.go_on.set)
     assert loading.wait().status_code == 409
     assert (waiting.wait().status_code, waiting.wait().json()["error"]["code"]) == (503, "engine_lost")
 
@@ -164,8 +172,9 @@ def test_an_adapter_does_not_mend_torn_weights():
 def test_nor_does_one_mend_what_a_trainer_tore(tmp_path: Path):
     engine = FakeEngine()
     with serving(engine, tmp_path, open_source=AdapterEnd) as served:
-        served.post("sleep", {"lease_s": 0.2, "writing": True} | served.attach())
+        served.post("sleep", {"lease_s": 30, "writing": True} | served.attach())
         engine.whole = False
+        served.later(30)
         wait_until(lambda: served.status()["state"] == "torn")
         answer = served.post("load", {"version": 4} | served.attach())
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "sync")
@@ -195,11 +204,13 @@ def test_whatever_keeps_an_engine_from_waking_is_tried_again(
     engine = WakesLate()
     with serving(engine, tmp_path) as served:
         caller = served.attach()
-        served.post("sleep", {"lease_s": 0.1 if after == "its lease" else 30} | caller)
-        if after != "its lease":
+        served.post("sleep", {"lease_s": 30} | caller)
+        if after == "its lease":
+            served.later(30)
+        else:
             engine.fails = SyncError("nobody came")
             assert served.post("load", {"version": 4} | caller).status_code == 409
-        wait_until(lambda: served.status()["state"] == "serving", seconds=3)
+        wait_until(lambda: served.status()["state"] == "serving")
         assert not engine.failures
         assert engine.awake.is_set()
 
@@ -227,11 +238,12 @@ def test_weights_that_nobody_could_look_at_after_a_sleep_never_answer():
 
 def test_its_server_says_that_they_are_torn_and_its_lease_does_not_open_it(served: EngineServed):
     vllm_of(served).unseen = "layout: derived cos_sin_cache is not what it was"
-    served.post("sleep", {"lease_s": 0.2} | served.attach())
+    served.post("sleep", {"lease_s": 30} | served.attach())
     waiting = served.in_background("generate", ONE)
+    served.later(30)
     wait_until(lambda: served.status()["state"] == "torn")
     assert waiting.wait().status_code == 503
-    time.sleep(0.2)
+    served.later(30)
     assert "cos_sin_cache" in served.status()["why"]
     assert served.post("generate", ONE).status_code == 503
     assert served.post("load", {"version": 4} | served.attach()).status_code == 200

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem.bridge.broadcast.trainer import BroadcastBridge
+from tandem.engine import connection
 from tandem.engine.server import ServerEngine, Standing
 from tandem.errors import EngineLost, SpecError
 from tandem.io.token import read_token
@@ -95,7 +96,10 @@ def test_nobody_there_is_a_lost_engine(tmp_path: Path):
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b"{}"])
-def test_an_engine_that_talks_nonsense_from_now_on_is_lost(tmp_path: Path, body: bytes):
+def test_an_engine_that_talks_nonsense_from_now_on_is_lost(
+    tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(connection, "_BEAT_S", 0.1)
     (tmp_path / "token").write_text("word")
     said = [json.dumps(STATUS).encode()]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,7 +34,9 @@ class Vllm:
         """By the trainer."""
         self.mapped, self.weights, self.remembered = ENGINE, "v0", ""
         self.running, self.calls, self.refuses = True, list[str](), ""
-        self.slow_s = 0.0
+        self.go_on = asyncio.Event()
+        """Not set: neither falls asleep nor has more to say of a load."""
+        self.go_on.set()
         self.load_s, self.load_fails, self.untouched, self.held = 0.0, "", True, -1
         """How long a load takes, what ends it, and what is found then."""
         self.unseen = ""
@@ -48,7 +49,7 @@ class Vllm:
             raise EngineError(f"engine: vLLM answers {name} with 500")
         match name:
             case "/sleep":
-                await asyncio.sleep(self.slow_s)
+                await self.go_on.wait()
                 self.mapped = 0
             case "/wake_up":
                 if self.mapped or self.taken + ENGINE > GPU:
@@ -60,8 +61,9 @@ class Vllm:
                 return {}
             case "tandem_status":
                 return {"results": [{"untouched": self.untouched, "version": self.held}]}
-            case "tandem_load" if self.load_s or self.load_fails:
+            case "tandem_load" if self.load_s or self.load_fails or not self.go_on.is_set():
                 await asyncio.sleep(self.load_s)
+                await self.go_on.wait()
                 if self.load_fails:
                     return {"results": [{"error": {"code": "sync_timeout", "message": self.load_fails}}]}
                 return {"results": [self._worker(name, *body["args"])]}
@@ -302,10 +304,13 @@ def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed):
 
 def test_a_trainer_that_dies_does_not_leave_it_asleep_and_the_version_before_answers(served: EngineServed):
     caller = served.attach()
-    served.post("sleep", {**caller, "lease_s": 0.2})
+    served.post("sleep", {**caller, "lease_s": 30})
     vllm_of(served).taken = GPU - 10  # its process is dead, and the driver has not yet noticed
     asking = served.in_background("generate", {"prompt_ids": [1], "sampling": {"max_tokens": 1}})
-    time.sleep(0.5)
+    wait_until(lambda: served.status()["running"] == 1)
+    looks = vllm_of(served).calls.count("tandem_free_bytes")
+    served.later(30)
+    wait_until(lambda: vllm_of(served).calls.count("tandem_free_bytes") >= looks + 3)
     assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
     assert asking.answer is None
     vllm_of(served).taken = 0
@@ -316,10 +321,13 @@ def test_a_trainer_that_dies_does_not_leave_it_asleep_and_the_version_before_ans
 
 def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served: EngineServed):
     caller = served.attach()
-    vllm_of(served).slow_s = 0.3
-    with pytest.raises(Exception, match="timed out"):
-        served.client.post("/engine/sleep", json={**caller, "lease_s": 0.6}, timeout=0.1)
-    wait_until(lambda: "/wake_up" in vllm_of(served).calls)  # a vLLM that did not sleep would die of it
+    vllm = vllm_of(served)
+    vllm.go_on.clear()
+    served.hang_up("sleep", {**caller, "lease_s": 30}, when=lambda: "/sleep" in vllm.calls)
+    served.soon(vllm.go_on.set)
+    wait_until(lambda: not vllm.mapped)
+    served.later(30)
+    wait_until(lambda: "/wake_up" in vllm.calls)  # a vLLM that did not sleep would die of it
     wait_until(lambda: served.status()["state"] == "serving")
     assert vllm_of(served).mapped == ENGINE
     assert vllm_of(served).running
@@ -327,11 +335,12 @@ def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served:
 
 def test_a_load_that_finds_no_room_leaves_it_asleep_under_its_lease(served: EngineServed):
     caller = served.attach()
-    served.post("sleep", {**caller, "lease_s": 0.5})
+    served.post("sleep", {**caller, "lease_s": 30})
     vllm_of(served).taken = GPU
     assert "memory_share" in served.post("load", {**caller, "version": 4}).text
     assert served.status()["state"] == "paused"
     vllm_of(served).taken = 0
+    served.later(30)
     wait_until(lambda: served.status()["state"] == "serving")
     assert served.status()["version"] == 3
 

@@ -85,7 +85,7 @@ def test_what_cannot_be_rewarded_says_why(gateway: Gateway) -> None:
 def test_a_session_with_a_request_under_way_is_not_finished(gateway: Gateway) -> None:
     session = gateway.open()
     gateway.chat(HI, session)
-    gateway.engine.engine.pause_s = 0.1
+    gateway.engine.engine.waits_at = 0
     asking = threading.Thread(target=lambda: gateway.chat([*HI, *HI], session, max_tokens=3))
     try:
         asking.start()
@@ -93,7 +93,7 @@ def test_a_session_with_a_request_under_way_is_not_finished(gateway: Gateway) ->
         assert error(gateway.post(f"/sessions/{session}/reward", {"reward": 1})) == (409, "conflict")
         assert error(gateway.client.delete(f"/sessions/{session}")) == (409, "conflict")
     finally:
-        gateway.engine.engine.pause_s = 0.0
+        gateway.engine.engine.waits_at = -1
         asking.join()
     assert gateway.client.delete(f"/sessions/{session}").status_code == 200
     assert error(gateway.client.get(f"/sessions/{session}")) == (404, "not_found")
@@ -127,10 +127,9 @@ def test_sessions_of_a_group_leave_together(gateway: Gateway) -> None:
     unsized = [gateway.open(group="unsized") for _ in range(3)]
     for session in unsized:
         gateway.chat(HI, session)
-    before = len(list(gateway.trajectories.iterdir()))
     sized: list[str] = []
     for reward in (0, 1):  # the second is opened when the first has finished
-        assert len(list(gateway.trajectories.iterdir())) == before
+        assert not any(map(gateway.left_in, [*unsized, *sized]))
         sized.append(gateway.open(group="sized", group_size=2, task_id="t"))
         gateway.chat(HI, sized[-1])
         gateway.reward(sized[-1], reward)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -62,20 +61,17 @@ def test_it_serves_is_the_only_owner_and_ends_in_peace(tmp_path: Path):
 
 def test_a_take_that_waits_when_it_ends_is_told_so(tmp_path: Path):
     with started(tmp_path) as (process, client, token):
-        headers = {"Authorization": f"Bearer {token}"}
-
-        def ask(path: str, body: object) -> httpx.Response:
-            key = {"Idempotency-Key": path}
-            return client.post(f"/v2/{path}", json=body, headers=headers | key, timeout=30)
-
-        epoch = ask("trainer", {"run_id": "run", "groups_per_step": 1}).json()["epoch"]
-        with ThreadPoolExecutor(1) as pool:
-            waits = pool.submit(ask, "leases", {"epoch": epoch, "groups": 1, "wait_s": 60})
-            time.sleep(0.5)
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": "begin", "Content-Type": "application/json"}
+        begun = client.post("/v2/trainer", json={"run_id": "run", "groups_per_step": 1}, headers=headers)
+        taking = {"epoch": begun.json()["epoch"], "groups": 1, "wait_s": 60}
+        with closing(http.client.HTTPConnection(str(client.base_url.netloc, "ascii"), timeout=30)) as waiting:
+            waiting.request("POST", "/v2/leases", json.dumps(taking), headers | {"Idempotency-Key": "take"})
+            assert client.get("/health").status_code == 200  # asked later, so the other was read
             process.send_signal(signal.SIGTERM)
-            answer = waits.result()
+            answer = waiting.getresponse()
+            said = json.loads(answer.read())
         assert process.wait(10) == 0
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert (answer.status, said["error"]["code"]) == (503, "unavailable")
         assert answer.headers["connection"] == "close"
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()

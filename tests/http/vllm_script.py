@@ -35,6 +35,8 @@ class VllmScript:
     status: int = 200
     """Of completions."""
     health: int = 200
+    looks: list[int] = field(default_factory=list)
+    """What the next looks at its health find, before `health` counts again."""
     owned_by: str = "vllm"
     raw_logprobs: bool = False
     pause_s: float = 0.0
@@ -120,7 +122,9 @@ def _handler(script: VllmScript) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: Any) -> None: ...
 
         def do_GET(self) -> None:
-            self._answer(script.health, "") if self.path == "/health" else self._answer(200, script.models())
+            if self.path != "/health":
+                return self._answer(200, script.models())
+            self._answer(script.looks.pop(0) if script.looks else script.health, "")
 
         def do_POST(self) -> None:
             script.keys.append(self.headers.get("authorization", ""))

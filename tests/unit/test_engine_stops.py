@@ -27,7 +27,7 @@ def test_it_is_lost_and_every_later_refusal_names_the_first_error() -> None:
         for _ in range(2):
             with pytest.raises(EngineError, match=r"stopped.*RuntimeError: out of memory"):
                 await engine.generate([1, 2], Sampling(max_tokens=1))
-        await asyncio.wait_for(losing, 1)
+        await asyncio.wait_for(losing, 10)
         await engine.close()
 
     asyncio.run(work())

@@ -188,7 +188,7 @@ def halves() -> dict[str, str]:
     return {"is": "\ud800"}
 
 
-TOOLS = Tools(add, slow, blocks, breaks, stops, talks, halves, book, timeout_s=0.1)
+TOOLS = Tools(add, slow, blocks, breaks, stops, talks, halves, book, timeout_s=0.4)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ TOOLS = Tools(add, slow, blocks, breaks, stops, talks, halves, book, timeout_s=0
         (ToolCall("add", {"a": 1, "c": 1}), "error: c: Extra inputs are not permitted"),
         (ToolCall("subtract", {}), "error: no tool is called 'subtract'; there are: add, slow"),
         (ToolCall("", {}, "it is not JSON"), "error: this tool call cannot be read: it is not JSON"),
-        (ToolCall("slow", {}), "error: slow gave no answer within 0.1 s"),
-        (ToolCall("blocks", {}), "error: blocks gave no answer within 0.1 s"),
+        (ToolCall("slow", {}), "error: slow gave no answer within 0.4 s"),
+        (ToolCall("blocks", {}), "error: blocks gave no answer within 0.4 s"),
         (ToolCall("breaks", {}), "error: KeyError: 'x'"),
         (ToolCall("stops", {}), "error: RuntimeError: StopIteration"),
         (ToolCall("talks", {}), "x" * MAX_CHARS + "... (7 characters more)"),

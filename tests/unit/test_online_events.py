@@ -17,7 +17,7 @@ def test_a_listener_hears_all_until_the_end():
         for n in range(3):
             events.put("job", {"n": n})
         events.end()
-        assert await asyncio.wait_for(asyncio.gather(*listeners), 1) == [[0, 1, 2]] * 2
+        assert await asyncio.wait_for(asyncio.gather(*listeners), 10) == [[0, 1, 2]] * 2
 
     events = Events()
     asyncio.run(run())

@@ -54,7 +54,7 @@ class Agrees(InprocBridge):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -128,7 +128,7 @@ def test_whatever_dies_and_returns_every_request_is_answered_by_a_version_that_w
                 engine.come_back()
         await until(lambda: len(pool._those("in")) == 3 and {each.version for each in engines} == {teacher.version})
         stopped.set()
-        await asyncio.wait_for(asyncio.gather(*work), 2)
+        await asyncio.wait_for(asyncio.gather(*work), 10)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         await pool.close()

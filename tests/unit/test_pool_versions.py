@@ -27,7 +27,7 @@ def test_who_cannot_take_a_version_that_others_took_is_left_out() -> None:
         assert (await waiting).versions == [2], "it is asked again where the version is"
         for _ in range(4):
             assert (await pool.generate([1], Sampling())).versions == [2]
-        await asyncio.wait_for(pool.lost(), 1)
+        await asyncio.wait_for(pool.lost(), 10)
         await pool.close()
 
     play(scenario)
