@@ -19,6 +19,14 @@ import httpx
 ENDED = ("published", "rejected", "failed", "cancelled")
 
 
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The data of each server-sent event, up to the mark of the end."""
+    rest = ""
+    for piece in answer.iter_text():
+        *lines, rest = (rest + piece).split("\n")
+        yield from (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+
+
 class Asking(threading.Thread):
     """One question after the other, until `ended` is set or one fails: `error` says how."""
 

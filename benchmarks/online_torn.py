@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from online_common import Asking, OnlineServer
+from online_common import Asking, OnlineServer, events
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -109,10 +109,7 @@ class Stream(Asking):
         ids, version, spans, last = list[int](), -1, list[list[int]](), time.perf_counter()
         with self.client.stream("POST", "/v1/completions", json=body) as answer:
             answer.raise_for_status()
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                told = json.loads(line[6:])
+            for told in events(answer):
                 now = time.perf_counter()
                 if ids:
                     self.waits_s.append((now - last, told["weight_version"] != version))

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import note, table
-from online_common import Asking, OnlineServer
+from online_common import Asking, OnlineServer, events
 from tandem.recipes import build_engine
 from tandem.recipes.shapes import random_checkpoint
 
@@ -85,14 +85,13 @@ class Stream(Asking):
         stamps = set[str]()
         with self.client.stream("POST", "/v1/completions", json=body) as answer:
             answer.raise_for_status()
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    told, now = json.loads(line[6:]), time.perf_counter()
-                    self.waits.append((now, now - last))
-                    last = now
-                    count += len(told["choices"][0]["token_ids"])
-                    stamps.add(str(told["weight_version"]))
-                    spans = told["choices"][0].get("weight_versions", spans)
+            for told in events(answer):
+                now = time.perf_counter()
+                self.waits.append((now, now - last))
+                last = now
+                count += len(told["choices"][0]["token_ids"])
+                stamps.add(str(told["weight_version"]))
+                spans = told["choices"][0].get("weight_versions", spans)
         # A request ends under the version that it began with: one span, over all of it.
         whole = len(spans) == 1 and spans[0][1] == count and stamps == {str(spans[0][0])}
         self.torn += 0 if whole else count

@@ -240,6 +240,7 @@ def test_its_server_says_that_they_are_torn_and_its_lease_does_not_open_it(serve
     vllm_of(served).unseen = "layout: derived cos_sin_cache is not what it was"
     served.post("sleep", {"lease_s": 30} | served.attach())
     waiting = served.in_background("generate", ONE)
+    wait_until(lambda: served.status()["running"] == 1)  # a body that is still on its way would be cut by the clock
     served.later(30)
     wait_until(lambda: served.status()["state"] == "torn")
     assert waiting.wait().status_code == 503

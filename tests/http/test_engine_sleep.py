@@ -41,6 +41,8 @@ class Vllm:
         """How long a load takes, what ends it, and what is found then."""
         self.unseen = ""
         """Why weights cannot be looked at."""
+        self.says = "a\u2028b"
+        """The text of a token: to Python, two lines."""
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         name = body["method"] if path == "/collective_rpc" else path
@@ -99,11 +101,14 @@ class Vllm:
     async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
         self._touch()
 
-        async def lines() -> AsyncIterator[str]:
-            told = {"token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}, "finish_reason": "length"}
-            yield f"data: {json.dumps({'choices': [told]})}"
+        async def pieces() -> AsyncIterator[bytes]:
+            told = [{"token": self.says, "logprob": -0.5}]
+            choice = {"token_ids": [7], "logprobs": {"content": told}, "finish_reason": "length"}
+            event = f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\ndata: [DONE]\n\n".encode()
+            yield event[:40]
+            yield event[40:]
 
-        yield SimpleNamespace(status_code=200, aiter_lines=lines)
+        yield SimpleNamespace(status_code=200, aiter_bytes=pieces)
 
     async def end(self) -> None:
         self.running = False

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 
+from tandem.engine.server_sent import ANSWER_BYTES, server_sent
 from tandem.errors import EngineError, EngineLost, SpecError
 from tandem.io.retry_after import retry_after_s
 
 _CONNECT_S, _WRITE_S = 5.0, 30.0
-_ANSWER_BYTES = 4 * 2**20  # of one event, or of one answer that is no stream
 _BUSY_S, _BUSY_MOST_S = 1.0, 10.0  # after "too many requests", where it does not say how long
 _TOLD_CHARS = 400
 _DRAIN_S = 0.5
@@ -87,7 +87,7 @@ class RemoteServer:
                     wait_s = _retry_after(response)
                 else:
                     await self._check_stream(path, response)
-                    async with aclosing(_server_sent(response, self.url)) as sent:
+                    async with aclosing(server_sent(response, self.url)) as sent:
                         async for data in sent:
                             if data == b"[DONE]":
                                 await _drain(sent)
@@ -134,8 +134,8 @@ class RemoteServer:
         raw = bytearray()
         async for chunk in response.aiter_bytes():
             raw += chunk
-            if len(raw) > _ANSWER_BYTES:
-                raise EngineError(f"{self.url}: an answer of more than {_ANSWER_BYTES} bytes")
+            if len(raw) > ANSWER_BYTES:
+                raise EngineError(f"{self.url}: an answer of more than {ANSWER_BYTES} bytes")
         return bytes(raw)
 
     async def _failure(self, what: str, status: int, raw: bytes) -> EngineError:
@@ -198,22 +198,3 @@ async def _drain(rest: AsyncIterator[bytes]) -> None:
         async with asyncio.timeout(_DRAIN_S):
             async for _ in rest:
                 pass
-
-
-async def _server_sent(response: httpx.Response, where: str) -> AsyncGenerator[bytes]:
-    """The data of each server-sent event. Not httpx's lines: a line without an end would fill the memory."""
-    rest, data, held = b"", list[bytes](), 0
-    async for chunk in response.aiter_bytes():
-        *lines, rest = (rest + chunk).split(b"\n")
-        held += len(chunk)
-        for line in lines:
-            line = line.rstrip(b"\r")
-            if line.startswith(b"data:"):
-                data.append(line[5:].strip())
-            elif not line:
-                held = len(rest)
-                if data:
-                    yield b"\n".join(data)
-                    data = []
-        if held > _ANSWER_BYTES:
-            raise EngineError(f"{where}: an event of more than {_ANSWER_BYTES} bytes")

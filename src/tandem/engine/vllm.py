@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tandem.engine.server_sent import server_sent
 from tandem.engine.vllm_exchange import Exchange
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
@@ -168,10 +169,10 @@ class VllmEngine:
                     for choice in json.loads(await answer.aread())["choices"]:
                         yield choice
                     return
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
+                async for data in server_sent(answer, "engine: vLLM"):
+                    if data == b"[DONE]":
                         continue
-                    told = json.loads(line[6:])
+                    told = json.loads(data)
                     if "error" in told:
                         raise EngineError(f"engine: vLLM ended a request: {told['error']}")
                     for choice in told["choices"]:
