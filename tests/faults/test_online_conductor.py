@@ -59,7 +59,7 @@ class Played:
     async def teach(self, sample: Sequence1 = SAMPLE, steps: int = 1) -> str:
         self.jobs += 1
         teaching, once = Teaching("sft", 1e-4, steps, "full", 0), Once(f"job-{self.jobs}", b"")
-        told = await self.store.add([[sample]], teaching, who="me", source="", said=[], once=once)
+        told = await self.store.add([[sample]], teaching, who="me", source="", said=b"[]", once=once)
         self.conductor.wake()
         return told["id"]
 

@@ -30,7 +30,7 @@ def play(directory: Path, work: Callable[[JobStore], Awaitable[Any]], **options:
 
 async def add(store: JobStore, key: str, body: bytes = b"body") -> str:
     once = Once(key, body)
-    return (await store.add(GROUPS, TEACHING, who="me", source="s", said=["x"], once=once))["id"]
+    return (await store.add(GROUPS, TEACHING, who="me", source="s", said=b'["x"]', once=once))["id"]
 
 
 def test_a_key_gives_the_same_job_across_a_restart_and_refuses_another_body(tmp_path: Path):

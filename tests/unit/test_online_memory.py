@@ -21,7 +21,7 @@ def sample(number: int) -> list[list[Sequence1]]:
 async def publish(store: JobStore, number: int, memory: JobMemory | None = None) -> Job:
     teaching = Teaching("sft", 1e-3, 10, "full", 0)
     once = Once(f"key {number} {len(store.jobs(99))}", b"")
-    told = await store.add(sample(number), teaching, who="me", source="s", said=[], once=once)
+    told = await store.add(sample(number), teaching, who="me", source="s", said=b"[]", once=once)
     job = await store.begin(told["id"])
     await store.commit(job, "digest", 1, {})
     await store.end(job.id, "published")

@@ -21,7 +21,11 @@ class BadFrame(TandemError):
 
 def pack(value: Any) -> bytes:
     """ValueError where it holds what JSON cannot say, or too much of it."""
-    body = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return framed(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode())
+
+
+def framed(body: bytes) -> bytes:
+    """What is JSON already."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than the {MAX_BYTES} of a frame")
     return _LENGTH.pack(len(body)) + body

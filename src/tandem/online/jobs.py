@@ -180,9 +180,17 @@ class JobStore:
     # --- changes
 
     async def add(
-        self, groups: Sequence[Sequence[Sequence1]], teaching: Teaching, *, who: str, source: str, said: Any, once: Once
+        self,
+        groups: Sequence[Sequence[Sequence1]],
+        teaching: Teaching,
+        *,
+        who: str,
+        source: str,
+        said: bytes,
+        once: Once,
     ) -> dict[str, Any]:
-        packed = msgspec.json.encode(groups), msgspec.json.encode(teaching), _bytes(said)
+        """`said`: JSON of what was taught, as whoever teaches told it."""
+        packed = msgspec.json.encode(groups), msgspec.json.encode(teaching), said
 
         def change(db: sqlite3.Connection) -> dict[str, Any]:
             if (reply := _answered(db, once)) is not None:

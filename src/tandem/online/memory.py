@@ -9,8 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-import msgspec
-
 from tandem.online.jobs import Job, JobStore
 from tandem.online.replay import Reservoir, content_key
 from tandem.online.wire import Sequence1
@@ -70,4 +68,4 @@ class JobMemory:
 
 
 def _key(group: Sequence[Sequence1]) -> str:
-    return content_key(msgspec.to_builtins(group))
+    return content_key(group)

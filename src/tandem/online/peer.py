@@ -71,7 +71,7 @@ class Peer:
     def _write(self, message: Question | Answer) -> None:
         assert self._writer is not None
         if not self._writer.is_closing():
-            self._writer.write(frames.pack(encode(message)))
+            self._writer.write(frames.framed(encode(message)))
 
     async def _read(self, source: frames.Reader) -> None:
         why = "it closed its end"

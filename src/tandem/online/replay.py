@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import json
 import math
 import random
 from collections import Counter
@@ -17,13 +16,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 
 def content_key(value: Any) -> str:
     """Equal for equal JSON, whatever the order of its keys."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    text = msgspec.json.encode(value, order="deterministic")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
