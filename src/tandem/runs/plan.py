@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,16 +17,20 @@ from tandem.runs.plan_memory import (
     largest_cache_gib,
     largest_micro_tokens,
     phases,
+    rows_held,
+    share_for,
 )
 from tandem.runs.plan_model import adapter_numbers, read_shape
 from tandem.runs.plan_time import Times, times
 from tandem.runs.plan_work import Work, work_of
-from tandem.spec.engine import VllmEngineSpec
+from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.spec.run import RlSpec, RunSpec
 
+_WELL_FILLED = 2 / 3
+"""Of a micro-batch: less means that it holds one row, and all but holds another."""
 _BRIDGES = {
     "inproc": "engine and trainer share one module; nothing moves",
     "shared": "one copy of the weights on one GPU; nothing moves",
@@ -64,6 +69,8 @@ class Plan:
     usd: float
     changes: Sequence[str]
     """Settings that help if it does not fit, each with its effect."""
+    faster: Sequence[str]
+    """Settings that leave less of what is there unused."""
     assumed: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -114,6 +121,7 @@ def plan_run(
         times=took,
         usd=took.steps_s / 3600 * usd_per_hour(kind, prices) * _gpus(spec),
         changes=[] if fits else _changes(spec, shape, work, target),
+        faster=_faster(spec, shape, work, target) if fits else [],
         assumed=[*work.assumed, f"constants of '{kind}': {target.source}"],
     )
 
@@ -148,6 +156,33 @@ def _gpus(spec: RunSpec) -> int:
     if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec):
         return 1 + len(spec.engine.gpus)
     return 1
+
+
+def _faster(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+    """What fits all the same, and why it is slow without."""
+    found: list[str] = []
+
+    def offer(changed: RunSpec, work: Work, text: str) -> None:
+        if max(phase.peak_gib for phase in phases(changed, shape, work, target)) <= target.limit_gib:
+            found.append(text)
+
+    if not isinstance(spec, RlSpec):
+        return found
+    asked, row = spec.train.micro_tokens, work.micro_tokens
+    if work.num_micro > 1 and row < _WELL_FILLED * asked:
+        text = f"micro-batches have {row:,} of {asked:,} tokens: --set train.micro_tokens={2 * row}"
+        offer(spec, replace(work, micro_tokens=2 * row), text)
+    if (held := rows_held(spec, shape, work, target)) < work.rows:
+        few = f"the engine holds keys and values of {held} of {work.rows} sequences"
+        engine = spec.engine
+        if isinstance(engine, VllmEngineSpec) and (share := share_for(spec, engine, shape, work, target)) < 1:
+            changed = spec.model_copy(update={"engine": engine.model_copy(update={"memory_share": share})})
+            offer(changed, work, f"{few}: --set engine.memory_share={share:g}")
+        elif isinstance(engine, HfEngineSpec | ServerEngineSpec):
+            kv_gib = math.ceil(engine.kv_gib * work.rows / held)
+            changed = spec.model_copy(update={"engine": engine.model_copy(update={"kv_gib": float(kv_gib)})})
+            offer(changed, work, f"{few}: --set engine.kv_gib={kv_gib}")
+    return found
 
 
 def _changes(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:

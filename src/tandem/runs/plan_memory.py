@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from tandem.ops import sizes
 from tandem.ops.layer_sizes import Pass, activation_bytes, backward_bytes
@@ -23,6 +23,8 @@ from tandem.spec.train import Stage
 _GIB = 2**30
 _FEW_BITS = {"int8": 1.01, "nf4": 0.52}
 """Bytes a number, scales included (bitsandbytes, double quantisation)."""
+_OF_VLLM_GIB = 2.0
+"""What vLLM takes of its share beside weights, keys and values. A guess: activations, samplers and graphs."""
 _OFFLOAD_BUFFERS = 3 * 2 * 2**22 * 4
 """Of adamw_offload on the device (optim/adamw_offload.py)."""
 
@@ -214,13 +216,38 @@ def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[s
         return {"awake": cache, "in training": cache}
     if isinstance(engine, ServerEngineSpec) and not engine.url:
         copies = shape.total * width / _GIB * (not isinstance(spec.sync, SharedSync))
-        cache = cache_gib(shape, work, width, engine.kv_gib, touched=not machine.on_gpu)
+        of_one = replace(work, rows=ceil(work.rows / engine.replicas))
+        cache = cache_gib(shape, of_one, width, engine.kv_gib, touched=not machine.on_gpu)
         held = engine.replicas * (copies + cache + machine.context_gib)
         return {"awake": held, "in training": held}
     if isinstance(engine, VllmEngineSpec) and colocated(engine) and machine.on_gpu:
         awake = engine.memory_share * machine.memory_gib + machine.asleep_gib
         return {"awake": awake, "in training": machine.asleep_gib if sleeps(spec, engine) else awake}
     return {"awake": 0.0, "in training": 0.0}
+
+
+def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
+    """Sequences whose keys and values the engines' memory holds at once. Of one that somebody else started, all."""
+    engine, width = spec.engine, width_of(spec.precision)
+    one = work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
+        share = engine.tensor_parallel * (engine.memory_share * machine.memory_gib - _OF_VLLM_GIB) * _GIB
+        room = share - shape.total * width
+    elif isinstance(engine, HfEngineSpec):
+        room = engine.kv_gib * _GIB / engine.replicas
+    elif isinstance(engine, ServerEngineSpec) and not engine.url:
+        room = engine.kv_gib * _GIB
+    else:
+        return work.rows
+    return min(work.rows, engine.replicas * max(1, int(room / one)))
+
+
+def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: Shape, work: Work, machine: Machine) -> float:
+    """`engine.memory_share` that holds the keys and values of all sequences, in whole hundredths."""
+    width = width_of(spec.precision)
+    one = work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    needed = (shape.total * width + work.rows / engine.replicas * one) / _GIB / engine.tensor_parallel + _OF_VLLM_GIB
+    return ceil(100 * needed / machine.memory_gib) / 100
 
 
 def colocated(engine: VllmEngineSpec) -> bool:

@@ -31,6 +31,7 @@ def plan_text(plan: Plan) -> str:
         f"all steps    {took.steps_s / 60:.1f} min, {plan.usd:.2f} USD; loading and evaluations come on top",
     ]
     lines += ["", "what would change that:", *(f"  {each}" for each in plan.changes)] if plan.changes else []
+    lines += ["", "what would make it faster:", *(f"  {each}" for each in plan.faster)] if plan.faster else []
     if not plan.fits and not plan.changes:
         lines += ["", "no single setting makes it smaller; take a smaller model, [model.lora], or a larger GPU"]
     return "\n".join([*lines, "", "assumed:", *(f"  {each}" for each in plan.assumed)])

@@ -10,7 +10,7 @@ from tandem.ops import sizes
 from tandem.ops.layer_sizes import Pass, layer_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
-from tandem.runs.plan_memory import at_once, sync_bytes, width_of
+from tandem.runs.plan_memory import at_once, rows_held, sync_bytes, width_of
 from tandem.runs.plan_model import adapter_numbers, read_teacher
 from tandem.runs.plan_work import PROMPT_TOKENS, Work, compiles, packs
 from tandem.spec.run import RlSpec, RunSpec
@@ -92,9 +92,9 @@ def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Mac
 def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> float:
     """A row takes a token a step, and a step reads all weights and the keys and values of every row."""
     width = width_of(spec.precision)
-    rows = min(work.sequences, getattr(spec.engine, "max_running", 256))
-    waves = math.ceil(work.sequences / rows)
     replicas = getattr(spec.engine, "replicas", 1)
+    rows = min(work.sequences, rows_held(spec, shape, work, machine)) / replicas
+    waves = work.sequences / replicas / rows  # whoever waits begins as another one ends
     seen = work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width) * rows / 2
     read_s = (shape.total * width + seen) / (machine.bandwidth_gb_s * 1e9)
     computed_s = 2 * shape.total * rows / machine.prefill_flops
@@ -103,7 +103,7 @@ def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> floa
     prompts = work.sequences / spec.train.group_size * (work.row_tokens - work.answer_tokens)
     prefill_s = 2 * shape.total * prompts / machine.prefill_flops
     decode_s = waves * work.answer_tokens * max(launch, read_s, computed_s)
-    return (prefill_s + decode_s) / replicas
+    return prefill_s / replicas + decode_s
 
 
 def _sync_s(spec: RlSpec, shape: Shape, machine: Machine) -> float:

@@ -34,7 +34,7 @@ class Work:
     """At most in one forward and backward."""
     num_micro: int
     rows: int
-    """That an engine decodes together."""
+    """That the engines decode together."""
     masked: bool
     """Rows hold several sequences."""
     assumed: tuple[str, ...]
@@ -111,7 +111,8 @@ def _rl(
         most = stage.groups_per_step * row
     micro, number = _micro(stage, most, row)
     under_way = sequences * (stage.max_lag + 1)
-    rows = min(getattr(spec.engine, "max_running", 256), max(under_way, spec.eval.tasks))
+    together = getattr(spec.engine, "replicas", 1) * getattr(spec.engine, "max_running", 256)
+    rows = min(together, max(under_way, spec.eval.tasks))
     masked, seen = shared and not packed, longest if packed else row
     return Work(
         sequences, longest, stage.max_tokens, seen, expected, credited, micro, number, rows, masked, assumed
