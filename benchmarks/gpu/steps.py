@@ -110,7 +110,7 @@ def beside_one_engine(cases: list[str], checkpoint: Path, arguments: argparse.Na
     shutil.rmtree(home, ignore_errors=True)
     asked: dict[str, Any] = {
         "kind": "vllm", "python": arguments.python, "max_context": arguments.tokens + 512,
-        "memory_share": arguments.memory_share, "max_running": 8 * arguments.groups,
+        "memory_share": arguments.memory_share, "max_running": arguments.max_running or 8 * arguments.groups,
     }  # fmt: skip
     asked |= {"gpus": [arguments.gpu]} if arguments.gpu else {}
     adapters = ["--adapter-slots", "4"] if cases[0].startswith("adapter") else []
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
+    parser.add_argument("--max-running", type=int, default=0, help="sequences that vLLM decodes together; 0: a step's")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--memory-share", type=float, default=0.3)
