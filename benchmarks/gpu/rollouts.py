@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from standing import checkpoint_of
 
 from tandem.engine.lanes import ONE, Lanes
 from tandem.engine.pool import EnginePool
 from tandem.engine.server import Owned, ServerEngine
 from tandem.protocols import Engine
 from tandem.recipes import build_engine
-from tandem.recipes.shapes import random_checkpoint
 from tandem.types import Completion, Sampling
 
 PROMPT, FINAL_ONLY = 128, 2
@@ -237,9 +237,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "serve":
         return serve(arguments)
-    arguments.checkpoint = arguments.checkpoint or Path("/tmp") / arguments.shape
-    if not arguments.checkpoint.exists():
-        random_checkpoint(arguments.shape, arguments.checkpoint, device=arguments.device)
+    arguments.checkpoint = checkpoint_of(arguments)
     found = asyncio.run(pooled(arguments) if arguments.engines > 1 else measure(arguments))
     (Path(os.environ.get("OUT", ".")) / "rollouts.json").write_text(json.dumps(found))
 

@@ -1,35 +1,43 @@
-"""An engine that several measurements share: vLLM takes a minute to start."""
+"""What several measurements share: a checkpoint of random weights, and an engine, for vLLM takes a minute to start."""
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.bridge.adapter.trainer import memory_backed
 from tandem.io.child import Child
 from tandem.recipes import build_engine
+from tandem.recipes.shapes import random_checkpoint
 from tandem.spec.engine import VllmEngineSpec
+
+
+def checkpoint_of(arguments: argparse.Namespace) -> Path:
+    """`--checkpoint`, or one of `--shape`, made once a machine."""
+    path = arguments.checkpoint or Path("/tmp") / arguments.shape
+    if not path.exists():
+        random_checkpoint(arguments.shape, path, device=arguments.device)
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+    return path
 
 
 @contextmanager
 def standing(
-    engine: dict[str, Any],
-    checkpoint: Path,
-    home: Path,
-    *,
-    device: str = "cuda",
-    dtype: str = "bfloat16",
-    more: Sequence[str] = (),
+    engine: dict[str, Any], checkpoint: Path, home: Path, *, device: str, more: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """`engine`: a spec's [engine] for vLLM. Yields what a spec says of the one that stands. It may read versions from
     the directory that `home` is in."""
     spec = VllmEngineSpec.model_validate(engine)
     command = build_engine.engine_command(
-        spec, device=device, dtype=dtype, thinking=False, directory=home, readable=[home.parent, memory_backed()]
+        spec, device=device, dtype="bfloat16", thinking=False, directory=home, readable=[home.parent, memory_backed()]
     )
-    gpus = spec.gpus_of(0)
+    gpus, started = spec.gpus_of(0), time.perf_counter()
     child = Child(
         [*command(str(checkpoint), 0, home / "ready.json"), *more],
         ready_file=home / "ready.json",
@@ -38,6 +46,7 @@ def standing(
     )
     try:
         ready = child.wait_ready(spec.start_deadline_s)
+        print(f"{checkpoint.name}: vLLM started in {time.perf_counter() - started:.0f} s", flush=True)
         yield {"kind": "vllm", "url": ready.url, "token_file": str(home / "token"), "max_context": spec.max_context}
     finally:
         child.stop()

@@ -2,8 +2,9 @@
 
 A process of ours starts it each time, with a random checkpoint of the shape. `cold`: an empty compile cache, which the
 others find filled. `plain`: as vLLM starts by itself. `quick`: its engine forked from what has imported it, its memory
-as it was measured by the start before. `few`: that, and graphs for a third as many batch sizes. Told: seconds until it
-answers, what its log says whenever a second passed between two lines, and tokens a second of 256 requests thereafter.
+as it was measured by the start before. `few`: that, and graphs for a third as many batch sizes. `dual`: that, and
+adapters (`--adapters 2`) on a stream of their own. Told: seconds until it answers, what its log
+says whenever a second passed between two lines, and with `--tokens` tokens a second of 256 requests thereafter.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from standing import checkpoint_of
+
 from tandem.engine.vllm import VllmEngine
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.recipes import build_engine
-from tandem.recipes.shapes import SHAPES, random_checkpoint
+from tandem.recipes.shapes import SHAPES
 from tandem.types import Sampling
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
@@ -31,7 +34,7 @@ QUICK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ENABLE_STARTUP_PLAN": "1"
 FEW = ["--cudagraph-capture-sizes", *map(str, SIZES)]
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "cold": (QUICK, []), "plain": (PLAIN, []), "quick": (QUICK, []), "few": (QUICK, FEW),
-    "few-again": (QUICK, FEW), "dual": (QUICK | {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}, FEW),
+    "dual": (QUICK | {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}, FEW),
 }  # fmt: skip
 LINE = re.compile(r"^(?:\(\S+ pid=\d+\) )?\w+ (\d\d-\d\d \d\d:\d\d:\d\d) \[([^\]]+)\] (.*)")
 
@@ -98,9 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="of each request, to see what decoding lost")
     parser.add_argument("--requests", type=int, default=256)
     arguments = parser.parse_args()
-    checkpoint, found = arguments.checkpoint or Path("/tmp") / arguments.shape, list[dict[str, Any]]()
-    if not checkpoint.exists():
-        random_checkpoint(arguments.shape, checkpoint, device=arguments.device)
+    checkpoint, found = checkpoint_of(arguments), list[dict[str, Any]]()
     for way in arguments.ways:
         row = measure(way, checkpoint, arguments)
         rate_told = f", {row['tokens_per_s']:.0f} tokens/s" if "tokens_per_s" in row else ""

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from standing import standing
+from standing import checkpoint_of, standing
 
 import tandem
 from tandem.errors import TandemError
 from tandem.ops.footprint import DeviceMemory
 from tandem.recipes import build_engine
-from tandem.recipes.shapes import SHAPES, random_checkpoint
+from tandem.recipes.shapes import SHAPES
 from tandem.spec.load import parse_spec
 
 PROVING = ("hash", "verify", "check", "digest", "prove", "canary")
@@ -114,9 +114,7 @@ def beside_one_engine(cases: list[str], checkpoint: Path, arguments: argparse.Na
     }  # fmt: skip
     asked |= {"gpus": [arguments.gpu]} if arguments.gpu else {}
     adapters = ["--adapter-slots", "4"] if cases[0].startswith("adapter") else []
-    started = time.perf_counter()
     with standing(asked, checkpoint, home / "engine", device=arguments.device, more=adapters) as engine:
-        print(f"{checkpoint.name}: vLLM started in {time.perf_counter() - started:.0f} s", flush=True)
         for case in cases:
             run = home / case.replace(":", "-")
             try:
@@ -153,10 +151,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--python", default=build_engine.default_python())
     arguments = parser.parse_args()
-    checkpoint = arguments.checkpoint or Path("/tmp") / arguments.shape
-    if not checkpoint.exists():
-        random_checkpoint(arguments.shape, checkpoint, device=arguments.device)
-        torch.cuda.empty_cache()
+    checkpoint = checkpoint_of(arguments)
     adapters = [case for case in arguments.cases if case.startswith("adapter")]
     full = [case for case in arguments.cases if case not in adapters]
     found = [row for cases in (full, adapters) if cases for row in beside_one_engine(cases, checkpoint, arguments)]

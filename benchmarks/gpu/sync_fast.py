@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from standing import standing
+from standing import checkpoint_of, standing
 from sync import difference, gap
 
 from tandem.engine.server import ServerEngine, Standing
 from tandem.errors import TandemError
 from tandem.recipes import build, build_engine
-from tandem.recipes.shapes import SHAPES, random_checkpoint
+from tandem.recipes.shapes import SHAPES
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
 
@@ -202,10 +202,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=0, help="also tokens/s of so many, base and adapter")
     arguments = parser.parse_args()
     out, rows = Path(os.environ.get("OUT", ".")), list[dict[str, Any]]()
-    checkpoint = arguments.checkpoint or Path("/tmp") / arguments.shape
-    if not checkpoint.exists():
-        random_checkpoint(arguments.shape, checkpoint, device=arguments.device)
-        torch.cuda.empty_cache()
+    checkpoint = checkpoint_of(arguments)
     adapters = [mode for mode in arguments.modes if mode.startswith("adapter")]
     alone = [mode for mode in arguments.modes if mode == "restart"]
     whole = [mode for mode in arguments.modes if mode not in adapters + alone]
@@ -213,10 +210,8 @@ def main() -> None:
         if modes:
             home = Path("/tmp/sync-fast") / f"{checkpoint.name}-{modes[0]}"
             shutil.rmtree(home, ignore_errors=True)
-            started = time.perf_counter()
             asked = engine_of(arguments)
             with standing(asked, checkpoint, home / "engine", device=arguments.device, more=more) as engine:
-                print(f"vLLM started in {time.perf_counter() - started:.0f} s", flush=True)
                 base = asyncio.run(of_the_base(engine, arguments.streams)) if more and arguments.streams else []
                 for mode in modes:
                     rows.append(tried(mode, checkpoint, engine, home / mode, arguments, base))

@@ -42,7 +42,7 @@ class JobMemory:
         if reservoir is None or not self._spec.share or job.version is None:
             return
         for group in groups:
-            key = _key(group)
+            key = content_key(group)
             self._versions[key].add(job.version)
             reservoir.add(key, job.source, list(group))
 
@@ -57,7 +57,7 @@ class JobMemory:
         drawn: list[list[Sequence1]] = []
         left = _MOST_TOKENS
         line = self._store.line(job.parent if job.parent is not None else self._store.active)
-        keys = {_key(group) for group in groups}
+        keys = {content_key(group) for group in groups}
         keys |= {key for key, versions in self._versions.items() if versions.isdisjoint(line)}
         for group in reservoir.draw(a_step * job.teaching.steps, step=job.number, without=keys):
             left -= sum(len(each.ids) for each in group)
@@ -65,7 +65,3 @@ class JobMemory:
                 break
             drawn.append(group)
         return drawn, max(1, len(drawn) // a_step)
-
-
-def _key(group: Sequence[Sequence1]) -> str:
-    return content_key(group)

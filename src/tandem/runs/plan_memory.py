@@ -228,26 +228,29 @@ def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[s
 
 def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
     """Sequences whose keys and values the engines' memory holds at once. Of one that somebody else started, all."""
-    engine, width = spec.engine, width_of(spec.precision)
-    one = work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    engine = spec.engine
     if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
         share = engine.tensor_parallel * (engine.memory_share * machine.memory_gib - _OF_VLLM_GIB) * _GIB
-        room = share - shape.total * width
+        room = share - shape.total * width_of(spec.precision)
     elif isinstance(engine, HfEngineSpec):
         room = engine.kv_gib * _GIB / engine.replicas
     elif isinstance(engine, ServerEngineSpec) and not engine.url:
         room = engine.kv_gib * _GIB
     else:
         return work.rows
-    return min(work.rows, engine.replicas * max(1, int(room / one)))
+    return min(work.rows, engine.replicas * max(1, int(room / row_bytes(spec, shape, work))))
 
 
 def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: Shape, work: Work, machine: Machine) -> float:
     """`engine.memory_share` that holds the keys and values of all sequences, in whole hundredths."""
+    held = shape.total * width_of(spec.precision) + work.rows / engine.replicas * row_bytes(spec, shape, work)
+    return ceil(100 * (held / _GIB / engine.tensor_parallel + _OF_VLLM_GIB) / machine.memory_gib) / 100
+
+
+def row_bytes(spec: RlSpec, shape: Shape, work: Work) -> int:
+    """Keys and values of the longest sequence."""
     width = width_of(spec.precision)
-    one = work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
-    needed = (shape.total * width + work.rows / engine.replicas * one) / _GIB / engine.tensor_parallel + _OF_VLLM_GIB
-    return ceil(100 * needed / machine.memory_gib) / 100
+    return work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
 
 
 def colocated(engine: VllmEngineSpec) -> bool:

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from math import prod
 
-from tandem.ops import sizes
 from tandem.ops.layer_sizes import Pass, layer_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
-from tandem.runs.plan_memory import at_once, rows_held, sync_bytes, width_of
+from tandem.runs.plan_memory import at_once, row_bytes, rows_held, sync_bytes, width_of
 from tandem.runs.plan_model import adapter_numbers, read_teacher
 from tandem.runs.plan_work import PROMPT_TOKENS, Work, compiles, packs
 from tandem.spec.run import RlSpec, RunSpec
@@ -91,12 +90,11 @@ def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Mac
 
 def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> float:
     """A row takes a token a step, and a step reads all weights and the keys and values of every row."""
-    width = width_of(spec.precision)
     replicas = getattr(spec.engine, "replicas", 1)
     rows = min(work.sequences, rows_held(spec, shape, work, machine)) / replicas
     waves = work.sequences / replicas / rows  # whoever waits begins as another one ends
-    seen = work.row_tokens * sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width) * rows / 2
-    read_s = (shape.total * width + seen) / (machine.bandwidth_gb_s * 1e9)
+    seen = row_bytes(spec, shape, work) * rows / 2
+    read_s = (shape.total * width_of(spec.precision) + seen) / (machine.bandwidth_gb_s * 1e9)
     computed_s = 2 * shape.total * rows / machine.prefill_flops
     launch = machine.decode_step_s if spec.model.lora is None else machine.decode_step_lora_s
     launch += rows * machine.decode_row_s
