@@ -67,6 +67,7 @@ MORE = {
     "lora": "[model.lora]\nrank = 16",
 }
 LR = {"full": 1e-5, "lora": 1e-4}
+KEPT = ("weights", "master", "optimizer", "reference", "gradients", "other")
 
 
 class Stream(Asking):
@@ -227,7 +228,8 @@ def show(told: dict[str, Any]) -> None:
         parts = [job.get(f"memory/peak_{part}", float("nan")) for part in ("train", "gates", "update", "publish")]
         most = max(parts)
         passing = job.get("memory/activations", 0) + job.get("memory/logits", 0)
-        without = max(parts[0] - passing, *parts[1:])
+        kept = sum(job.get(f"memory/{part}", 0) for part in KEPT)  # as a step of the optimizer finds it
+        without = max(kept, *parts[1:])
         process = job["process"] if job["process"] is not None else float("nan")
         rows.append(
             [job["what"], f"{job['seconds']:.2f} s", *(f"{part:.2f}" for part in parts), f"{passing:.2f}",

@@ -45,7 +45,7 @@ def timed(work: Any, repeats: int) -> float:
 
 
 def updated(ours: Optimizer, grads: dict[str, torch.Tensor]) -> None:
-    ours.update(grads, 1e-5, 1.0)
+    ours.update(dict(grads), 1e-5, 1.0)
     ours.drain_metrics()
 
 

@@ -5,7 +5,7 @@ The loop (`tandem.loop`) talks to these; `tandem.recipes.build` alone knows whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,7 +149,7 @@ class Policy(Protocol):
 
 
 class Optimizer(Protocol):
-    def update(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None: ...   # uses them up
+    def update(self, gradients: MutableMapping[str, Tensor], lr: float, scale: float = 1.0) -> None: ...   # takes them
     @property
     def workspace_bytes(self) -> int: ...                 # at most held while an update is applied
     def drain_metrics(self) -> Metrics: ...               # what became of the updates since the last call

@@ -79,7 +79,10 @@ def test_steps_and_their_account(kind: str, split: bool, dtype: torch.dtype, dec
             torch.testing.assert_close(tensor, their_state[name], rtol=1e-5, atol=atol)
     for name in exact:
         mine, others = our_master.read(name, our_live[name]), their_master.read(name, their_live[name])
-        assert (mine - others).abs().max() <= 1e-7, name  # a thousandth of an update
+        apart = (mine - others).abs()
+        # A thousandth of an update; or, after a moment was coded as its neighbour, a tenth away, of one.
+        assert (apart > 1e-7).float().mean() <= (1e-3 if kind == "adamw_8bit" else 0), name
+        assert apart.max() <= (2e-5 if kind == "adamw_8bit" else 1e-7), name
 
 
 def test_memory_with_gaps_and_unaligned_memory() -> None:

@@ -17,15 +17,14 @@ from tandem.spec.precision import Bfloat16Precision
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def model(lora: bool = True) -> Any:
-    spec = PresetModel(preset="tiny", lora=LoraSpec(rank=4) if lora else None)
+def model() -> Any:
+    spec = PresetModel(preset="tiny", lora=LoraSpec(rank=4))
     return build.model(spec, Bfloat16Precision(), 0, torch.device("cuda"))
 
 
 def engine(end: Any) -> None:
     """Lends its base; then it ends, and with it its side of the memory."""
-    theirs = dict(model(lora=False).policy.base())
-    end.send(cuda.export({name: tensor for name, tensor in theirs.items() if tensor.dtype == torch.bfloat16}))
+    end.send(cuda.export(dict(model().policy.base())))
     end.recv()
 
 

@@ -48,7 +48,7 @@ def test_bf16_gradients_of_many_micro_batches_are_summed_in_float32() -> None:
         (weight.float() * 1.0).sum().backward()
         for _ in range(1000):
             (weight.float() * 2**-9).sum().backward()
-    found = collected.gradients()["w"]
+    found = collected.take()["w"]
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(1 + 1000 * 2**-9)
     assert weight.grad is None
@@ -59,10 +59,11 @@ def test_one_micro_batch_keeps_its_gradients_as_they_are() -> None:
     collected = Collected(named(module))
     with collected.collecting(1):
         loss(module, 1).backward()
-    assert {gradient.dtype for gradient in collected.gradients().values()} == {torch.bfloat16}
-    assert collected.gradients().keys() == dict(named(module)).keys()
-    collected.clear()
-    assert collected.gradients() == {}
+    taken = collected.take()
+    assert {gradient.dtype for gradient in taken.values()} == {torch.bfloat16}
+    assert taken.keys() == dict(named(module)).keys()
+    assert collected.take() == {}
+    assert all(tensor.grad is None for _, tensor in named(module))
 
 
 def test_a_step_leaves_no_hook_behind() -> None:
@@ -88,8 +89,7 @@ def test_release_without_a_clip_is_the_plain_step_to_the_bit(rule: Any) -> None:
         collected = Collected(named(plain))
         with collected.collecting(1):
             loss(plain, seed).backward()
-        optimizers[0].update(collected.gradients(), lr=0.01)
-        collected.clear()
+        optimizers[0].update(collected.take(), lr=0.01)
         with release.releasing(lr=0.01):
             loss(released, seed).backward()
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(named(plain), named(released), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -76,6 +77,31 @@ def test_a_large_matrix_by_rows_is_the_same_to_the_bit(monkeypatch: pytest.Monke
         found.append((named, optimizer.drain_metrics()))
     assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in SHAPES)
     assert found[0][1] == pytest.approx(found[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_that_was_used_is_gone_while_the_next_ones_are(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Else all of them and what an update needs beside them would be held together."""
+    monkeypatch.setattr(optimizers, "_CHUNK", 8)
+    named = {name: torch.zeros(2, 4, dtype=dtype) for name in "abc"}
+    left: list[set[str]] = []
+
+    class Looking(AdamW):
+        def update(self, slots: Any) -> None:
+            left.append({name for name, gradient in alive.items() if gradient() is not None})
+            super().update(slots)
+
+    rule = Looking(AdamWSpec())
+    optimizer = Optimizer(list(named.items()), dict.fromkeys(named, rule), masters.InPlace())
+    gradients = {name: torch.ones_like(tensor) for name, tensor in named.items()}
+    alive = {name: weakref.ref(gradient) for name, gradient in gradients.items()}
+    optimizer.update(gradients, lr=0.1)
+    assert not gradients
+    assert len(left) == 3
+    assert all("a" not in names for names in left[1:])
+    assert "b" not in left[2]
 
 
 def test_lora_plus_moves_the_b_matrices_by_its_factor() -> None:

@@ -50,7 +50,7 @@ class VllmEngine:
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: SampledReader | None = None
         """What the workers keep of requests under way; None: they cannot, and `_why_streamed` says why."""
-        self._why_streamed = ""
+        self._why_streamed = self._why_asked = ""
 
     # --- sampling
 
@@ -80,6 +80,8 @@ class VllmEngine:
                 await self._exchange.workers("tandem_vocabulary", self._num_ids)
             for answer in await self._exchange.workers("tandem_keep"):
                 self._why_streamed = self._why_streamed or answer["why_not"]
+            for answer in await self._exchange.workers("tandem_answer_early"):
+                self._why_asked = self._why_asked or answer["why_not"]
             if self._why_streamed:
                 _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
             else:
@@ -184,9 +186,11 @@ class VllmEngine:
 
     async def attach(self, source: WeightSource) -> None:
         await self._prepare()
-        why_not = self._why_streamed
-        kept = {"requested": "kept", "engaged": not why_not, "why_not": why_not}
-        await self._exchange.attach(source, {"sampled": kept})
+        told = {
+            "sampled": {"requested": "kept", "engaged": not self._why_streamed, "why_not": self._why_streamed},
+            "slots": {"requested": "early", "engaged": not self._why_asked, "why_not": self._why_asked},
+        }
+        await self._exchange.attach(source, told)
 
     async def load(self, version: int) -> Served:
         return await self._exchange.load(version)

@@ -14,6 +14,7 @@ from typing import Any
 from tandem.errors import EngineError, SyncError, SyncTimeout
 from tandem.inside.plain import keep_weights_plain
 from tandem.inside.sampling import Kept, Reading, Unfit, keep_sampled
+from tandem.inside.slots import answer_early
 from tandem.inside.worker import Answer, Worker
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class TandemWorker:
         """Logprobs of marked requests, for `tandem_sampled`. Again: as before."""
         return _answer(lambda: _keep(self))
 
+    def tandem_answer_early(self) -> Answer:
+        return _answer(lambda: {"why_not": _why_not(lambda: answer_early(self))})
+
     def tandem_sampled(self, running: Reading, ended: Reading, dropped: Sequence[str]) -> Answer:
         return _answer(lambda: {"news": _keeping(self).read(running, ended, dropped)})
 
@@ -80,12 +84,18 @@ def _of(theirs: Any) -> Worker:
 
 
 def _keep(theirs: Any) -> Answer:
-    if not hasattr(theirs, "_tandem_kept"):
-        try:
-            theirs._tandem_kept = keep_sampled(theirs.model_runner, theirs.vllm_config)
-        except Unfit as error:
-            return {"why_not": str(error)}
-    return {"why_not": ""}
+    def keep() -> None:
+        theirs._tandem_kept = keep_sampled(theirs.model_runner, theirs.vllm_config)
+
+    return {"why_not": "" if hasattr(theirs, "_tandem_kept") else _why_not(keep)}
+
+
+def _why_not(work: Callable[[], None]) -> str:
+    try:
+        work()
+    except Unfit as error:
+        return str(error)
+    return ""
 
 
 def _keeping(theirs: Any) -> Kept:

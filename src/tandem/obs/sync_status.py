@@ -92,6 +92,7 @@ def _engine(told: Any, sent: int, damage: list[str]) -> dict[str, Any]:
         "versions": versions,
         "sleep": _part(told, "sleep", dict, damage, needs=("requested", "engaged")),
         "sampled": _part(told, "sampled", dict, damage, needs=("requested", "engaged")),
+        "slots": _part(told, "slots", dict, damage, needs=("requested", "engaged")),
     }
 
 

@@ -24,7 +24,7 @@ ONE_AFTER_THE_OTHER = (
 )  # fmt: skip
 """The engine's and the canary."""
 PHASES = (*AT_THE_TRAINER, *AROUND, *ONE_AFTER_THE_OTHER)
-_HAD = {"sleep": "sleep", "sampled": "logprobs"}
+_HAD = {"sleep": "sleep", "sampled": "logprobs", "slots": "next slots"}
 """What an engine said of itself when it was attached, and what it is called here."""
 _SHOWN_ROWS, _SHOWN_A_RULE = 12, 4
 _HEAD = (

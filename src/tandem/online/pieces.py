@@ -26,8 +26,8 @@ from tandem.ops import digest
 UNKNOWN = -1
 """The digest of a tensor of which so much was written to that it is sooner taken anew, once, after the last update."""
 
-_PART = 1 << 24  # elements compared at a time: bounds memory
-_PIECE = 1 << 22  # elements coded at a time: the work of one thread
+_PART = 1 << 22  # elements compared at a time
+_PIECE = 1 << 21  # elements coded at a time, and up to a part more: the work of one thread, and its memory
 _WORTH = 0.5  # the share that deflate must bring the bits of all elements to, or it is not worth its time at a rollback
 _MOST = 1 / 3  # of a part's elements changed: then all are coded
 _FEW = 1 / 64  # of a tensor's elements: so many at most have their digest followed one by one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,20 +46,23 @@ class Optimizer:
         return self._rules[name].why_not_whole(live)
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[str, Tensor], lr: float, scale: float = 1.0) -> None:
-        """One step of the parameters that have a gradient: finite, to be multiplied by `scale`, and used up by this."""
+    def update(self, gradients: MutableMapping[str, Tensor], lr: float, scale: float = 1.0) -> None:
+        """One step of the parameters that have a gradient: finite, and to be multiplied by `scale`. Each is taken out
+        of `gradients`, and is gone once it is used: those that take no room meanwhile make some for the others."""
         for name in gradients:
             self._steps[name] += 1
-        self._update_whole({name: gradients[name] for name in gradients if name in self._whole}, lr, scale)
+        self._update_whole({name: gradients.pop(name) for name in [*gradients] if name in self._whole}, lr, scale)
         pieces: list[_Piece] = []
         numbers = 0
-        for name, rows in self._in_pieces({name: gradients[name] for name in gradients if name not in self._whole}):
-            gradient = gradients[name][rows]
-            if pieces and numbers + gradient.numel() > _CHUNK:  # before it is widened: what is held at once is bounded
-                self._apply(pieces)
-                pieces, numbers = [], 0
-            pieces.append(self._piece(name, rows, gradient, lr, scale))
-            numbers += gradient.numel()
+        for name in [*gradients]:
+            gradient = gradients.pop(name)
+            for rows in self._in_rows(name):
+                count = gradient[rows].numel()
+                if pieces and numbers + count > _CHUNK:  # before it is widened: what is held at once is bounded
+                    self._apply(pieces)
+                    pieces, numbers = [], 0
+                pieces.append(self._piece(name, rows, gradient[rows], lr, scale))
+                numbers += count
         if pieces:
             self._apply(pieces)
 
@@ -115,16 +118,15 @@ class Optimizer:
             total = sum(whole.live.numel() for whole in wholes)
             self._tally.add(torch.cat([sums, sums.new_full((1,), total)]))
 
-    def _in_pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[str, Rows]]:
-        """Large parameters by rows, where the rule allows it."""
-        for name in gradients:
-            live = self._parameters[name]
-            if live.numel() <= _CHUNK or not self._rules[name].by_rows:
-                yield name, ...
-                continue
-            rows = max(1, _CHUNK // live[0].numel())
-            for start in range(0, len(live), rows):
-                yield name, slice(start, min(start + rows, len(live)))
+    def _in_rows(self, name: str) -> Iterator[Rows]:
+        """A large parameter by rows, where the rule allows it."""
+        live = self._parameters[name]
+        if live.numel() <= _CHUNK or not self._rules[name].by_rows:
+            yield ...
+            return
+        rows = max(1, _CHUNK // live[0].numel())
+        for start in range(0, len(live), rows):
+            yield slice(start, min(start + rows, len(live)))
 
     def _piece(self, name: str, rows: Rows, gradient: Tensor, lr: float, scale: float) -> _Piece:
         live, state = self._parameters[name], self._state[name]

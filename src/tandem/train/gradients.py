@@ -29,9 +29,12 @@ class Collected:
         with _hooked(narrow if num_micro > 1 else [], self._add_up):
             yield
 
-    def gradients(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Tensor]:
+        """Nobody else holds them then: whoever lets go of one has its memory."""
         found = ((name, self._sums.get(name, tensor.grad)) for name, tensor in self._parameters)
-        return {name: gradient for name, gradient in found if gradient is not None}
+        taken = {name: gradient for name, gradient in found if gradient is not None}
+        self.clear()
+        return taken
 
     def clear(self) -> None:
         self._sums = {}

@@ -145,16 +145,14 @@ class PolicyTrainer:
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         with self._collected.collecting(len(batch.micro)):
             metrics = self._forward_backward(batch)
-        gradients = self._collected.gradients()
+        gradients = self._collected.take()
         norm = total_norm(list(gradients.values()))
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
-            self._collected.clear()
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return None
         memory = self._memory.metrics(size_bytes(gradients.values()), len(batch.micro))
         with self._memory.exact():
             self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
-        self._collected.clear()
         return {**metrics, **memory, "grad/norm": norm}
 
     def _release_step(self, batch: Batch, lr: float) -> Metrics | None:
