@@ -381,7 +381,13 @@ def env_serve(
 
 @engine_app.command("serve")
 def engine_serve(
-    source: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a hub id, or a run directory.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model directory, a hub id, or a run directory. @FILE: start now, and load what FILE will name.",
+        ),
+    ],
     kind: Annotated[Literal["server", "vllm"], typer.Option(help="The embedded engine, or vLLM.")] = "server",
     version: Annotated[
         int | None, typer.Option(min=0, help="Of the weights on the disk. Default: a run's steps, else 0.")

@@ -407,3 +407,47 @@ def test_the_real_engine_shares_its_memory_survives_a_kill_and_ends_in_time(mode
             assert time.monotonic() - began < 10
 
     play(work)
+
+
+def program_of(child: Any) -> int:
+    """What is on its leash."""
+    leash = child._leash.pid
+    while not (found := Path(f"/proc/{leash}/task/{leash}/children").read_text().split()):
+        time.sleep(0.02)
+    return int(found[0])
+
+
+def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pid(boot: int) -> int:
+        return json.loads((tmp_path / f"ready-{boot}.json").read_text())["pid"]
+
+    async def work() -> list[int]:
+        def command(*which: Any) -> list[str]:
+            return [*real(*which), "--allow-dir", str(tmp_path)]
+
+        place = Owned(command, str(model), tmp_path, environment={"OMP_NUM_THREADS": "1"}, ahead=True)
+        async with closing(ServerEngine(place, deadline_s=60)) as engine:
+            source = Source(tmp_path, "restart")
+            for version in (1, 2):
+                (tmp_path / f"v{version}").symlink_to(model, target_is_directory=True)
+            await engine.attach(source)
+            assert engine._process is not None and engine._process._next is not None
+            waiting = program_of(engine._process._next.child)
+            served = await engine.load(1)
+            assert served.version == 1
+            assert pid(2) == waiting != pid(1)
+            assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [1] * 3
+            lost = program_of(engine._process._next.child)
+            os.kill(lost, signal.SIGKILL)
+            await asyncio.to_thread(engine._process._next.child._leash.wait)
+            assert "started ahead is gone" not in caplog.text
+            assert (await engine.load(2)).version == 2
+            assert "started ahead is gone: signal 9" in caplog.text
+            assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [2] * 3
+            return [pid(1), waiting, lost, pid(4), program_of(engine._process._next.child)]
+
+    programs: list[int] = play(work)
+    assert len(set(programs)) == 5
+    assert not any(Path(f"/proc/{each}").exists() for each in programs), "none outlives its owner"

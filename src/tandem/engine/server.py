@@ -29,6 +29,7 @@ from tandem.errors import (
     SyncTimeout,
     TandemError,
 )
+from tandem.io import ahead
 from tandem.io.child import Child, Ready
 from tandem.io.engine_wire import served_of
 from tandem.io.process import identity
@@ -58,6 +59,8 @@ class Owned:
     stop_grace_s: float = 10.0
     max_restarts: int = 3
     """After it died or hung; not those for a new version."""
+    ahead: bool = False
+    """While one serves, the next one waits with its imports done: for engines that start again with each version."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class ServerEngine:
         if self._connection is not None:
             await self._connection.close()
         if self._process is not None:
-            await asyncio.to_thread(self._process.stop)
+            await asyncio.to_thread(self._process.end)
 
     # --- who is there
 
@@ -342,7 +345,8 @@ class _Process:
         self._place = place
         self._model, self._version = place.model, place.version
         self._child: Child | None = None
-        self._restarts = 0
+        self._next: _Next | None = None
+        self._restarts = self._started = 0
 
     def start_again(self) -> Ready:
         """Ends what is left of the one before."""
@@ -361,11 +365,17 @@ class _Process:
         return self._start()
 
     def start_with(self, model: str, version: int) -> Ready:
-        self.stop()
+        self._stop()
         self._model, self._version = model, version
         return self._start()
 
-    def stop(self) -> None:
+    def end(self) -> None:
+        if self._next is not None:
+            self._next.child.stop(grace_s=0.0)
+            self._next = None
+        self._stop()
+
+    def _stop(self) -> None:
         if self._child is not None:
             self._child.stop(self._place.stop_grace_s)
             self._child = None
@@ -378,9 +388,30 @@ class _Process:
     def _start(self) -> Ready:
         place = self._place
         place.directory.mkdir(parents=True, exist_ok=True)
-        ready_file = place.directory / "ready.json"
-        command = place.command(self._model, self._version, ready_file)
-        self._child = Child(
-            command, ready_file=ready_file, log=place.directory / "log.txt", environment=place.environment
-        )
+        following, self._next = self._next, None
+        if following is not None and following.child.exit_code is not None:
+            _log.warning("the engine that was started ahead is gone: %s", following.child.epitaph())
+            following = None
+        if following is None:
+            self._child = self._run(self._model, self._version)
+        else:
+            ahead.tell(following.told, {"model": self._model, "version": self._version})
+            self._child = following.child
+        if place.ahead:  # at once: what this one does from now on is mostly the GPU's
+            told = place.directory / f"next-{self._started}.json"
+            told.unlink(missing_ok=True)  # of a run before
+            self._next = _Next(self._run(f"@{told}", 0), told)
         return self._child.wait_ready(place.start_deadline_s)
+
+    def _run(self, model: str, version: int) -> Child:
+        place, self._started = self._place, self._started + 1
+        ready_file = place.directory / (f"ready-{self._started}.json" if place.ahead else "ready.json")
+        command = place.command(model, version, ready_file)
+        return Child(command, ready_file=ready_file, log=place.directory / "log.txt", environment=place.environment)
+
+
+@dataclass(frozen=True)
+class _Next:
+    child: Child
+    told: Path
+    """Once this is there, it goes on."""

@@ -23,6 +23,7 @@ import httpx
 from tandem.engine.lanes import ONE, Lanes
 from tandem.engine.vllm_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
+from tandem.io import ahead
 from tandem.io.child import Child
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lor
 # GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
+_SERVER = "vllm.entrypoints.openai.api_server"
+_IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.inside.extension.TandemWorker"
 _LEAST_LANES = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
@@ -93,22 +96,33 @@ class VllmOptions:
 class VllmProcess:
     """One `vllm serve`, and the calls that go to it."""
 
-    def __init__(self, options: VllmOptions, home: Path) -> None:
+    def __init__(self, options: VllmOptions, home: Path, *, waits: bool = False) -> None:
+        """`waits`: it imports what it will need, takes no GPU, and goes on with `serve`; its model is not known yet."""
         self.options = options
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-vllm-")  # 0700, and its name is short
         self.socket = Path(self._folder.name) / "socket"
         if len(str(self.socket)) > _SOCKET_BYTES:
             raise EngineError(f"engine: '{self.socket}' is too long a name for a socket; set TMPDIR to a shorter one")
-        version = version_of(options.python)
+        self._version = version_of(options.python)
         if not options.unchecked:
-            refuse_unknown_version(version, options.python)
+            refuse_unknown_version(self._version, options.python)
+        self._told = Path(self._folder.name) / "what.json"
+        program = ["tandem.io.ahead", str(self._told), *_IMPORTS] if waits else self._program()
         self._child = Child(
-            [options.python, "-m", "vllm.entrypoints.openai.api_server", *options.arguments(self.socket, version)],
+            [options.python, "-m", *program],
             ready_file=home / "vllm-ready.json",
             log=home / "vllm.log",
             environment=self._environment(Path(self._folder.name)),
         )
         self._lanes = Lanes(self._lane, max(_LEAST_LANES, 2 * options.max_running))
+
+    def serve(self, options: VllmOptions) -> None:
+        """What it has waited for: as those before but for the model and its context."""
+        self.options = options
+        ahead.tell(self._told, self._program())
+
+    def _program(self) -> list[str]:
+        return [_SERVER, *self.options.arguments(self.socket, self._version)]
 
     def _lane(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(

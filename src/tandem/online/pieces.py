@@ -26,7 +26,7 @@ from tandem.ops import digest
 UNKNOWN = -1
 """The digest of a tensor of which so much was written to that it is sooner taken anew, once, after the last update."""
 
-_PART = 1 << 22  # elements compared at a time
+_PART = 1 << 23  # elements compared at a time
 _PIECE = 1 << 21  # elements coded at a time, and up to a part more: the work of one thread, and its memory
 _WORTH = 0.5  # the share that deflate must bring the bits of all elements to, or it is not worth its time at a rollback
 _MOST = 1 / 3  # of a part's elements changed: then all are coded
@@ -119,10 +119,11 @@ def move(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dic
         return _flip(piece, ready, tensors, numbers)
     device = tensors[piece.parts[0][0]].device
     counts = [count for _, _, count in piece.parts]
-    end_N = (planes.read_words(ready, "gap", piece.count, device).to(torch.int64) + 1).cumsum(0)
-    by_N = planes.read_words(ready, "size", piece.count, device) + 1  # it wraps, and so does what it is added to
-    down_N = planes.read_bits(ready, "sign", piece.count, device)
-    by_N = torch.where(down_N if forward else ~down_N, -by_N, by_N)
+    # In place: beside a version that is whole on a GPU there is little room.
+    end_N = planes.read_words(ready, "gap", piece.count, device).to(torch.int64).add_(1).cumsum_(0)
+    by_N = planes.read_words(ready, "size", piece.count, device).add_(1)  # it wraps, and so does what it is added to
+    down_N = planes.read_bits(ready, "sign", piece.count, device).to(torch.int8)
+    by_N.mul_(down_N.mul_(-2).add_(1) if forward else down_N.mul_(2).sub_(1))
     changes: list[digest.Change] = []
     passed = end_N.new_zeros(1)
     for (name, start, count), to_N, step_N in zip(piece.parts, end_N.split(counts), by_N.split(counts), strict=True):
@@ -135,7 +136,8 @@ def move(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dic
         _write_back(tensors[name], found)
         if count > _FEW * found.numel():
             numbers[name] = UNKNOWN
-        changes.append(digest.Change(name, _num_cols(tensors[name]), index_N, old_N, new_N))
+        elif numbers[name] != UNKNOWN:
+            changes.append(digest.Change(name, _num_cols(tensors[name]), index_N, old_N, new_N))
     followed = [change for change in changes if numbers[change.name] != UNKNOWN]
     for change, moved in zip(followed, digest.changes(followed), strict=True):
         numbers[change.name] = (numbers[change.name] + moved) & _MASK

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -31,6 +31,7 @@ from tandem.spec.sync import (
 from tandem.types import Proof
 
 if TYPE_CHECKING:
+    from tandem.engine.vllm_process import VllmOptions, VllmProcess
     from tandem.recipes.build import Model
     from tandem.text.renderer import Renderer
 
@@ -110,6 +111,14 @@ def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str
     return embedded_of(spec, model)
 
 
+def embedded_ahead() -> None:
+    """What takes seconds, and depends on no model."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    from tandem.engine import hf  # noqa: F401
+    from tandem.text import renderer, tokenizer  # noqa: F401
+
+
 def embedded_of(spec: ServerEngineSpec, model: Model) -> Alone:
     from tandem.engine.hf import EmbeddedEngine
 
@@ -127,40 +136,64 @@ def embedded_of(spec: ServerEngineSpec, model: Model) -> Alone:
     return Alone(engine, model.renderer, model.context, model.num_ids, model)
 
 
-def vllm_alone(
+def vllm_options(
     spec: VllmEngineSpec,
-    path: str,
-    home: Path,
     *,
-    version: int,
     device: str,
     dtype: str,
-    thinking: bool,
     adapter_slots: int,
     max_rank: int,
     unchecked: bool = False,
-) -> Alone:
-    """With its process, once that is ready."""
-    from tandem.engine.vllm_process import VllmOptions, VllmProcess
+) -> VllmOptions:
+    """Of no model yet."""
+    from tandem.engine.vllm_process import VllmOptions
 
-    made_for = _made_for(path)
-    context = min(spec.max_context or made_for, made_for)
-    options = VllmOptions(
-        path,
+    return VllmOptions(
+        "",
         spec.python or default_python(),
         dtype=dtype,
         device=device,
         tensor_parallel=spec.tensor_parallel,
         memory_share=spec.memory_share,
         max_running=spec.max_running,
-        max_context=context,
         eager=spec.eager or device == "cpu",
         adapter_slots=adapter_slots,
         max_rank=max_rank,
         sleeps=spec.sleep == "free",
         unchecked=unchecked,
     )
-    process = VllmProcess(options, home)  # it takes far longer than what is imported here meanwhile
+
+
+def vllm_ahead(options: VllmOptions, home: Path) -> VllmProcess:
+    """Its process, which has yet to be told of a model; and what is imported for it here."""
+    from tandem.engine.vllm_process import VllmProcess
+
+    process = VllmProcess(options, home, waits=True)
+    from tandem.engine import vllm  # noqa: F401
+    from tandem.text import renderer, tokenizer  # noqa: F401
+
+    return process
+
+
+def vllm_alone(
+    spec: VllmEngineSpec,
+    path: str,
+    home: Path,
+    options: VllmOptions,
+    *,
+    version: int,
+    thinking: bool,
+    waiting: VllmProcess | None = None,
+) -> Alone:
+    """With its process, once that is ready. `waiting`: one that was started ahead."""
+    from tandem.engine.vllm_process import VllmProcess
+
+    made_for = _made_for(path)
+    context = min(spec.max_context or made_for, made_for)
+    options = replace(options, model=path, max_context=context)
+    if waiting is not None:
+        waiting.serve(options)
+    process = waiting or VllmProcess(options, home)  # it takes far longer than what is imported here meanwhile
     try:
         from tandem.engine.vllm import VllmEngine
         from tandem.text.renderer import Renderer
@@ -254,6 +287,7 @@ def _server(
             environment=_environment(engine, number, model.device.type),
             start_deadline_s=engine.start_deadline_s,
             max_restarts=engine.max_restarts,
+            ahead=isinstance(spec.sync, RestartSync),
         )
     return ServerEngine(
         place,

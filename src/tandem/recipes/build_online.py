@@ -213,17 +213,15 @@ def _plain(model: ModelSpec) -> ModelSpec:
 def _vllm(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
     assert not isinstance(spec.engine, ServerEngineSpec)
     lora = spec.model.lora
-    return build_engine.vllm_alone(
+    options = build_engine.vllm_options(
         spec.engine,
-        str(starting_model(spec, data_dir)),
-        data_dir / "engine",
-        version=0,
         device=build.pick_device(spec.device).type,
         dtype="float32" if isinstance(spec.precision, Float32Precision) else "bfloat16",
-        thinking=spec.model.thinking,
         adapter_slots=0 if lora is None else 2,
         max_rank=16 if lora is None else lora.rank,
     )
+    start, home = str(starting_model(spec, data_dir)), data_dir / "engine"
+    return build_engine.vllm_alone(spec.engine, start, home, options, version=0, thinking=spec.model.thinking)
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.errors import RunError
+from tandem.io import ahead
 from tandem.io.durable import owned
 from tandem.protocols import Engine
 from tandem.recipes import build, build_engine
@@ -50,22 +51,37 @@ def serve_engine(
     """An engine for a trainer in another process, until SIGTERM or Ctrl-C. It answers with what lies on the disk, as
     `version`, until a trainer attaches and loads another. vLLM needs to know how many versions of an adapter may be in
     use at a time (`adapter_slots`), and of which rank; `unchecked` takes one that has not passed the conformance
-    suite. StoreOwned if another process holds the data directory."""
+    suite. StoreOwned if another process holds the data directory.
+
+    A `source` of "@FILE" is started ahead: everything is imported, and nothing loaded, until FILE names the model and
+    its version."""
     from tandem.inside.sources import open_source
     from tandem.serve.app import create_app
     from tandem.serve.engine import engine_service
     from tandem.serve.engine_link import Allowed
 
+    spec, device = spec or ServerEngineSpec(), build.pick_device(device).type
+    options = waiting = None
+    if isinstance(spec, VllmEngineSpec):
+        options = build_engine.vllm_options(
+            spec, device=device, dtype=dtype, adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked
+        )
+    if source.startswith("@"):
+        if options is None:
+            build_engine.embedded_ahead()
+        else:
+            waiting = build_engine.vllm_ahead(options, listen.data_dir)
+        told = ahead.told(Path(source[1:]))
+        source, version = told["model"], told["version"]
     path, name, found = find_model(source)
-    spec, version = spec or ServerEngineSpec(), found if version is None else version
+    version = found if version is None else version
     token = listen.token()
     with owned(listen.data_dir):
-        device = build.pick_device(device).type
         if isinstance(spec, VllmEngineSpec):
+            assert options is not None
             alone = build_engine.vllm_alone(
-                spec, path, listen.data_dir, version=version, device=device, dtype=dtype, thinking=thinking,
-                adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked,
-            )  # fmt: skip
+                spec, path, listen.data_dir, options, version=version, thinking=thinking, waiting=waiting
+            )
         else:
             alone = build_engine.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
             _publish(alone.model, alone.engine, version)

@@ -1,0 +1,52 @@
+"""A start that is made ready before anybody knows what is to be started: `python -m tandem.io.ahead FILE MODULE...`.
+
+consumes: a file, once its owner has written it     waits for: that file
+produces: a program that has its imports behind it when it is told what to do
+
+A program that is to be ended and started again spends most of a start on imports, which depend on nothing. So the next
+one is started early. As a program this imports the modules, and once FILE is there, runs what it names as `python -m`
+would: ["module", "argument", ...]. Whoever starts it ends it, too (io/child.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_LOOK_S = 0.02
+
+
+def tell(path: Path, what: Any) -> None:
+    """Whole, or not at all. It says nothing that outlives the program, and so need not be durable."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(json.dumps(what), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def told(path: Path) -> Any:
+    """Waits."""
+    while not path.exists():
+        time.sleep(_LOOK_S)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    path, *modules = sys.argv[1:]
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:  # of another version, perhaps: what is run then imports what it needs
+            print(f"ahead: {name} cannot be imported: {error}", file=sys.stderr, flush=True)
+    module, *arguments = told(Path(path))
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
