@@ -433,7 +433,8 @@ def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(
             for version in (1, 2):
                 (tmp_path / f"v{version}").symlink_to(model, target_is_directory=True)
             await engine.attach(source)
-            assert engine._process is not None and engine._process._next is not None
+            assert engine._process is not None
+            assert engine._process._next is not None
             waiting = program_of(engine._process._next.child)
             served = await engine.load(1)
             assert served.version == 1
