@@ -27,8 +27,9 @@ import httpx
 from standing import checkpoint_of
 
 from tandem.engine.lanes import ONE, Lanes
+from tandem.engine.owned import Owned
 from tandem.engine.pool import EnginePool
-from tandem.engine.server import Owned, ServerEngine
+from tandem.engine.server import ServerEngine
 from tandem.protocols import Engine
 from tandem.recipes import build_engine
 from tandem.types import Completion, Sampling

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -19,7 +20,8 @@ from test_child import runs, wait_until
 
 from stopwatch import Stopwatch
 from tandem.engine import connection
-from tandem.engine.server import Owned, ServerEngine, Standing
+from tandem.engine.owned import Owned, OwnedProcess
+from tandem.engine.server import ServerEngine, Standing
 from tandem.errors import EngineError, EngineLost, SyncError, TandemError
 from tandem.types import Completion, Sampling, Weights
 
@@ -242,6 +244,7 @@ def test_a_foreign_engine_that_was_started_anew_is_another_one(
 
 SAME_PORT = """
 import sys
+import threading
 sys.path.insert(0, {path!r})
 import engine_program, tandem.serve.run as run
 init = run.Listen.__init__
@@ -420,35 +423,63 @@ def program_of(child: Any) -> int:
 def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def pid(boot: int) -> int:
-        return json.loads((tmp_path / f"ready-{boot}.json").read_text())["pid"]
+    def command(*which: Any) -> list[str]:
+        return [*real(*which), "--allow-dir", str(tmp_path)]
 
     async def work() -> list[int]:
-        def command(*which: Any) -> list[str]:
-            return [*real(*which), "--allow-dir", str(tmp_path)]
-
         place = Owned(command, str(model), tmp_path, environment={"OMP_NUM_THREADS": "1"}, ahead=True)
         async with closing(ServerEngine(place, deadline_s=60)) as engine:
-            source = Source(tmp_path, "restart")
-            for version in (1, 2):
+            source, ours = Source(tmp_path, "restart"), engine._process
+            assert ours is not None
+            for version in (1, 2, 3):
                 (tmp_path / f"v{version}").symlink_to(model, target_is_directory=True)
             await engine.attach(source)
-            assert engine._process is not None
-            assert engine._process._next is not None
-            waiting = program_of(engine._process._next.child)
-            served = await engine.load(1)
-            assert served.version == 1
-            assert pid(2) == waiting != pid(1)
+            programs = [program_of(ours._serving.child), program_of(ours._next.child)]
+            assert (await engine.load(1)).version == 1
+            assert program_of(ours._serving.child) == programs[1]
             assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [1] * 3
-            lost = program_of(engine._process._next.child)
-            os.kill(lost, signal.SIGKILL)
-            await asyncio.to_thread(engine._process._next.child._leash.wait)
-            assert "started ahead is gone" not in caplog.text
+            programs.append(program_of(ours._next.child))
+            os.kill(programs[2], signal.SIGKILL)
+            assert "of no use" not in caplog.text
             assert (await engine.load(2)).version == 2
-            assert "started ahead is gone: signal 9" in caplog.text
-            assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [2] * 3
-            return [pid(1), waiting, lost, pid(4), program_of(engine._process._next.child)]
+            assert "ahead is of no use" in caplog.text
+            assert "signal 9" in caplog.text
+            programs.append(program_of(ours._next.child))
+            assert (await engine.load(3)).version == 3
+            assert program_of(ours._serving.child) == programs[3]
+            assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [3] * 3
+            return [*programs, program_of(ours._next.child)]
 
     programs: list[int] = play(work)
     assert len(set(programs)) == 5
     assert not any(Path(f"/proc/{each}").exists() for each in programs), "none outlives its owner"
+    assert {path.name for path in tmp_path.glob("ready*")} <= {"ready-0.json", "ready-1.json"}
+
+
+def test_who_closes_an_engine_while_it_starts_leaves_none_behind(tmp_path: Path) -> None:
+    """The start is on a thread, which nobody can cancel."""
+    begun, go_on, pids = threading.Event(), threading.Event(), list[int]()
+
+    def slow(model: str, version: int, ready_file: Path) -> list[str]:
+        begun.set()
+        assert go_on.wait(30)
+        return command(model, version, ready_file)
+
+    process = OwnedProcess(Owned(slow, str(tmp_path), tmp_path, start_deadline_s=30, ahead=True))
+
+    def start() -> None:
+        with pytest.raises(EngineError):
+            process.start_with(str(tmp_path), 1)
+        pids.append(0)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    assert begun.wait(30)
+    ending = threading.Thread(target=process.end)
+    ending.start()
+    go_on.set()
+    ending.join(30)
+    starting.join(30)
+    assert pids == [0]
+    assert process._serving is None
+    assert process._next is None

@@ -74,11 +74,9 @@ def test_split_and_a_float32_copy_train_a_language_model_to_the_same_bits() -> N
     )
     for seed in range(5):
         ours, theirs = (each.step(make_step(make_group(seed), micro_tokens=32)) for each in (split, copied))
-        assert {**ours, "memory/master": 0, "memory/accounted": 0} == {
-            **theirs,
-            "memory/master": 0,
-            "memory/accounted": 0,
-        }
+        # The peak is of the process: whoever is measured later has the higher one.
+        apart = {"memory/master": 0, "memory/accounted": 0, "memory/peak": 0}
+        assert {**ours, **apart} == {**theirs, **apart}
         assert ours["update/lost_energy"] == 0
         assert ours["memory/master"] == pytest.approx(ours["memory/weights"], rel=0.01)
         assert theirs["memory/master"] == pytest.approx(2 * theirs["memory/weights"], rel=0.01)

@@ -13,12 +13,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tandem.engine.connection import Connection
+from tandem.engine.owned import Owned, OwnedProcess
 from tandem.errors import (
     EngineError,
     EngineLost,
@@ -29,8 +30,7 @@ from tandem.errors import (
     SyncTimeout,
     TandemError,
 )
-from tandem.io import ahead
-from tandem.io.child import Child, Ready
+from tandem.io.child import Ready
 from tandem.io.engine_wire import served_of
 from tandem.io.process import identity
 from tandem.io.token import read_token
@@ -42,25 +42,6 @@ _log = logging.getLogger(__name__)
 
 _LOAD_GRACE_S = 5.0  # beyond the deadline that the server itself keeps
 _LOOK_AGAIN_S = 0.3
-
-
-@dataclass(frozen=True)
-class Owned:
-    """A process that is started here, and ends with this one."""
-
-    command: Callable[[str, int, Path], Sequence[str]]
-    """Of a model's directory, the version of what lies in it, and the ready file."""
-    model: str
-    directory: Path
-    """For its ready file and its log."""
-    version: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    start_deadline_s: float = 300.0
-    stop_grace_s: float = 10.0
-    max_restarts: int = 3
-    """After it died or hung; not those for a new version."""
-    ahead: bool = False
-    """While one serves, the next one waits with its imports done: for engines that start again with each version."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class ServerEngine:
         self._place, self._receivers, self._deadline_s = place, receivers, deadline_s
         self._shares_memory, self._pauses, self._lease_s = shares_memory, shares_memory or shares_device, lease_s
         self._make_room = make_room
-        self._process = _Process(place) if isinstance(place, Owned) else None
+        self._process = OwnedProcess(place) if isinstance(place, Owned) else None
         self._connection: Connection | None = None
         self._meeting, self._met = asyncio.Lock(), asyncio.Event()
         self._source: WeightSource | None = None
@@ -336,82 +317,3 @@ class ServerEngine:
         served = served_of(await connection.post("/engine/digest", {"version": version}, self._deadline_s))
         phases.end("prove")
         return replace(served, seconds=phases.seconds)
-
-
-class _Process:
-    """The one that is ours, whichever it is by now. Every call blocks."""
-
-    def __init__(self, place: Owned) -> None:
-        self._place = place
-        self._model, self._version = place.model, place.version
-        self._child: Child | None = None
-        self._next: _Next | None = None
-        self._restarts = self._started = 0
-
-    def start_again(self) -> Ready:
-        """Ends what is left of the one before."""
-        if self._child is not None:
-            how = self._child.epitaph()
-            self._child.stop(grace_s=0.0)
-            if self._restarts >= self._place.max_restarts:
-                raise EngineError(
-                    f"engine: it was started again max_restarts = {self._place.max_restarts} times, and is lost once "
-                    f"more: {how}"
-                )
-            self._restarts += 1
-            _log.warning("the engine is started again (%d of %d): %s", self._restarts, self._place.max_restarts, how)
-        if not Path(self._model).exists():  # versions are deleted as newer ones come
-            self._model, self._version = self._place.model, self._place.version
-        return self._start()
-
-    def start_with(self, model: str, version: int) -> Ready:
-        self._stop()
-        self._model, self._version = model, version
-        return self._start()
-
-    def end(self) -> None:
-        if self._next is not None:
-            self._next.child.stop(grace_s=0.0)
-            self._next = None
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._child is not None:
-            self._child.stop(self._place.stop_grace_s)
-            self._child = None
-
-    def epitaph(self) -> str:
-        """Empty while it runs."""
-        child = self._child
-        return child.epitaph() if child is not None and child.exit_code is not None else ""
-
-    def _start(self) -> Ready:
-        place = self._place
-        place.directory.mkdir(parents=True, exist_ok=True)
-        following, self._next = self._next, None
-        if following is not None and following.child.exit_code is not None:
-            _log.warning("the engine that was started ahead is gone: %s", following.child.epitaph())
-            following = None
-        if following is None:
-            self._child = self._run(self._model, self._version)
-        else:
-            ahead.tell(following.told, {"model": self._model, "version": self._version})
-            self._child = following.child
-        if place.ahead:  # at once: what this one does from now on is mostly the GPU's
-            told = place.directory / f"next-{self._started}.json"
-            told.unlink(missing_ok=True)  # of a run before
-            self._next = _Next(self._run(f"@{told}", 0), told)
-        return self._child.wait_ready(place.start_deadline_s)
-
-    def _run(self, model: str, version: int) -> Child:
-        place, self._started = self._place, self._started + 1
-        ready_file = place.directory / (f"ready-{self._started}.json" if place.ahead else "ready.json")
-        command = place.command(model, version, ready_file)
-        return Child(command, ready_file=ready_file, log=place.directory / "log.txt", environment=place.environment)
-
-
-@dataclass(frozen=True)
-class _Next:
-    child: Child
-    told: Path
-    """Once this is there, it goes on."""

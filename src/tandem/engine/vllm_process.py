@@ -144,7 +144,8 @@ class VllmProcess:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds: no connection is ever closed by vLLM as we use it
-            **(_ON_CPU if self.options.device == "cpu" else _on_gpu(os.environ)),
+            **(_ON_CPU if self.options.device == "cpu" else {}),
+            **(_forked(os.environ) if self.options.device != "cpu" and self.options.tensor_parallel == 1 else {}),
             **(_plain_segments(os.environ) if self.options.sleeps else {}),
             **self.options.environment,
         }
@@ -202,8 +203,9 @@ class VllmProcess:
         self._folder.cleanup()
 
 
-def _on_gpu(environment: Mapping[str, str]) -> dict[str, str]:
-    """Left to itself vLLM's server spawns its engine, which imports everything a second time: 17 s of a start."""
+def _forked(environment: Mapping[str, str]) -> dict[str, str]:
+    """Left to itself vLLM's server spawns its engine, which imports everything a second time: 20 s of a start. Tried
+    with one GPU."""
     name = "VLLM_WORKER_MULTIPROC_METHOD"
     return {name: environment.get(name, "fork")}
 

@@ -50,8 +50,8 @@ def _why_not(config: Any, groups: Any) -> str:
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds != ["FullAttentionSpec"] or getattr(groups[0].kv_cache_spec, "sliding_window", None):
         return f"its cache is of {', '.join(kinds) or 'nothing'}, not of full attention alone"
-    if config.parallel_config.decode_context_parallel_size > 1:
-        return "its cache is spread over several GPUs"
+    if config.speculative_config is not None:
+        return "speculative decoding asks for several slots at once"
     return "its cache is filled by others, too" if config.kv_transfer_config else ""
 
 
@@ -82,6 +82,6 @@ def _plain(cache: Any) -> bool:
     if found is None:
         managers = cache.coordinator.single_type_managers
         found = len(managers) == 1 and type(managers[0]).__name__ == "FullAttentionManager"
-        found = found and managers[0].block_size == managers[0].block_pool.hash_block_size
+        found = found and managers[0].block_size == getattr(managers[0].block_pool, "hash_block_size", 0)
         cache._tandem_plain = found
     return found

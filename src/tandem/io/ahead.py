@@ -16,6 +16,7 @@ import os
 import runpy
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,13 @@ def main() -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except ImportError as error:  # of another version, perhaps: what is run then imports what it needs
+        except Exception as error:  # noqa: BLE001  another version, perhaps: what is run then says what it needs
             print(f"ahead: {name} cannot be imported: {error}", file=sys.stderr, flush=True)
     module, *arguments = told(Path(path))
     sys.argv = [module, *arguments]
+    warnings.filterwarnings(
+        "ignore", message=r".* found in sys\.modules", category=RuntimeWarning
+    )  # that was the point
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

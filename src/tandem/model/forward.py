@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 _SELECTIVE = 0.85
 """Of what a layer's graph would keep. Outputs of norms and the last product's input are made again, attention is not:
 that would begin between 0.7 and 0.8."""
-_COPIES = 200  # of the rows of a trial: 4,400 tokens
 _NEAR = 0.1
 """Of a norm: how far packed rows may be from masked ones. Both are rounded to 16 bits after every operation."""
 
@@ -106,14 +105,13 @@ def _why_not(trial: Any) -> str:
 
 
 class _Trial:
-    """A prompt of 5 with branches of 7 and 4, a sequence of 6 in a row of its own; and so on, in as many rows as make a
-    micro-batch: a layer that is compiled for a few tokens is compiled again for thousands."""
+    """A prompt of 5 with branches of 7 and 4, and a sequence of 6 in a row of its own."""
 
     def __init__(self, module: Any) -> None:
         device = next(module.parameters()).device
-        segments = [[0] * 5 + [1] * 7 + [2] * 4, [0] * 6 + [-1] * 10] * _COPIES
-        parents = [[0] * 16, [0] * 6 + [-1] * 10] * _COPIES
-        positions = [[*range(5), *range(5, 12), *range(5, 9)], [*range(6)] + [0] * 10] * _COPIES
+        segments = [[0] * 5 + [1] * 7 + [2] * 4, [0] * 6 + [-1] * 10]
+        parents = [[0] * 16, [0] * 6 + [-1] * 10]
+        positions = [[*range(5), *range(5, 12), *range(5, 9)], [*range(6)] + [0] * 10]
         made = [torch.tensor(each) for each in (segments, parents, positions)]
         self.packed = packed_attention.pack(made[0], made[1], device)
         self.segments_BT, self.parents_BT, self.positions_BT = (each.to(device) for each in made)
@@ -123,10 +121,10 @@ class _Trial:
 
     def ids(self, changed: slice | None = None) -> Tensor:
         """`changed`: flat positions that hold other tokens."""
-        ids = (torch.arange(32 * _COPIES, device=self.segments_BT.device) * 7 + 1) % self.vocab
+        ids = (torch.arange(32, device=self.segments_BT.device) * 7 + 1) % self.vocab
         if changed is not None:
             ids[changed] = (ids[changed] + 3) % self.vocab
-        return ids.view(2 * _COPIES, 16)
+        return ids.view(2, 16)
 
     def hidden(self, changed: slice | None = None) -> Tensor:
         return _packed(self.body, self.ids(changed), self.positions_BT, self.packed)

@@ -273,7 +273,8 @@ def _server(
     """`number`: which replica."""
     import torch
 
-    from tandem.engine.server import Owned, ServerEngine, Standing
+    from tandem.engine.owned import Owned
+    from tandem.engine.server import ServerEngine, Standing
 
     home = homes / f"engine-{number}"
     place: Owned | Standing

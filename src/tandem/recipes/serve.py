@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -53,8 +55,8 @@ def serve_engine(
     use at a time (`adapter_slots`), and of which rank; `unchecked` takes one that has not passed the conformance
     suite. StoreOwned if another process holds the data directory.
 
-    A `source` of "@FILE" is started ahead: everything is imported, and nothing loaded, until FILE names the model and
-    its version."""
+    A `source` of "@FILE" is started ahead: everything is imported, and nothing loaded, until FILE is there:
+    {"model": DIRECTORY, "version": N}."""
     from tandem.inside.sources import open_source
     from tandem.serve.app import create_app
     from tandem.serve.engine import engine_service
@@ -67,12 +69,15 @@ def serve_engine(
             spec, device=device, dtype=dtype, adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked
         )
     if source.startswith("@"):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what was made for vLLM is taken away
         if options is None:
             build_engine.embedded_ahead()
         else:
             waiting = build_engine.vllm_ahead(options, listen.data_dir)
+        print(f"engine: ready to load what {source[1:]} will name", file=sys.stderr, flush=True)
         told = ahead.told(Path(source[1:]))
         source, version = told["model"], told["version"]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     path, name, found = find_model(source)
     version = found if version is None else version
     token = listen.token()

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 def test_every_step_is_what_it_was_with_preemption_prefixes_aborts_and_steps_ahead(tmp_path: Path):
     small_model().save_pretrained(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")}
-    command = [str(PYTHON), str(HERE / "slots_script.py"), str(tmp_path)]
+    command = [str(PYTHON), str(HERE / "next_slots_script.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
