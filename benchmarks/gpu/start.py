@@ -1,10 +1,11 @@
 """How long vLLM takes to start, and where that goes: `python benchmarks/gpu/start.py cold plain quick few`.
 
 A process of ours starts it each time, with a random checkpoint of the shape. `cold`: an empty compile cache, which the
-others find filled. `plain`: as vLLM starts by itself. `quick`: its engine forked from what has imported it, its memory
-as it was measured by the start before. `few`: that, and graphs for a third as many batch sizes. `dual`: that, and
-adapters (`--adapters 2`) on a stream of their own. Told: seconds until it answers, what its log
-says whenever a second passed between two lines, and with `--tokens` tokens a second of 256 requests thereafter.
+others find filled. `plain`: as vLLM starts by itself. `forked`: its engine forked from what has imported it, as Tandem
+starts it. `quick`: that, and its memory as it was measured by the start before (of whatever share, docs/LOG.md). `few`:
+that, and graphs for a third as many batch sizes. `dual`: that, and adapters (`--adapters 2`) on a stream of their own.
+Told: seconds until it answers, what its log says whenever a second passed between two lines, and with `--tokens` tokens
+a second of 256 requests thereafter.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from tandem.types import Sampling
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
 PLAIN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ENABLE_STARTUP_PLAN": "0"}
-QUICK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ENABLE_STARTUP_PLAN": "1"}
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ENABLE_STARTUP_PLAN": "0"}
+QUICK = FORKED | {"VLLM_ENABLE_STARTUP_PLAN": "1"}
 FEW = ["--cudagraph-capture-sizes", *map(str, SIZES)]
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "cold": (QUICK, []), "plain": (PLAIN, []), "quick": (QUICK, []), "few": (QUICK, FEW),
+    "cold": (QUICK, []), "plain": (PLAIN, []), "forked": (FORKED, []), "quick": (QUICK, []), "few": (QUICK, FEW),
     "dual": (QUICK | {"VLLM_LORA_ENABLE_DUAL_STREAM": "1"}, FEW),
 }  # fmt: skip
 LINE = re.compile(r"^(?:\(\S+ pid=\d+\) )?\w+ (\d\d-\d\d \d\d:\d\d:\d\d) \[([^\]]+)\] (.*)")
