@@ -180,4 +180,5 @@ def test_it_ends_even_if_its_leash_is_killed(child: Child) -> None:
     pid = child.wait_ready(10).pid
     os.kill(os.getsid(pid), signal.SIGKILL)
     wait_until(lambda: not runs(pid), 10)
+    wait_until(lambda: child.exit_code is not None, 10)  # the kernel ends the program first
     assert child.exit_code == 128 + signal.SIGKILL

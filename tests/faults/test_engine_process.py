@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from test_child import runs, wait_until
 
+from leashed import program_of
 from stopwatch import Stopwatch
 from tandem.engine import connection
 from tandem.engine.owned import Owned, OwnedProcess
@@ -410,14 +411,6 @@ def test_the_real_engine_shares_its_memory_survives_a_kill_and_ends_in_time(mode
             assert time.monotonic() - began < 10
 
     play(work)
-
-
-def program_of(child: Any) -> int:
-    """What is on its leash."""
-    leash = child._leash.pid
-    while not (found := Path(f"/proc/{leash}/task/{leash}/children").read_text().split()):
-        time.sleep(0.02)
-    return int(found[0])
 
 
 def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import runpy
 import sys
 import time
@@ -20,14 +19,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tandem.io import atomic
+
 _LOOK_S = 0.02
 
 
 def tell(path: Path, what: Any) -> None:
-    """Whole, or not at all. It says nothing that outlives the program, and so need not be durable."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(what), encoding="utf-8")
-    os.replace(beside, path)
+    atomic.write_text(path, json.dumps(what))
 
 
 def told(path: Path) -> Any:
@@ -46,9 +44,7 @@ def main() -> None:
             print(f"ahead: {name} cannot be imported: {error}", file=sys.stderr, flush=True)
     module, *arguments = told(Path(path))
     sys.argv = [module, *arguments]
-    warnings.filterwarnings(
-        "ignore", message=r".* found in sys\.modules", category=RuntimeWarning
-    )  # that was the point
+    warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # that it is there was the point
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
