@@ -7,13 +7,15 @@ bits are flipped either way. So one piece serves both ways, and its cost grows w
 Small weights change more often, and gaps counted for each exponent apart would take a quarter less (docs/LOG.md). But
 who goes back does not have those exponents, and to find the elements of one is a look at all.
 
-Shapes: N elements.
+Shapes: N elements, P parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -120,15 +122,15 @@ def move(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dic
     device = tensors[piece.parts[0][0]].device
     counts = [count for _, _, count in piece.parts]
     # In place: beside a version that is whole on a GPU there is little room.
-    end_N = planes.read_words(ready, "gap", piece.count, device).to(torch.int64).add_(1).cumsum_(0)
+    at_N = planes.read_words(ready, "gap", piece.count, device).to(torch.int64).add_(1).cumsum_(0)
+    at_N += _offsets(piece, at_N, counts)
     by_N = planes.read_words(ready, "size", piece.count, device).add_(1)  # it wraps, and so does what it is added to
     down_N = planes.read_bits(ready, "sign", piece.count, device).to(torch.int8)
     by_N.mul_(down_N.mul_(-2).add_(1) if forward else down_N.mul_(2).sub_(1))
     changes: list[digest.Change] = []
-    passed = end_N.new_zeros(1)
-    for (name, start, count), to_N, step_N in zip(piece.parts, end_N.split(counts), by_N.split(counts), strict=True):
-        index_N = to_N - passed + (start - 1)
-        passed = to_N[-1:]
+    runs = [(name, sum(count for *_, count in run)) for name, run in groupby(piece.parts, itemgetter(0))]
+    lengths = [count for _, count in runs]
+    for (name, count), index_N, step_N in zip(runs, at_N.split(lengths), by_N.split(lengths), strict=True):
         found = integers(tensors[name])
         old_N = found[index_N]
         new_N = old_N + step_N.to(found.dtype)
@@ -141,6 +143,15 @@ def move(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dic
     followed = [change for change in changes if numbers[change.name] != UNKNOWN]
     for change, moved in zip(followed, digest.changes(followed), strict=True):
         numbers[change.name] = (numbers[change.name] + moved) & _MASK
+
+
+def _offsets(piece: Piece, passed_N: Tensor, counts: list[int]) -> Tensor:
+    """What turns a position counted through all parts into one in its tensor. All at once: on a GPU a launch for each
+    of hundreds of parts takes longer than what it does."""
+    start_P = torch.tensor([start - 1 for _, start, _ in piece.parts], device=passed_N.device)
+    end_P = torch.tensor(counts, device=passed_N.device).cumsum(0)
+    start_P[1:] -= passed_N[end_P[:-1] - 1]
+    return torch.repeat_interleave(start_P, end_P.diff(prepend=end_P.new_zeros(1)), output_size=sum(counts))
 
 
 def _flip(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
