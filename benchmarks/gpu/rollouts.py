@@ -4,7 +4,7 @@ REQUESTS prompts of 128 tokens, 512 new ones each, nothing ends sooner; random w
 `tandem engine serve` with vLLM behind it; `run` asks it as a run does, with somebody to whom each token is told. The
 other ways ask the same vLLM's server itself, over its socket: tokens one by one with their logprobs, in one piece with
 them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens.
-`--engines 2`: one on each GPU, and `run` through a pool of the first one, then of all, REQUESTS for each of them.
+`--engines 2`: one on each GPU; after the ways, `run` through a pool of the first one, then of all, REQUESTS for each.
 """
 
 from __future__ import annotations
@@ -177,48 +177,49 @@ def start(arguments: argparse.Namespace, number: int) -> ServerEngine:
             *passed,
         ]
 
-    only = {"CUDA_VISIBLE_DEVICES": f"{number}"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    only = {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else f"{number}"}
     return ServerEngine(Owned(command, str(arguments.checkpoint), home, environment=only, start_deadline_s=300))
 
 
-async def pooled(arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure(arguments: argparse.Namespace) -> None:
     engines = [start(arguments, number) for number in range(arguments.engines)]
     found: dict[str, Any] = {}
     try:
         await asyncio.gather(*(engine.generate([1, 2, 3], Sampling(max_tokens=8)) for engine in engines))
-        for again, count in enumerate([1, len(engines)] * (1 + arguments.times)):  # the first of each warms up
-            pool = EnginePool(engines[:count])
-            ways = Ways(pool, "", arguments)
-            row = await timed(ways.run, count * arguments.requests, again + 1)
-            found.setdefault(f"{count}", []).append(row["rate"])
-            print(f"{count} engines: {row['rate']:7.0f} tokens/s, CPU {row['cpu']}", flush=True)
-        one, all_of_them = (statistics.median(found[f"{count}"][1:]) for count in (1, len(engines)))
-        print(f"{len(engines)} engines against one: {all_of_them / one:.2f}x", flush=True)
+        await of_one(engines[0], arguments, found)
+        if len(engines) > 1:
+            await pooled(engines, arguments, found)
     finally:
         await asyncio.gather(*(engine.close() for engine in engines))
-    return found
+        (Path(os.environ.get("OUT", ".")) / "rollouts.json").write_text(json.dumps(found))
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    engine = start(arguments, 0)
-    found: dict[str, Any] = {}
-    try:
-        await engine.generate([1, 2, 3], Sampling(max_tokens=8))
-        ways = Ways(engine, (arguments.home / "0" / "socket").read_text(), arguments)
-        for number, name in enumerate(["run", "bare", "whole", "one_by_one", "run"]):  # the first one warms up
-            ask = getattr(ways, name)
-            rows = [await timed(ask, arguments.requests, 10 * number + again + 1) for again in range(arguments.times)]
-            rates = [row["rate"] for row in rows]
-            found[name] = {"rate": statistics.median(rates), "rates": rates, "cpu": rows[-1]["cpu"]}
-            tokens = sum(len(each.ids) for each in rows[-1]["done"])
-            shown = f"{name:11} {found[name]['rate']:7.0f} tokens/s of {[round(rate) for rate in rates]}"
-            print(f"{shown}, {tokens} tokens, CPU {rows[-1]['cpu']}", flush=True)
-        found["told"] = ways.told
-        found["compared"] = await compared(ways, min(4, arguments.requests))
-        print(f"logprobs of {found['compared'][0]} tokens: largest difference {found['compared'][1]:.2g} nats")
-    finally:
-        await engine.close()
-    return found
+async def of_one(engine: ServerEngine, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    ways = Ways(engine, (arguments.home / "0" / "socket").read_text(), arguments)
+    for number, name in enumerate(["run", *arguments.ways.split(",")]):  # the first one warms up
+        ask = getattr(ways, name)
+        rows = [await timed(ask, arguments.requests, 10 * number + again + 1) for again in range(arguments.times)]
+        rates = [row["rate"] for row in rows]
+        found[name] = {"rate": statistics.median(rates), "rates": rates, "cpu": rows[-1]["cpu"]}
+        tokens = sum(len(each.ids) for each in rows[-1]["done"])
+        shown = f"{name:11} {found[name]['rate']:7.0f} tokens/s of {[round(rate) for rate in rates]}"
+        print(f"{shown}, {tokens} tokens, CPU {rows[-1]['cpu']}", flush=True)
+    found["told"] = ways.told
+    found["compared"] = await compared(ways, min(4, arguments.requests))
+    print(f"logprobs of {found['compared'][0]} tokens: largest difference {found['compared'][1]:.2g} nats", flush=True)
+
+
+async def pooled(engines: list[ServerEngine], arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    rates: dict[int, list[float]] = {1: [], len(engines): []}
+    for again, count in enumerate([*rates] * (1 + arguments.times)):  # the first of each warms up
+        ways = Ways(EnginePool(engines[:count]), "", arguments)
+        row = await timed(ways.run, count * arguments.requests, 100 + again)
+        rates[count].append(row["rate"])
+        print(f"{count} engines: {row['rate']:7.0f} tokens/s, CPU {row['cpu']}", flush=True)
+    one, all_of_them = (statistics.median(each[1:]) for each in rates.values())
+    print(f"{len(engines)} engines against one: {all_of_them / one:.2f}x", flush=True)
+    found["pooled"] = rates
 
 
 def main() -> None:
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--ways", default="bare,whole,one_by_one,run")
     parser.add_argument("--extra", default="")
     parser.add_argument("--home", type=Path, default=Path("/tmp/rollouts"))
     parser.add_argument("--ready", type=Path)
@@ -239,8 +241,7 @@ def main() -> None:
     if arguments.what == "serve":
         return serve(arguments)
     arguments.checkpoint = checkpoint_of(arguments)
-    found = asyncio.run(pooled(arguments) if arguments.engines > 1 else measure(arguments))
-    (Path(os.environ.get("OUT", ".")) / "rollouts.json").write_text(json.dumps(found))
+    asyncio.run(measure(arguments))
 
 
 if __name__ == "__main__":

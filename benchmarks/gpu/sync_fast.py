@@ -61,7 +61,7 @@ def spec_of(mode: str, checkpoint: Path, engine: dict[str, Any], arguments: Any)
             # Weights at random say everything with less certainty than any model: the two ends round further apart.
             "train": {
                 "steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8, "max_lag": 1,
-                "max_logprob_gap": 0.3,
+                "max_logprob_gap": 0.3, "optimizer": {"kind": "apollo_mini"},  # no step is taken
             },
         }
     )  # fmt: skip
@@ -77,7 +77,7 @@ def nudge(model: Any, trainer: Any) -> None:
         for _, tensor in model.policy.trainable():
             if tensor.ndim > 1:
                 noise = torch.randn(tensor.shape, generator=generator, device=model.device, dtype=tensor.dtype)
-                tensor += noise * (sign * (0.02 if min(tensor.shape) <= 64 else 0.008))
+                tensor += noise * (sign * (0.008 if min(tensor.shape) <= 64 else 0.003))
 
 
 def used_bytes() -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge import collective
+from tandem.bridge import parcel
 from tandem.bridge.adapter.trainer import AdapterBridge
 from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
 from tandem.bridge.broadcast.trainer import BroadcastBridge
@@ -143,20 +143,15 @@ def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tenso
 
 
 def _while_packing(weights: Weights, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
-    plain, left = collective._Packer.add, list(enumerate(weights.tensors()))
+    plain = parcel._Adapter.hand_over
 
-    def add(self: Any, raw: Tensor, position: int) -> None:
-        number, (name, tensor) = left.pop(0)
-        if not left:
-            collective._Packer.add = plain
-        served = tensor.dtype if raw.numel() == tensor.nbytes else torch.bfloat16
-        try:
-            plain(self, change(number, name, raw.view(served)).view(torch.uint8), position)
-        except BaseException:
-            collective._Packer.add = plain
-            raise
+    def hand_over(self: Any, *args: Any) -> None:
+        parcel._Adapter.hand_over = plain
+        for number, (name, tensor) in enumerate(self._flat):
+            tensor.copy_(change(number, name, tensor.clone()))
+        plain(self, *args)
 
-    collective._Packer.add = add
+    parcel._Adapter.hand_over = hand_over
     return weights
 
 

@@ -28,7 +28,7 @@ from bridges import (
     while_sending,
 )
 
-from tandem.bridge import collective, seat
+from tandem.bridge import parcel, seat
 from tandem.bridge.broadcast.trainer import BroadcastBridge
 from tandem.bridge.seat import buckets_of
 from tandem.errors import SyncError, SyncTimeout
@@ -297,7 +297,8 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
     started = time.monotonic()
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
         if at_the == "trainer":
-            patch.setattr(collective._Packer, "finish", fails)
+            patch.setattr(parcel._Packer, "finish", fails)
+            patch.setattr(parcel._Adapter, "hand_over", fails)
         else:
             patch.setattr(seat, "buckets_of", fails_in_the_middle)
         answer = threads.submit(source.receive, 2)

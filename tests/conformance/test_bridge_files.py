@@ -129,7 +129,7 @@ def flip(file: Path, at: int = -1) -> None:
 def first_digest(directory: Path) -> None:
     manifest = directory / "tandem.json"
     text = manifest.read_text()
-    digest = next(iter(json.loads(text)["tensors"].values()))["digest"]
+    digest = next(iter(json.loads(text)["digests"].values()))
     manifest.write_text(text.replace(digest, digest[::-1]))
 
 
@@ -141,7 +141,7 @@ def outside(directory: Path) -> None:
     mode = json.loads(manifest.read_text())["mode"]
     known = Manifest.from_text(manifest.read_text(), mode)
     files = {f"../{directory.name}/{name}": facts for name, facts in known.files.items()}
-    manifest.write_text(Manifest(mode, known.version, known.kind, {}, files=files).to_text())
+    manifest.write_text(Manifest(mode, known.version, known.kind, {}, {}, files=files).to_text())
 
 
 def beyond(directory: Path) -> None:
@@ -183,7 +183,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest cut": (lambda d: cut(d / "tandem.json"), "is no JSON"),
     "manifest changed": (first_digest, "its checksum does not fit its content"),
     "manifest of bytes": (lambda d: (d / "tandem.json").write_bytes(b"\xff\xfe\xff"), "is no text"),
-    "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 1"),
+    "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 2"),
     "manifest that leads outside": (outside, "not a file of its own directory"),
     "manifest that leads beyond a file": (beyond, "the manifest places"),
     "another version under this name": (

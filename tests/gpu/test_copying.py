@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.ops import copying
-from tandem.ops.copying import cast_all, copy_all
+from tandem.ops.copying import copy_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
@@ -28,12 +28,3 @@ def test_every_pair_is_copied_whatever_its_size_type_and_layout() -> None:
     copy_all(pairs)
     for into, source in pairs:
         assert torch.equal(into.float().cpu(), source.float().cpu())
-
-
-def test_only_what_has_another_type_is_cast() -> None:
-    given = [("a", torch.randn(5, 3, device=DEVICE)), ("b", torch.randn(7, device=DEVICE).bfloat16())]
-    given.append(("count", torch.arange(3, device=DEVICE)))
-    cast = dict(cast_all((name, tensor, torch.bfloat16) for name, tensor in given))
-    assert torch.equal(cast["a"], given[0][1].bfloat16())
-    assert cast["b"] is given[1][1]
-    assert cast["count"] is given[2][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -110,8 +111,9 @@ def test_an_update_does_not_wait_for_the_device() -> None:
     rule.update(list(slots(values, state, 1)))
     of_step = list(slots(values, state, 2))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         rule.update(of_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")

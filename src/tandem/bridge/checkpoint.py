@@ -87,4 +87,4 @@ def _write_index(directory: Path, shards: Mapping[str, Mapping[str, Form]]) -> N
 
 
 def _size(form: Form) -> int:
-    return Entry(*form, "", 0).size_bytes
+    return Entry(*form).size_bytes

@@ -1,4 +1,4 @@
-"""The trainer's end of a meeting: two buckets, one that is packed while the other one travels."""
+"""The trainer's end of a meeting: whom it meets, by which way, and what they say of each version."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 import socket
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,10 @@ from tandem.bridge.deadline import Deadline
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Lending, Memory, Unmapped
 from tandem.bridge.notes import BROKEN, CLOSED, CLOSING_S, WAY_OUT, Meeting, Notes, told
-from tandem.bridge.outgoing import Form, check_numbers, forms, shaped
+from tandem.bridge.parcel import Carrier, Packing, Parcel, rooms_of
 from tandem.bridge.seat import GroupSource
 from tandem.bridge.way import Backend, Way, way
 from tandem.errors import SpecError, SyncError, SyncTimeout
-from tandem.ops import digest
-from tandem.ops.copying import cast_all, copy_all
 from tandem.ops.phases import Phases
 from tandem.types import Sent, WeightKind, Weights
 
@@ -107,6 +104,9 @@ class _Host:
         self._backend: Backend = backend
         self._notes = Notes(meeting, meeting.host_it(listening), mine=True)
         self.source = GroupSource(meeting.to_link(), meeting.mode, carries, device if device.type == "cpu" else None)
+        self._packing = Packing(meeting.mode, self.source.replies)
+        self._places: wire.Places | None = None
+        """That receivers were told of last."""
         self._given_up = threading.Event()
         self._lock = threading.Lock()
         self._way: Way | None = None
@@ -122,12 +122,23 @@ class _Host:
             if self._ended:
                 raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
             phases = Phases()
-            weights, into = _looked_through(weights, self.source.replies, self._meeting.mode)
-            manifest = _manifest(weights, into, self._meeting.mode, bucket_bytes, phases)
+            parcel = self._packing.parcel(weights, phases)
+            size = parcel.places.size_bytes
+            manifest = wire.Manifest(
+                self._meeting.mode,
+                weights.version,
+                weights.kind,
+                parcel.places.tensors,
+                parcel.fingerprints,
+                adapter=weights.adapter,
+                size_bytes=size,
+                bucket_bytes=bucket_bytes or max(size, 1),
+            )
+            self._tell_places(parcel.places, deadline)
             phases.end("gather")
             chosen, manifest = self._agree_on_a_way(manifest, deadline)
             phases.end("meet")
-            self._move(weights, into, manifest, deadline)
+            self._move(parcel, manifest, deadline)
             phases.end("move")
             self._hear_verdicts(manifest, deadline)
             phases.end("confirm")
@@ -136,7 +147,7 @@ class _Host:
         return Sent(
             weights.version,
             self._meeting.mode,
-            manifest.fingerprints,
+            manifest.digests,
             manifest.size_bytes,
             phases.seconds,
             transport=chosen._asdict(),
@@ -153,6 +164,12 @@ class _Host:
         self._notes.count("the store did not close", deadline, CLOSED)
         self._notes.write(f"{self._sequence + 1}/manifest", "", deadline)
         self._lock.release()
+
+    def _tell_places(self, places: wire.Places, deadline: Deadline) -> None:
+        """A note that stays: manifests name it, and whoever has read it does not read it again."""
+        if places is not self._places:
+            self._notes.write(f"places/{places.checksum}", places.text, deadline)
+            self._places = places
 
     def _agree_on_a_way(self, manifest: wire.Manifest, deadline: Deadline) -> tuple[Way, wire.Manifest]:
         """What works is kept for all versions of this meeting. Only auto looks for another."""
@@ -176,7 +193,7 @@ class _Host:
 
     def _lend(self, manifest: wire.Manifest) -> Memory:
         """Nobody reads there any more: each version before was taken by all, or else this meeting has ended."""
-        size, rooms = min(manifest.bucket_bytes, manifest.size_bytes), max(1, _rooms_of(manifest))
+        size, rooms = min(manifest.bucket_bytes, manifest.size_bytes), max(1, rooms_of(manifest))
         if self._memory is None or self._memory.room_bytes < size or len(self._memory.rooms) < rooms:
             receivers = self._meeting.world_size - 1
             self._memory = Memory(self._meeting.token, self._device, rooms, size, receivers)
@@ -186,7 +203,7 @@ class _Host:
         """From here to the end of `_move` both ends walk in step; before it, either may still refuse."""
         mode, version = self._meeting.mode, manifest.version
         now = self._sequence = self._notes.count(f"version {version} was not announced", deadline, 1)
-        self._notes.write(f"{now}/manifest", manifest.to_text(), deadline)
+        self._notes.write(f"{now}/manifest", manifest.to_text(self._places), deadline)
         self._forget(now - 2)
         refusals: list[str] = []
         try:
@@ -202,8 +219,8 @@ class _Host:
             raise
         self._notes.write(f"{now}/go", "", deadline)
 
-    def _move(self, weights: Weights, into: Mapping[str, Form], manifest: wire.Manifest, deadline: Deadline) -> None:
-        carrier: Group | Lending | None = None
+    def _move(self, parcel: Parcel, manifest: wire.Manifest, deadline: Deadline) -> None:
+        carrier: Carrier | None = None
 
         def break_off(why: str) -> None:
             if isinstance(carrier, Lending):
@@ -215,12 +232,9 @@ class _Host:
         with told(self._meeting.mode, f"version {manifest.version} was not sent to its end", break_off):
             carrier = self._carrier(manifest, deadline)
             with carrier.aside():
-                packer = _Packer(carrier, manifest, deadline)
-                for name, tensor in shaped(weights, into, self._meeting.mode):
-                    packer.add(wire.as_bytes(tensor), manifest.tensors[name].offset)
-                packer.finish()
+                parcel.hand_over(carrier, manifest, deadline)
 
-    def _carrier(self, manifest: wire.Manifest, deadline: Deadline) -> Group | Lending:
+    def _carrier(self, manifest: wire.Manifest, deadline: Deadline) -> Carrier:
         if manifest.lent:
             assert self._memory is not None
             return Lending(self._memory, self._device, self._notes, self._sequence, len(manifest.lent))
@@ -267,93 +281,3 @@ class _Host:
         self._memory = None
         if group is not None:
             group.close(broken=broken)
-
-
-class _Packer:
-    """Tensors, one behind the other, into the bucket whose turn it is."""
-
-    def __init__(self, carrier: Group | Lending, manifest: wire.Manifest, deadline: Deadline) -> None:
-        self._carrier: Any = carrier
-        self._deadline = deadline
-        self._bucket_bytes, self._left = manifest.bucket_bytes, manifest.size_bytes
-        self._failed = f"version {manifest.version} was not taken"
-        rooms = _rooms_of(manifest)
-        size = min(self._bucket_bytes, manifest.size_bytes)
-        self._buffers = carrier.buffers(rooms, size)
-        self._works: list[Any] = [None] * rooms
-        self._turn = 0
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, raw: Tensor, position: int) -> None:
-        while raw.numel():
-            bucket, at = divmod(position, self._bucket_bytes)
-            self._go_on_to(bucket)
-            part = raw[: self._bucket_bytes - at]
-            self._pairs.append(_wide(self._buffers[bucket % 2][at : at + part.numel()], part))
-            raw, position = raw[part.numel() :], position + part.numel()
-
-    def finish(self) -> None:
-        if self._left:
-            self._send()
-        self._carrier.finish(self._failed, self._deadline)
-
-    def _go_on_to(self, bucket: int) -> None:
-        while self._turn < bucket:
-            self._send()
-
-    def _send(self) -> None:
-        room = self._turn % 2
-        full = min(self._bucket_bytes, self._left)
-        copy_all(self._pairs)
-        self._pairs.clear()
-        self._works[room] = self._carrier.broadcast(self._buffers[room][:full], self._deadline)
-        self._left -= full
-        self._turn += 1
-        if self._left and (before := self._works[self._turn % 2]) is not None:
-            self._carrier.free(before, self._failed, self._deadline)
-
-
-def _rooms_of(manifest: wire.Manifest) -> int:
-    """One is written while the other one travels."""
-    return min(2, -(-manifest.size_bytes // manifest.bucket_bytes))
-
-
-def _wide(into: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The same bytes, eight at a time where both begin and end so."""
-    if (raw.numel() | raw.data_ptr() | into.data_ptr()) % 8:
-        return into, raw
-    return into.view(torch.int64), raw.view(torch.int64)
-
-
-def _looked_through(
-    weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str
-) -> tuple[Weights, Mapping[str, Form]]:
-    """An adapter is small, and made anew each time that it is gone through: here once, in the form that is served."""
-    if weights.kind != "adapter":
-        return weights, forms(weights, replies, mode)
-    made = list(weights.tensors())
-    into = forms(replace(weights, tensors=lambda: iter(made)), replies, mode)
-    served = cast_all((name, tensor, wire.dtype_named(into[name].dtype)) for name, tensor in made)
-    return replace(weights, tensors=lambda: iter(served)), into
-
-
-def _manifest(
-    weights: Weights, into: Mapping[str, Form], mode: str, bucket_bytes: int, phases: Phases
-) -> wire.Manifest:
-    """All is gathered and looked at once before anything moves, so that a refusal costs the receivers nothing."""
-    fingerprints, odd = digest.all_at_once(shaped(weights, into, mode), phases)
-    check_numbers(odd, weights, into, mode)
-    entries: dict[str, wire.Entry] = {}
-    end = 0
-    for name, fingerprint in fingerprints.items():
-        entries[name] = wire.Entry(*into[name], fingerprint, wire.padded(end))
-        end = entries[name].offset + entries[name].size_bytes
-    return wire.Manifest(
-        mode,
-        weights.version,
-        weights.kind,
-        entries,
-        adapter=weights.adapter,
-        size_bytes=end,
-        bucket_bytes=bucket_bytes or max(end, 1),
-    )

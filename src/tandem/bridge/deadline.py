@@ -6,10 +6,13 @@ write to a file server that went away. They run on threads that can be left behi
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TypeVar
 
 from tandem.errors import SyncError, SyncTimeout
@@ -59,7 +62,31 @@ class Deadline:
             ended.set()
 
         self.check(what_failed)
-        threading.Thread(target=run, name=f"sync {self._mode}", daemon=True).start()
+        _hand().work.put(run)
         while not ended.wait(min(_LOOK_S, self.left_s)):
             self.check(what_failed)
         return future.result()
+
+
+class _Hand:
+    """A thread for one call after another. One that was left behind comes back when its call ends, if it does."""
+
+    def __init__(self) -> None:
+        self.work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._go_on, name="sync", daemon=True).start()
+
+    def _go_on(self) -> None:
+        while True:
+            self.work.get()()
+            _idle.append(self)
+
+
+_idle: deque[_Hand] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
+
+
+def _hand() -> _Hand:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _Hand()

@@ -99,7 +99,7 @@ def read(directory: Path, mode: str, version: int, device: torch.device = _CPU) 
         manifest.kind,
         tensors,
         adapter=manifest.adapter,
-        expected=manifest.fingerprints,
+        expected=manifest.digests,
         path=str(directory),
     )
 

@@ -45,6 +45,10 @@ class Group(Aside):
     def buffers(self, count: int, size: int) -> list[Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
+    def within(self, raw: Tensor) -> Tensor:
+        """These bytes, where they can travel from."""
+        return raw.to(self._device)
+
     def listen(self, keys: Sequence[str]) -> None:
         """Where the other ends say that they broke off: a collective whose partner is gone need not end."""
         self._keys, self._next_look = tuple(keys), time.monotonic() + _LISTEN_S

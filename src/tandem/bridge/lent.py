@@ -73,6 +73,11 @@ class Lending(Aside):
     def buffers(self, count: int, size: int) -> list[Tensor]:
         return [room[:size] for room in self._memory.rooms[:count]]
 
+    def within(self, raw: Tensor) -> Tensor:
+        """These bytes, in the room that is lent."""
+        room = self._memory.rooms[0][: len(raw)]
+        return room.copy_(raw)
+
     def broadcast(self, _: Tensor, deadline: Deadline) -> int:
         """Tells of it; returns at once."""
         bucket = self._num_lent

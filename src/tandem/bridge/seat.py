@@ -2,7 +2,8 @@
 
 One version, between the trainer (T, rank 0) and every engine worker (E, ranks from 1):
 
-    T  <seq>/manifest          what travels, with its digests, and which way; `latest` = seq
+    T  places/<checksum>       where in the flat bytes tensors lie: told when it is another than before
+    T  <seq>/manifest          which of these travel, with their digests, and which way; `latest` = seq
     E  <seq>/answer/<rank>     "" (it comes), or why not: another version is asked for
     T  <seq>/go                "" once everybody comes, or why not: until here nothing can hang that is not a note
     T  <seq>/broken            why, if it stops in the middle; the meeting ends
@@ -13,7 +14,7 @@ One version, between the trainer (T, rank 0) and every engine worker (E, ranks f
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -24,10 +25,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.end import EngineEnd
+from tandem.bridge.flat import Flat
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Borrowed, Borrowing
 from tandem.bridge.notes import BROKEN, CLOSING_S, WAY_OUT, Meeting, Notes, as_sync_errors, first_line, told
-from tandem.bridge.wire import Manifest, check
+from tandem.bridge.wire import Manifest, Places, check
 from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
 
@@ -46,6 +48,11 @@ class GroupSource(EngineEnd):
             device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._device = device
         self._seats: dict[int, _Seat] = {}
+        self._in_one_place = False
+
+    def arrive_in_one_place(self) -> bool:
+        self._in_one_place = True
+        return True
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         if not 0 <= rank < self._meeting.world_size - 1:
@@ -53,7 +60,7 @@ class GroupSource(EngineEnd):
                 f"{self._mode}: receiver {rank} has no place at this meeting: it is of {self._meeting.world_size - 1}"
             )
         seat = self._seats.setdefault(rank, _Seat(self._meeting, rank, self._device))
-        return seat.receive(version, self.carries, self.deadline())
+        return seat.receive(version, self.carries, self.deadline(), in_one_place=self._in_one_place)
 
     def close(self) -> None:
         super().close()
@@ -70,9 +77,11 @@ class _Seat:
         self._notes: Notes | None = None
         self._group: Group | None = None
         self._borrowed: Borrowed | None = None
+        self._places: Places | None = None
+        self._kept: Flat | None = None
         self._seen, self._ended = 0, ""
 
-    def receive(self, version: int, carries: WeightKind, deadline: Deadline) -> Weights:
+    def receive(self, version: int, carries: WeightKind, deadline: Deadline, *, in_one_place: bool) -> Weights:
         failed = f"version {version} was not sent"
         deadline.until(lambda: self._lock.acquire(blocking=False), failed)
         try:
@@ -81,7 +90,9 @@ class _Seat:
             if self._notes is None:
                 self._notes = Notes(self._meeting, self._connect(failed, deadline), mine=False)
             sequence, manifest, flat = self._agree(self._notes, version, carries, failed, deadline)
-            self._take(self._notes, sequence, manifest, flat, deadline)
+            if in_one_place and carries == "adapter":  # the room of a whole model is needed for other things
+                self._kept = flat
+            self._take(self._notes, sequence, manifest, flat.raw, deadline)
             return self._confirm(self._notes, sequence, manifest, flat, deadline)
         finally:
             self._lock.release()
@@ -104,18 +115,24 @@ class _Seat:
 
     def _agree(
         self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline
-    ) -> tuple[int, Manifest, Tensor]:
+    ) -> tuple[int, Manifest, Flat]:
         """The announcement of that version, once everybody is there, and memory for what will come."""
         mode = self._meeting.mode
+
+        def places(checksum: str) -> Places:
+            if self._places is None or self._places.checksum != checksum:
+                text = notes.read(f"places/{checksum}", failed, deadline)
+                self._places = Places.from_text(text, checksum, mode)
+            return self._places
+
         while True:
-            sequence = self._next(notes, failed, deadline)
-            text = notes.read(f"{sequence}/manifest", failed, deadline)
+            sequence, text = self._next(notes, failed, deadline)
             try:
-                manifest = Manifest.from_text(text, mode)
+                manifest = Manifest.from_text(text, mode, places)
             except SyncError as error:
                 self._say(notes, f"{sequence}/answer", str(error), deadline)
                 raise
-            answer, unmapped, flat = "", "", torch.empty(0)
+            answer, unmapped, flat = "", "", None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
             elif manifest.kind != carries:
@@ -123,7 +140,7 @@ class _Seat:
             else:
                 try:
                     self._borrow(manifest)
-                    flat = torch.empty(manifest.size_bytes, dtype=torch.uint8, device=self._device_of(manifest))
+                    flat = self._room(manifest)
                 except SyncError as error:
                     answer = unmapped = f"{UNMAPPED}: {error}"
                 except RuntimeError as error:  # here, and not while the others are already sending
@@ -133,8 +150,18 @@ class _Seat:
                 continue
             if answer and manifest.version >= version:
                 raise SyncError(f"{mode}: {answer}")
-            if not answer and not notes.read(f"{sequence}/go", failed, deadline):
+            if flat is not None and not notes.read(f"{sequence}/go", failed, deadline):
                 return sequence, manifest, flat
+
+    def _room(self, manifest: Manifest) -> Flat:
+        """In the memory of the version before, if that is as large, and nobody needs it any more."""
+        assert self._places is not None
+        device, kept, self._kept = self._device_of(manifest), self._kept, None
+        if kept is not None and kept.places is self._places:
+            there = len(kept.raw), kept.raw.device.type
+            if there == (manifest.size_bytes, device.type):
+                return kept
+        return Flat(self._places, manifest.size_bytes, device)
 
     def _device_of(self, manifest: Manifest) -> torch.device:
         """Where its bytes arrive."""
@@ -149,16 +176,18 @@ class _Seat:
         else:
             self._borrowed = None
 
-    def _next(self, notes: Notes, failed: str, deadline: Deadline) -> int:
+    def _next(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, str]:
         """The newest announcement, if this end has not seen it: what was left over before it is passed over."""
-        latest = notes.count(failed, deadline)
+        latest, text = notes.count(failed, deadline), ""
         if 0 <= latest <= self._seen:
-            notes.read(f"{self._seen + 1}/manifest", failed, deadline)
+            text = notes.read(f"{self._seen + 1}/manifest", failed, deadline)
             latest = notes.count(failed, deadline)
         if latest < 0:
             raise SyncError(f"{self._meeting.mode}: {failed}: the trainer closed this meeting; {WAY_OUT}")
+        if not text or latest != self._seen + 1:
+            text = notes.read(f"{latest}/manifest", failed, deadline)
         self._seen = latest
-        return latest
+        return latest, text
 
     def _take(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
         failed = f"version {manifest.version} did not arrive whole"
@@ -187,19 +216,16 @@ class _Seat:
         self._group.listen([f"{sequence}/broken"])
         return self._group
 
-    def _confirm(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> Weights:
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            return ((name, entry.view(flat)) for name, entry in manifest.tensors.items())
-
+    def _confirm(self, notes: Notes, sequence: int, manifest: Manifest, flat: Flat, deadline: Deadline) -> Weights:
         weights = Weights(
             manifest.version,
             manifest.kind,
-            tensors,
+            lambda: iter(flat),
             adapter=manifest.adapter,
-            expected=manifest.fingerprints,
+            expected=manifest.digests,
         )
         try:
-            check(weights, self._meeting.mode)
+            check(weights, self._meeting.mode, flat.fingerprints())
         except SyncError as error:
             self._say(notes, f"{sequence}/done", str(error), deadline)
             raise

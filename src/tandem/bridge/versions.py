@@ -81,7 +81,7 @@ class FilesBridge:
             raise SyncError(f"{self.mode}: {failed}: {error}; the version before stays") from error
         self._forget_old(path)
         size = sum(entry.size_bytes for entry in manifest.tensors.values())
-        return Sent(weights.version, self.mode, manifest.fingerprints, size, phases.seconds)
+        return Sent(weights.version, self.mode, manifest.digests, size, phases.seconds)
 
     def close(self) -> None:
         if self._source is not None:
@@ -113,6 +113,7 @@ class FilesBridge:
     ) -> tuple[wire.Manifest, Phases]:
         phases = Phases()
         entries: dict[str, wire.Entry] = {}
+        fingerprints: dict[str, str] = {}
         with atomic.directory(path, durable=False) as directory:
             shards = self._shards(into)
             with _opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
@@ -121,7 +122,7 @@ class FilesBridge:
                     phases.end("gather")
                     file, offset = places[name]
                     writing.write(files[file].fileno(), raw, offset)
-                    entries[name] = wire.Entry(*into[name], fingerprint, offset, file)
+                    entries[name], fingerprints[name] = wire.Entry(*into[name], offset, file), fingerprint
                     phases.end("move")
                 writing.finish()
             self._accompany(directory, weights, shards)
@@ -130,6 +131,7 @@ class FilesBridge:
                 weights.version,
                 weights.kind,
                 entries,
+                fingerprints,
                 adapter=weights.adapter,
                 files={file.name: _described(file, shards) for file in sorted(directory.iterdir())},
             )
@@ -223,7 +225,7 @@ def _header(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     # The widest types first: without gaps, each then begins at a multiple of its width.
     for name in sorted(part, key=lambda name: -wire.dtype_named(part[name].dtype).itemsize):
         dtype, shape = part[name]
-        start, end = end, end + wire.Entry(dtype, shape, "", 0).size_bytes
+        start, end = end, end + wire.Entry(dtype, shape).size_bytes
         code = wire.safetensors_code(dtype)
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
         offsets[name] = start

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.types import Fingerprints, WeightKind, Weights
 
-FORMAT = 1
+FORMAT = 2
 _ALIGNED = 16
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -67,8 +67,7 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
-    digest: str
-    offset: int
+    offset: int = 0
     file: str = ""
 
     @property
@@ -76,14 +75,49 @@ class Entry:
         return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "dtype": self.dtype, "shape": self.shape, "digest": self.digest, "offset": self.offset, "file": self.file
-        }  # fmt: skip
+        return {"dtype": self.dtype, "shape": self.shape, "offset": self.offset, "file": self.file}
+
+    def check(self, name: str, room_bytes: int, what: str) -> None:
+        """Nothing lies outside the bytes that are announced for it, or where its type cannot be read."""
+        inside = self.offset >= 0 and self.offset + self.size_bytes <= room_bytes
+        if not inside or self.offset % dtype_named(self.dtype).itemsize or min(self.shape, default=0) < 0:
+            where = f"bytes {self.offset} to {self.offset + self.size_bytes} of {room_bytes}"
+            raise SyncError(f"{what}: the manifest places '{name}' at {where}")
 
     def view(self, raw: Tensor) -> Tensor:
         """This tensor within the bytes that it lies in."""
         mine = raw[self.offset : self.offset + self.size_bytes]
         return mine.view(dtype_named(self.dtype)).view(self.shape)
+
+
+class Places:
+    """Where tensors lie in flat bytes, one behind the other: the same for each version, and so told once."""
+
+    def __init__(self, tensors: Mapping[str, Entry]) -> None:
+        self.tensors = tensors
+        self.size_bytes = max((entry.offset + entry.size_bytes for entry in tensors.values()), default=0)
+        self.text = json.dumps({name: entry.as_json() for name, entry in tensors.items()})
+        self.checksum = checksum(self.text.encode())
+
+    @classmethod
+    def of(cls, forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> Places:
+        """By name, type and shape."""
+        entries: dict[str, Entry] = {}
+        end = 0
+        for name, (dtype, shape) in forms.items():
+            entries[name] = Entry(dtype, shape, padded(end))
+            end = entries[name].offset + entries[name].size_bytes
+        return cls(entries)
+
+    @classmethod
+    def from_text(cls, text: str, expected: str, mode: str) -> Places:
+        """`expected`: its checksum, as a manifest has it."""
+        if checksum(text.encode()) != expected:
+            raise SyncError(f"{mode}: what says where tensors lie is damaged: its checksum does not fit its content")
+        places = cls(_entries(json.loads(text)))
+        for name, entry in places.tensors.items():
+            entry.check(name, places.size_bytes, f"{mode}: tensors")
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +126,7 @@ class Manifest:
     version: int
     kind: WeightKind
     tensors: Mapping[str, Entry]
+    digests: Fingerprints
     adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
     files: Mapping[str, tuple[int, int, str]] = field(default_factory=dict[str, tuple[int, int, str]])
     """Size; over how many bytes from the start the checksum goes (tensors have their own); the checksum."""
@@ -103,19 +138,20 @@ class Manifest:
     lent: Sequence[Mapping[str, Any]] = ()
     """The handle of that memory, for each receiver."""
 
-    @property
-    def fingerprints(self) -> Fingerprints:
-        return {name: entry.digest for name, entry in self.tensors.items()}
-
-    def to_text(self) -> str:
+    def to_text(self, places: Places | None = None) -> str:
+        """`places`: of these tensors. They are told apart, and named here."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
-        content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
+        if places is None:
+            content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
+        else:
+            content |= {"tensors": places.checksum, "digests": list(self.digests.values())}
         text = _written(content)
         return f'{{"format": {FORMAT}, "checksum": "{checksum(text.encode())}", {text[1:]}'
 
     @classmethod
-    def from_text(cls, text: str, mode: str) -> Manifest:
-        """SyncError for anything that is not, to the letter, what `to_text` wrote for this mode."""
+    def from_text(cls, text: str, mode: str, places: Callable[[str], Places] | None = None) -> Manifest:
+        """SyncError for anything that is not, to the letter, what `to_text` wrote for this mode. `places`: those that
+        were told apart, by their checksum."""
         try:
             content = json.loads(text)
         except ValueError:
@@ -124,32 +160,33 @@ class Manifest:
             raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
         if content.pop("checksum", None) != checksum(_written(content).encode()):
             raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
-        tensors = {n: Entry(**{**entry, "shape": tuple(entry["shape"])}) for n, entry in content["tensors"].items()}
+        apart = None if places is None else places(content["tensors"])
+        if apart is None:
+            content["tensors"] = _entries(content["tensors"])
+        else:
+            content["tensors"] = apart.tensors
+            content["digests"] = dict(zip(apart.tensors, content["digests"], strict=True))
         files = {name: (size, head, checksum) for name, (size, head, checksum) in content["files"].items()}
-        manifest = cls(**{**content, "tensors": tensors, "files": files})
+        manifest = cls(**{**content, "files": files})
         if manifest.mode != mode:
             raise SyncError(f"{mode}: the manifest is of mode '{manifest.mode}'; both ends must use one sync.bridge")
-        manifest._check_places()
+        if apart is None:
+            for name, entry in manifest.tensors.items():
+                room = files.get(entry.file, (0, 0, ""))[0] if entry.file else manifest.size_bytes
+                entry.check(name, room, f"{mode}: version {manifest.version}")
+        elif apart.size_bytes > manifest.size_bytes:  # they were looked at when they were told
+            raise SyncError(f"{mode}: version {manifest.version}: {manifest.size_bytes} bytes, of {apart.size_bytes}")
         return manifest
-
-    def _check_places(self) -> None:
-        """Nothing lies outside the bytes that are announced for it, or where its type cannot be read."""
-        for name, entry in self.tensors.items():
-            room = self.files.get(entry.file, (0, 0, ""))[0] if entry.file else self.size_bytes
-            width = dtype_named(entry.dtype).itemsize
-            inside = entry.offset >= 0 and entry.offset + entry.size_bytes <= room
-            if not inside or entry.offset % width or min(entry.shape, default=0) < 0:
-                where = f"bytes {entry.offset} to {entry.offset + entry.size_bytes} of {room}"
-                raise SyncError(f"{self.mode}: version {self.version}: the manifest places '{name}' at {where}")
 
 
 def checksum(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def check(weights: Weights, mode: str) -> None:
-    """What arrived is what was sent, tensor by tensor: to the bit, under its name."""
-    arrived = digest.fingerprints(dict(weights.tensors()))
+def check(weights: Weights, mode: str, arrived: Fingerprints | None = None) -> None:
+    """What arrived is what was sent, tensor by tensor: to the bit, under its name. `arrived`: its digests, if they were
+    taken."""
+    arrived = digest.fingerprints(dict(weights.tensors())) if arrived is None else arrived
     if odd := sorted(arrived.keys() ^ weights.expected.keys()):
         raise SyncError(f"{mode}: version {weights.version}: {listed(odd)} only announced, or only arrived")
     if odd := sorted(name for name in arrived if arrived[name] != weights.expected[name]):
@@ -162,6 +199,10 @@ def check(weights: Weights, mode: str) -> None:
 def listed(names: list[str], most: int = 3) -> str:
     text = ", ".join(f"'{name}'" for name in names[:most])
     return f"{text} and {len(names) - most} more" if len(names) > most else text
+
+
+def _entries(told: Mapping[str, Any]) -> dict[str, Entry]:
+    return {name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in told.items()}
 
 
 def _written(content: Mapping[str, Any]) -> str:

@@ -14,20 +14,37 @@ Range = tuple[int, int, int, int]
 """Rows from and to, columns from and to."""
 
 
-def whole(pieces: Iterable[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """`pieces`: name, row_start, row_stop, col_start, col_stop, digest. Together they must hold every element of every
-    tensor in `shapes`; where several workers hold the same piece, they must hold the same."""
-    found: defaultdict[str, dict[Range, int]] = defaultdict(dict)
-    for name, *numbers in pieces:
-        place, number = tuple(numbers[:4]), int(numbers[4])
-        if found[name].setdefault(place, number) != number:
-            raise SyncError(f"engine: its workers serve different weights as '{name}', in rows and columns {place}")
-    if odd := sorted(found.keys() ^ shapes.keys()):
-        raise SyncError(f"engine: '{odd[0]}' is served by no worker, or by one that should not ({len(odd)} tensors)")
-    for name, parts in found.items():
-        _check_tiling(name, parts, shapes[name])
-    digests = combine((name, number) for name, parts in found.items() for number in parts.values())
-    return {name: text(number) for name, number in digests.items()}
+class Tiling:
+    """Which pieces of which tensors workers serve: looked at once, for as often as they are digested."""
+
+    def __init__(self, pieces: Iterable[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> None:
+        """`pieces`: name, row_start, row_stop, col_start, col_stop, and what may follow. Together they must hold every
+        element of every tensor in `shapes`."""
+        self._pieces = [(str(name), tuple(numbers[:4])) for name, *numbers in pieces]
+        found: defaultdict[str, set[Range]] = defaultdict(set)
+        for name, place in self._pieces:
+            found[name].add(place)
+        if odd := sorted(found.keys() ^ shapes.keys()):
+            raise SyncError(
+                f"engine: '{odd[0]}' is served by no worker, or by one that should not ({len(odd)} tensors)"
+            )
+        for name, parts in found.items():
+            _check_tiling(name, parts, shapes[name])
+
+    def fingerprints(self, numbers: Iterable[int]) -> dict[str, str]:
+        """`numbers`: a digest of each piece. Where several workers hold the same piece, they must hold the same."""
+        found: dict[tuple[str, Range], int] = {}
+        for piece, number in zip(self._pieces, numbers, strict=True):
+            if found.setdefault(piece, number) != number:
+                name, place = piece
+                raise SyncError(f"engine: its workers serve different weights as '{name}', in rows and columns {place}")
+        digests = combine((name, number) for (name, _), number in found.items())
+        return {name: text(number) for name, number in digests.items()}
+
+
+def whole(pieces: Sequence[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """`pieces`: as above, and then the digest."""
+    return Tiling(pieces, shapes).fingerprints(int(piece[5]) for piece in pieces)
 
 
 def _check_tiling(name: str, parts: Iterable[Range], shape: Sequence[int]) -> None:

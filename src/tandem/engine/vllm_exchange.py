@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tandem.engine.pieces import whole
+from tandem.engine.pieces import Tiling, whole
 from tandem.engine.vllm_gate import Gate
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
@@ -51,6 +51,8 @@ class Exchange:
         self._source: WeightSource | None = None
         self._adapters: list[str] = []
         """That vLLM has loaded, and whose slots are ours to write over once nobody asks for them."""
+        self._tilings: dict[str, Tiling] = {}
+        """How workers hold each of them."""
         self._held = -1
         """The full version that the workers say they hold; -1: what they started with."""
         self._torn = ""
@@ -96,7 +98,7 @@ class Exchange:
             reply["sleep"] = {"requested": "free", "engaged": not why_not, "why_not": why_not}
         if "pieces" in first:
             shapes = {name: shape for name, (_, shape) in first["layout"].items()}
-            reply["base"] = whole([piece for answer in answers for piece in answer["pieces"]], shapes)
+            reply["base"] = whole(_pieces(answers), shapes)
         source.attached(reply)
         self._source = source
 
@@ -212,9 +214,22 @@ class Exchange:
         loaded = await self._loaded_adapter(version, slot, deadline_s)
         name, seconds = loaded[0]["adapter"], loaded[0]["seconds"]
         phases.end("load")
-        if loaded[0]["loaded"]:
-            served = _whole(loaded)
+        tiling = self._tilings.get(name)
+        if loaded[0]["loaded"] and tiling is not None:
+            served = tiling.fingerprints(number for answer in loaded for number in answer["numbers"])
         else:
+            served = await self._first_in_slot(name, slot, deadline_s, phases, loaded=loaded[0]["loaded"])
+        if self._gate.restarts:
+            await self._gate.shut(deadline_s)
+        self.model = name
+        self._serve(version)
+        return seconds, served
+
+    async def _first_in_slot(
+        self, name: str, slot: str, deadline_s: float, phases: Phases, *, loaded: bool
+    ) -> dict[str, str]:
+        """Where vLLM puts it itself; and from now on it is known which pieces workers hold of it."""
+        if not loaded:
             if slot:  # it is of another form than what was there
                 await self._drop(slot)
             self._adapters.append(name)
@@ -222,13 +237,11 @@ class Exchange:
                 "/v1/load_lora_adapter", {"lora_name": name, "lora_path": f"tandem:{name}"}, deadline_s=deadline_s
             )
             phases.end("apply")
-            served = _whole(await self.workers("tandem_adapter", name, deadline_s=deadline_s))
-            phases.end("digest")
-        if self._gate.restarts:
-            await self._gate.shut(deadline_s)
-        self.model = name
-        self._serve(version)
-        return seconds, served
+        answers = await self.workers("tandem_adapter", name, deadline_s=deadline_s)
+        pieces = _pieces(answers)
+        self._tilings[name] = Tiling(pieces, answers[0]["shapes"])
+        phases.end("digest")
+        return self._tilings[name].fingerprints(int(piece[5]) for piece in pieces)
 
     async def _loaded_adapter(self, version: int, slot: str, deadline_s: float) -> list[dict[str, Any]]:
         """It is let into a slot in the very call that finds it there; several workers first wait for each other."""
@@ -265,6 +278,7 @@ class Exchange:
 
     async def _drop(self, name: str) -> None:
         self._adapters.remove(name)
+        self._tilings.pop(name, None)
         await self._process.post("/v1/unload_lora_adapter", {"lora_name": name}, deadline_s=CONTROL_S)
         await self.workers("tandem_drop", name)
 
@@ -356,4 +370,8 @@ class Exchange:
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return whole([piece for answer in answers for piece in answer["pieces"]], answers[0]["shapes"])
+    return whole(_pieces(answers), answers[0]["shapes"])
+
+
+def _pieces(answers: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
+    return [piece for answer in answers for piece in answer["pieces"]]

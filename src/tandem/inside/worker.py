@@ -90,6 +90,7 @@ class Worker:
         if source.carries == "adapter":
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
+            self._adapters.come_in_one_place = source.arrive_in_one_place()
             reply["adapter_dtype"] = self._adapters.dtype
             reply["pieces"] = self._served.pieces()  # of the base that adapters stand upon
             if link.get("base_wanted"):
@@ -226,10 +227,10 @@ class Worker:
         name = slots.stage(arrived.tensors, arrived.weights.adapter, into)
         phases.end("stage")
         if name != into:
-            return {"adapter": name, "loaded": False, "pieces": [], "shapes": {}}
-        pieces = slots.served_pieces(name)
+            return {"adapter": name, "loaded": False}
+        numbers = [piece[-1] for piece in slots.served_pieces(name)]  # of the same pieces as `adapter` told of it
         phases.end("digest")
-        return {"adapter": name, "loaded": True, "pieces": pieces, "shapes": slots.shapes(name)}
+        return {"adapter": name, "loaded": True, "numbers": numbers}
 
     # --- the single copy
 

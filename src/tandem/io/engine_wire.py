@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, TypeAlias, TypedDict, cast
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
@@ -58,7 +58,7 @@ def error_of(body: Any, otherwise: str) -> TandemError:
 
 
 def served_as_json(served: Served) -> dict[str, Any]:
-    return asdict(served)
+    return {each.name: getattr(served, each.name) for each in fields(Served)}
 
 
 def served_of(body: Json) -> Served:

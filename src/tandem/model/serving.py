@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,22 +43,41 @@ def base_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
             yield name.replace(".base_layer.", "."), tensor
 
 
+class Adapted(NamedTuple):
+    """A layer's adapter, as PEFT keeps it."""
+
+    a_name: str
+    b_name: str
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
 @torch.no_grad()
-def adapter(module: Any, found: list[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Tensor]]:
+def adapter(module: Any, found: Sequence[Adapted] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Under PEFT's names. B is scaled already, so that every engine computes with the very same numbers. `found`: what
     `adapted` has; to look for it takes as long as to move the adapter."""
     found = adapted(module) if found is None else found
-    narrow, wide = ([getattr(part, side)["default"].weight for _, part in found] for side in ("lora_A", "lora_B"))
-    scales = [float(part.scaling["default"]) for _, part in found]
-    scaled = _foreach_mul([weight.detach().float() for weight in wide], scales) if found else ()
-    for (name, _), a, b in zip(found, narrow, scaled, strict=True):
-        yield f"base_model.model.{name}.lora_A.weight", a.detach()
-        yield f"base_model.model.{name}.lora_B.weight", b
+    wide = [each.b.detach().float() for each in found]
+    scaled = _foreach_mul(wide, [each.scale for each in found]) if found else ()
+    for each, b in zip(found, scaled, strict=True):
+        yield each.a_name, each.a.detach()
+        yield each.b_name, b
 
 
-def adapted(module: Any) -> list[tuple[str, Any]]:
-    """The layers that an adapter was put on, by name."""
-    return [(name, part) for name, part in module.named_modules() if "lora_A" in part._modules]
+def adapted(module: Any) -> list[Adapted]:
+    """The layers that an adapter was put on."""
+    return [
+        Adapted(
+            f"base_model.model.{name}.lora_A.weight",
+            f"base_model.model.{name}.lora_B.weight",
+            part.lora_A["default"].weight,
+            part.lora_B["default"].weight,
+            float(part.scaling["default"]),
+        )
+        for name, part in module.named_modules()
+        if "lora_A" in part._modules
+    ]
 
 
 def adapter_config(adapted: Any) -> dict[str, Any]:

@@ -135,14 +135,14 @@ class Standing:
     """Digests of tensors that stay where they are, taken again and again: on a GPU one launch and one wait, after a
     table that was made once."""
 
-    def __init__(self, parts: Iterable[Piece]) -> None:
+    def __init__(self, parts: Iterable[Piece], *, checked: bool = False) -> None:
+        """`checked`: `look` will be asked."""
         self._parts = list(parts)
+        self._checked = checked
         self._table: Any = None
         on_gpu = bool(self._parts) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
-            from tandem.ops import digest_triton
-
-            table = digest_triton.Table([_for_kernel(part) for part in self._parts], self._parts[0][1].device)
+            table = _table_of(self._parts, checked=checked)
             self._table = None if table.copies else table  # what is copied is a copy of now
 
     @torch.no_grad()
@@ -150,6 +150,20 @@ class Standing:
         if self._table is None:
             return pieces(self._parts)
         return [number & _MASK for number in self._table.launch()[0].tolist()]
+
+    @torch.no_grad()
+    def look(self) -> tuple[list[int], list[str]]:
+        """And the names of those that hold what is no number."""
+        table = self._table if self._checked else None
+        looked_at = [part for part in self._parts if table is None or part[1].dtype not in _FIRST_ODD]
+        finite = Finite()
+        for name, tensor, *_ in looked_at:
+            finite.add(name, tensor)
+        if table is None:
+            return self.take(), finite.odd()
+        sums, wrong = table.launch().tolist()
+        odd = [part[0] for part, each in zip(self._parts, wrong, strict=True) if each]
+        return [number & _MASK for number in sums], [*odd, *finite.odd()]
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -185,11 +199,7 @@ def all_at_once(
     held: list[Piece] = []
 
     def launch() -> None:
-        from tandem.ops import digest_triton  # triton exists where a GPU is
-
-        limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in held]
-        table = digest_triton.Table([_for_kernel(part) for part in held], held[0][1].device, limits)
-        launched.append(([name for name, *_ in held], table.launch()))
+        launched.append(([name for name, *_ in held], _table_of(held, checked=True).launch()))
         held.clear()  # memory that is free again is written by nothing that was not enqueued later
 
     held_bytes = 0
@@ -245,6 +255,14 @@ def _fused(matrices: Sequence[Matrix | Plain], device: torch.device) -> list[int
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     return [number & _MASK for number in digest_triton.Table(matrices, device).launch()[0].tolist()]
+
+
+def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
+    """`checked`: it looks for what is no number, too. All on one GPU."""
+    from tandem.ops import digest_triton  # triton exists where a GPU is
+
+    limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in parts] if checked else None
+    return digest_triton.Table([_for_kernel(part) for part in parts], parts[0][1].device, limits)
 
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:

@@ -37,6 +37,9 @@ class SharedEnd:
         self._exported: dict[str, Any] = {}
         self._standing: digest.Standing | None = None
 
+    def arrive_in_one_place(self) -> bool:
+        return False  # nothing arrives
+
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A CPU's move into a segment; a GPU's stay where they are, and are exported."""
         kinds = {tensor.device.type for tensor in tensors.values()}
