@@ -58,7 +58,7 @@ def adapter(module: Any, found: Sequence[Adapted] | None = None) -> Iterator[tup
     """Under PEFT's names. B is scaled already, so that every engine computes with the very same numbers. `found`: what
     `adapted` has; to look for it takes as long as to move the adapter."""
     found = adapted(module) if found is None else found
-    wide = [each.b.detach().float() for each in found]
+    wide = [each.b if each.b.dtype == torch.float32 else each.b.float() for each in found]
     scaled = _foreach_mul(wide, [each.scale for each in found]) if found else ()
     for each, b in zip(found, scaled, strict=True):
         yield each.a_name, each.a.detach()
