@@ -16,6 +16,7 @@ from bridges import (
     COLLECTIVES,
     COPYING,
     FILES,
+    adapter_tensors,
     as_served,
     bits,
     carry,
@@ -31,10 +32,12 @@ from bridges import (
 from tandem.bridge import parcel, seat
 from tandem.bridge.broadcast.trainer import BroadcastBridge
 from tandem.bridge.seat import buckets_of
+from tandem.bridge.wire import Entry, Manifest, Places
 from tandem.errors import SyncError, SyncTimeout
 from tandem.inside.sources import open_source
 from tandem.protocols import WeightBridge
 from tandem.serve.engine_link import Allowed
+from tandem.types import Weights
 
 
 def _made(name: str, at: Path, deadline_s: float) -> Iterator[WeightBridge]:
@@ -115,6 +118,50 @@ def test_sending_leaves_the_trainers_tensors_as_they_are(copying: WeightBridge) 
     before = bits(tensors)
     carry(copying, meet(copying), weights_of(1, copying.carries, tensors))
     assert bits(tensors) == before
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name.startswith("adapter")])
+def test_an_adapter_comes_to_where_the_one_before_lies_for_whoever_asked_for_that(name: str, tmp_path: Path) -> None:
+    """As the very same tensors, with its own values; and elsewhere once names, shapes or types are others."""
+    bridge = COPYING[name](tmp_path, 10.0)
+    source = meet(bridge)
+    theirs = open_source(dict(source.link))
+    assert theirs.arrive_in_one_place()
+
+    def brought(weights: Weights) -> dict[str, torch.Tensor]:
+        sent, (received,) = carry(bridge, theirs, weights)
+        assert sent.fingerprints == received.expected
+        return dict(received.tensors())
+
+    first = brought(weights_of(1, "adapter"))
+    second = brought(weights_of(2, "adapter"))
+    assert all(second[name] is first[name] for name in first)
+    assert bits(second) == bits(as_served("adapter", 2))
+    wider = {name: torch.cat([tensor, tensor], 0) for name, tensor in adapter_tensors(3).items()}
+    assert bits(brought(weights_of(3, "adapter", wider))) == bits(wider)
+    assert bits(second) == bits(as_served("adapter", 2))
+    source.attached(reply("engine-2") | {"adapter_dtype": "bfloat16"})
+    narrow = {name: tensor.bfloat16() for name, tensor in wider.items()}
+    assert bits(brought(weights_of(4, "adapter", wider))) == bits(narrow)
+    assert bits(brought(weights_of(5, "adapter"))) == bits({n: t.bfloat16() for n, t in adapter_tensors(5).items()})
+    bridge.close()
+
+
+def test_places_that_were_told_apart_are_those_that_the_manifest_names() -> None:
+    places = Places.of({"a": ("float32", (2, 3)), "b": ("bfloat16", (5,))})
+    assert Places.from_text(places.text, places.checksum, "broadcast").tensors == places.tensors
+    with pytest.raises(SyncError, match="is damaged"):
+        Places.from_text(places.text.replace("32", "16"), places.checksum, "broadcast")
+    manifest = Manifest("broadcast", 1, "full", places.tensors, {"a": "0", "b": "1"}, size_bytes=places.size_bytes)
+    text = manifest.to_text(places)
+    read = Manifest.from_text(text, "broadcast", lambda checksum: {places.checksum: places}[checksum])
+    assert (read.tensors, read.digests, read.version) == (manifest.tensors, manifest.digests, 1)
+    short = replace(manifest, size_bytes=places.size_bytes - 1).to_text(places)
+    with pytest.raises(SyncError, match="41 bytes, of 42"):
+        Manifest.from_text(short, "broadcast", lambda _: places)
+    odd = Places({"a": Entry("float32", (2,), 2)})
+    with pytest.raises(SyncError, match="places 'a' at bytes 2 to 10 of 10"):
+        Places.from_text(odd.text, odd.checksum, "broadcast")
 
 
 def test_what_arrived_stays_when_the_next_version_comes_and_when_all_is_closed(copying: WeightBridge) -> None:
