@@ -15,15 +15,18 @@ from typing import Any
 
 import pytest
 
-from tandem.errors import Conflict, EngineError, LogprobGap
+from tandem.engine.revived import RevivedEngine
+from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap
 from tandem.inside.sources import open_source
 from tandem.online.child import TrainerProcess
 from tandem.online.conductor import Conductor
 from tandem.online.jobs import ENDED, Job, JobStore, Once
 from tandem.online.memory import JobMemory
+from tandem.online.watch import Fall
 from tandem.online.wire import Sequence1, Teaching
 from tandem.recipes import build_online
 from tandem.spec.online import parse_online_spec
+from tandem.types import Sampling
 
 SPEC = {
     "model": {"preset": "tiny"},
@@ -35,15 +38,38 @@ TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer")
 SAMPLE = Sequence1([5, 6], 1, "1")
 
 
+class Mortal:
+    """The embedded engine, as if it were a process that may die."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.dead = engine, asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("generate", "attach", "load", "fingerprints") and self.dead.is_set():
+            raise EngineLost("engine: it is gone")
+        return getattr(self.engine, name)
+
+    async def lost(self) -> None:
+        await self.dead.wait()
+
+
 class Played:
     """A conductor with the engine and the trainer half that a server has, and no HTTP."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, mortal: bool = False) -> None:
         spec = parse_online_spec(SPEC)
         self.command, self.log, self.jobs = list(TRAINER), home / "trainer.log", 0
         self.versions = home / "versions"
         alone = build_online.alone(spec, home)
         self.engine: Any = alone.engine
+        self.lives: list[Mortal] = []
+
+        def another() -> Mortal:
+            self.lives.append(Mortal(build_online.alone(spec, home).engine))
+            return self.lives[-1]
+
+        if mortal:
+            self.engine = RevivedEngine(another(), another)
         self.store = JobStore(home / "jobs")
         self.conductor = Conductor(
             spec,
@@ -54,6 +80,7 @@ class Played:
             self.versions,
             JobMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
             alone.context,
+            self.engine.start_again if mortal else None,
         )
 
     async def teach(self, sample: Sequence1 = SAMPLE, steps: int = 1) -> str:
@@ -84,9 +111,44 @@ def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: py
             await a_job_is_called_off_while_nobody_trains_it(played)
             await a_job_is_called_off_when_its_version_is_written(played, monkeypatch)
             await a_job_gives_way_to_a_version_and_is_begun_again(played)
+            await a_job_that_is_being_begun_gives_way_as_well(played, monkeypatch)
+            await what_was_made_of_a_version_that_fell_goes_with_it(played)
             await a_trainer_half_that_stands_still_is_started_again(played)
             await a_checkpoint_that_cannot_be_written_ends_nothing(played, monkeypatch)
             await whoever_wishes_hears_that_nothing_goes_on(played)
+        finally:
+            await played.conductor.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_is_started_again_and_no_job_pays_for_it(tmp_path: Path):
+    async def run() -> None:
+        played = Played(tmp_path, mortal=True)
+        await played.conductor.start()
+        try:
+            first = await played.until(await played.teach(), *ENDED)
+            before, pid = await played.engine.fingerprints(), played.conductor.status()["trainer"]["pid"]
+            for lives, steps in ((1, 1), (2, 30)):  # when nothing is trained, and in the middle of a job
+                taught = await played.teach(steps=30) if steps > 1 else ""
+                if taught:
+                    await played.until(taught, "running")
+                played.lives[-1].dead.set()
+                async with asyncio.timeout(20):
+                    while not played.conductor.why_unfit():
+                        await asyncio.sleep(0.001)
+                assert "the engine was lost" in played.conductor.why_unfit()
+                with pytest.raises(EngineLost):
+                    await played.engine.generate([5, 6], Sampling(max_tokens=1))
+                taught = taught or await played.teach()
+                job = await played.until(taught, *ENDED)
+                assert (job.state, job.attempt, job.why) == ("published", 1, "")
+                assert len(played.lives) == 1 + lives
+                assert played.conductor.status()["engine"] == {"alive": True, "restarts": lives, "why": ""}
+            assert played.conductor.status()["trainer"]["pid"] == pid
+            assert played.conductor.status()["trainer"]["restarts"] == 0
+            await asyncio.wait_for(played.conductor.activate(first.version or 0, "me"), 20)
+            assert await played.engine.fingerprints() == before
         finally:
             await played.conductor.close()
 
@@ -212,6 +274,40 @@ async def a_job_gives_way_to_a_version_and_is_begun_again(played: Played) -> Non
     assert (again.parent, again.attempt) == (0, 1)
     await played.conductor.cancel(long, "me")
     assert (await played.until(long, *ENDED)).state == "cancelled"
+
+
+async def a_job_that_is_being_begun_gives_way_as_well(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wish that comes when the store is about to say that the job runs."""
+    begin, wishes = played.store.begin, list[asyncio.Task[Any]]()
+    assert (await played.until(await played.teach(), *ENDED)).state == "published"
+
+    async def begun(id: str) -> Job:
+        if not wishes:
+            wishes.append(asyncio.create_task(played.conductor.activate(0, "me")))
+            await asyncio.sleep(0.05)
+        return await begin(id)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(played.store, "begin", begun)
+        long = await played.teach(steps=1000)
+        await played.until(long, "running")
+        assert (await asyncio.wait_for(wishes[0], 5))["version"] == 0
+    assert (await played.until(long, "running")).parent == 0
+    await played.conductor.cancel(long, "me")
+    await played.until(long, *ENDED)
+
+
+async def what_was_made_of_a_version_that_fell_goes_with_it(played: Played) -> None:
+    """The job at hand was published before anybody could go back."""
+    first = await played.until(await played.teach(), *ENDED)
+    second = await played.until(await played.teach(), *ENDED)
+    assert (second.parent, played.store.active) == (first.version, second.version)
+    fall = Fall(first.version or 0, 1.0, 0.0, 4, "it fell")
+    await played.conductor._take_back_fallen(fall, first.parent or 0)
+    assert played.store.active == played.conductor.serving == first.parent
+    assert played.store.audit(1)[0]["who"] == "watch"
+    await played.conductor._take_back_fallen(fall, first.parent or 0)
+    assert played.store.active == first.parent, "it is in the line no more"
 
 
 async def a_trainer_half_that_stands_still_is_started_again(played: Played) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -230,6 +232,37 @@ def test_a_conversation_is_taught_by_its_reward(server: OnlineServer):
     assert post(server, "/train", {"session": named["id"], "reward": 1.0}).status_code == 404
     both = post(server, "/train", {"session": "x", "reward": 1.0, "samples": [fact(1)]})
     assert both.status_code == post(server, "/train", {"session": "x"}).status_code == 422
+
+
+def test_a_conversation_is_rewarded_once_whoever_asks_at_once(server: OnlineServer):
+    """By other keys, and by the same one."""
+    chat = {"model": "online", "messages": [{"role": "user", "content": "say"}], "max_tokens": 4}
+    token = server.http.headers["authorization"].removeprefix("Bearer ")
+    for same in (False, True):
+        named = server.post("/sessions")
+        with server.connect(token, named["base_url"]) as client:
+            client.post("chat/completions", json=chat).raise_for_status()
+        key, body = uuid.uuid4().hex, {"session": named["id"], "reward": 0.5}
+
+        clients = [server.connect(token) for _ in range(6)]
+        keys = [key if same else f"{key}-{number}" for number in range(6)]
+
+        def reward(client: httpx.Client, key: str, body: Any = body) -> httpx.Response:
+            return client.post("/train", json=body, headers={"Idempotency-Key": key})
+
+        try:
+            for client in clients:
+                client.get("/train/status")  # so that no connection has yet to be made
+            with ThreadPoolExecutor(6) as threads:
+                answers = list(threads.map(reward, clients, keys))
+        finally:
+            for client in clients:
+                client.close()
+        taken = [answer for answer in answers if answer.status_code == 202]
+        assert len({answer.json()["id"] for answer in taken}) == 1
+        assert len(taken) == (6 if same else 1), [answer.text for answer in answers]
+        assert {answer.status_code for answer in answers} <= {202, 404, 409}
+        server.wait(taken[0].json()["id"])
 
 
 def test_a_version_that_is_rated_worse_is_taken_back_by_itself(server: OnlineServer):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,41 @@ def served_as_proven(server: OnlineServer) -> tuple[int, str]:
     assert held["version"] == told["active"]
     assert held["digest"] == proven[held["version"]]
     return held["version"], held["digest"]
+
+
+def of_vllm(server: OnlineServer) -> int:
+    """The process that the server started for it."""
+    assert server.process is not None
+    threads = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    children = [each for path in threads for each in path.read_text().split()]
+    found = {int(each) for each in children if b"--uds" in Path(f"/proc/{each}/cmdline").read_bytes()}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_a_vllm_that_is_killed_is_started_again_with_what_was_served(tmp_path: Path):
+    server = OnlineServer(tmp_path, SPEC.format(python=PYTHON, more=FULL))
+    try:
+        server.start(300)
+        assert server.wait(server.teach([fact(1)]))["state"] == "published"
+        served, trainer = served_as_proven(server), server.get("/train/status")["trainer"]["pid"]
+        killed = of_vllm(server)
+        os.kill(killed, 9)
+        until = time.monotonic() + 120
+        while server.http.get("/health").status_code == 200:
+            assert time.monotonic() < until
+        taught = server.teach([fact(2)])
+        row = server.wait(taught, 240)
+        assert (row["state"], row["why"]) == ("published", "")
+        status = server.get("/train/status")
+        assert status["engine"] == {"alive": True, "restarts": 1, "why": ""}
+        assert (status["trainer"]["pid"], status["trainer"]["restarts"]) == (trainer, 0)
+        assert of_vllm(server) != killed
+        assert server.http.get("/health").status_code == 200
+        server.post(f"/versions/{served[0]}/activate")
+        assert served_as_proven(server) == served
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("more", [FULL, "[model.lora]\nrank = 4"], ids=["full", "lora"])

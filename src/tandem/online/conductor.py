@@ -23,24 +23,24 @@ from tandem.errors import (
     CheckpointDamaged,
     Conflict,
     EngineError,
-    NotKnown,
+    EngineLost,
     SpecError,
     StoreFull,
     SyncError,
     TandemError,
 )
-from tandem.io.engine_wire import served_as_json
 from tandem.online import wire
 from tandem.online.child import TrainerProcess
 from tandem.online.demonstrations import answered
+from tandem.online.engine_life import EngineLife, Revive
 from tandem.online.events import Events
 from tandem.online.jobs import ENDED, Job, JobStore
 from tandem.online.needs import EngineEnd, Memory, OnlineEngine, drawn_from
 from tandem.online.peer import HalfLost, Peer
+from tandem.online.publishing import Publishing
 from tandem.online.watch import Fall, Watch
-from tandem.online.wire import Activate, Asked, Attach, Cancel, Checkpoint, Load, Open, Progress, Publish, Sample
+from tandem.online.wire import Activate, Asked, Cancel, Checkpoint, Open, Progress, Publish
 from tandem.spec.online import OnlineSpec
-from tandem.types import Sampling
 
 _log = logging.getLogger(__name__)
 
@@ -81,17 +81,18 @@ class Conductor:
         versions: Path,
         memory: Memory,
         context: int,
+        revive: Revive | None = None,
     ) -> None:
-        """`context`: of the engine, prompt and answer together."""
+        """`context`: of the engine, prompt and answer together. `revive`: as in EngineLife."""
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
-        self._open_source, self._start_trainer, self._versions = open_source, start_trainer, versions
+        self._start_trainer, self._versions = start_trainer, versions
         self._memory, self._context = memory, context
+        self._life = EngineLife(engine, revive, spec.max_restarts, self._engine_is_lost)
         self._watch = Watch(spec.watch) if spec.watch is not None else None
-        self._falls: asyncio.Task[None] | None = None
+        self._falls = set[asyncio.Task[None]]()
         self.serving = -1
         """The last version that this engine was proven to hold."""
         self._half: _Half | None = None
-        self._source: EngineEnd | None = None
         self._restarts, self._why, self._why_no_trainer = 0, "", ""
         self._running: Job | None = None
         self._progress: dict[str, Any] = {}
@@ -100,7 +101,7 @@ class Conductor:
         self._task: asyncio.Task[None] | None = None
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
         self._why_no_checkpoint = ""
-        self._publishing = False
+        self._publishing = Publishing(engine, open_source, lambda: store.active)
         self._trainer_memory: dict[str, float] = {}
         self._trainer_base: dict[str, Any] = {}
         self._moved = 0
@@ -111,6 +112,7 @@ class Conductor:
     async def start(self) -> None:
         """Once the last published version is served."""
         self._task = asyncio.create_task(self._run(), name="conductor")
+        self._life.start()
         serving = asyncio.create_task(self._serving())
         await asyncio.wait((self._task, serving), return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
@@ -123,14 +125,14 @@ class Conductor:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
+        await self._life.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._last_checkpoint()
         await self._end_trainer()
         await self.engine.close()
-        if self._source is not None:
-            self._source.close()
+        self._publishing.close()
         self.store.close()
 
     async def _last_checkpoint(self) -> None:
@@ -147,6 +149,8 @@ class Conductor:
     def why_unfit(self) -> str:
         if self.store.broken:
             return self.store.broken
+        if self._life.why_lost:
+            return f"the engine was lost, and is started again: {self._life.why_lost}"
         if self.serving < 0:
             return "no version is served yet"
         return "the conductor has ended" if self._task is not None and self._task.done() else ""
@@ -166,6 +170,7 @@ class Conductor:
                 "memory": self._trainer_memory,
                 "base": self._trainer_base,
             },
+            "engine": self._life.status(),
             "job": None if job is None else {"id": job.id, "version": job.version, **self._progress},
             "jobs": self.store.count(),
             "checkpointed": self._checkpointed,
@@ -207,15 +212,19 @@ class Conductor:
         fall = watch.add(version, value)
         parent = None if fall is None else self.store.version(fall.version)["parent"]
         if fall is not None and parent is not None:
-            _log.warning("version %d is taken back: %s", fall.version, fall.text)
-            self._falls = asyncio.create_task(self._take_back_fallen(fall, int(parent)), name="a fall")
+            falling = asyncio.create_task(self._take_back_fallen(fall, int(parent)), name="a fall")
+            self._falls.add(falling)
+            falling.add_done_callback(self._falls.discard)
         return True
 
     async def _take_back_fallen(self, fall: Fall, parent: int) -> None:
         async def work() -> dict[str, Any]:
-            if self.store.active != fall.version:  # somebody was quicker
+            if fall.version not in self.store.line(self.store.active):  # somebody was quicker, and went elsewhere
+                _log.warning("version %d fell, and is served no more: %s", fall.version, fall.text)
                 return {}
-            return await self._activate(parent, "watch", fall.text, fell=True)
+            told = await self._activate(parent, "watch", fall.text, fell=True)  # what was made of it goes with it
+            _log.warning("version %d was taken back: %s", fall.version, fall.text)
+            return told
 
         try:
             await self._when_idle(work, first=True)
@@ -258,7 +267,10 @@ class Conductor:
             except TandemError as error:
                 if isinstance(error, SpecError) and self.serving < 0:
                     raise
-                await self._lost(error)
+                if self._life.is_to_blame(error) and not isinstance(error, HalfLost):
+                    await self._without_engine(error)
+                else:
+                    await self._lost(error)
             except Exception as error:  # noqa: BLE001 - of one job: all others are still to be learned
                 _log.exception("what the conductor did failed")
                 await self._lost(TandemError(f"online: {type(error).__name__}: {error}"))
@@ -272,11 +284,13 @@ class Conductor:
 
     async def _once(self) -> None:
         await self._ensure_trainer()
+        await self._life.ensure()
         await self._queue_again()
         await self._ensure_served()
         while not self._wishes.empty():
             await self._grant(self._wishes.get_nowait())
         if waiting := self.store.jobs(1, ["queued"]):
+            self._running = waiting[0]  # from here on a wish calls it off
             await self._do(await self.store.begin(waiting[0].id))
             self._restarts = 0
         elif self._checkpoint_due():
@@ -287,7 +301,7 @@ class Conductor:
             return
         try:
             result = await wish.work()
-        except HalfLost as error:
+        except EngineLost as error:
             wish.tries += 1
             if wish.tries < _TRIES:
                 self._wishes.put_nowait(wish)
@@ -303,6 +317,20 @@ class Conductor:
 
     def _needs_trainer(self) -> bool:
         return self._half is None or self._half.peer.gone.is_set()
+
+    # --- the engine
+
+    def _engine_is_lost(self) -> None:
+        self.serving = -1
+        self.wake()
+
+    async def _without_engine(self, error: TandemError) -> None:
+        """The trainer half lives, and no job is to blame."""
+        for job in self.store.jobs(2, ["running"]):
+            await self.store.again(job.id, f"the engine was lost: {error}", counts=False)
+            self._say(job.id)
+        self._running, self._progress = None, {}
+        await self._life.lost(error)
 
     # --- the trainer half's life
 
@@ -332,6 +360,10 @@ class Conductor:
             why = "; ".join(opened.damaged) or "its files are gone"
             await self.store.mark([active], "damaged", why)
             await self.store.activate(opened.version, "server", f"version {active} is damaged: {why}")
+            for job in self.store.jobs(2, ["publishing"]):
+                if job.version != opened.version:  # it was committed, and never served
+                    await self.store.end(job.id, "failed", f"its version {job.version} is damaged: {why}")
+                    self._say(job.id)
         row = self.store.version(opened.version)
         if row["digest"] != opened.digest:
             raise EngineError(
@@ -434,7 +466,7 @@ class Conductor:
             try:
                 await self._publish(active)
             except TandemError as error:
-                if isinstance(error, HalfLost) or not publishing:
+                if isinstance(error, EngineLost) or not publishing:  # HalfLost is one, too
                     raise
                 await self._take_back(publishing[0], str(error))
                 return
@@ -448,17 +480,15 @@ class Conductor:
                 await self._checkpoint_if_it_can_be()
 
     async def _publish(self, version: int) -> None:
-        self._publishing = True
-        try:
+        with self._publishing.under_way():
             proof = await self._ask(Publish(version), self.spec.publish_deadline_s)
-        finally:
-            self._publishing = False
         self._trainer_base = proof["base"]
         served = self.store.version(version)["served_digest"]
         if served and served != proof["digest"]:
             raise SyncError(f"online: version {version} is served with digest {proof['digest']}, and was {served}")
         await self.store.served(version, proof["digest"])
         self.serving = version
+        self._life.served()
         if self._watch is not None:
             self._watch.activated(version)
         self.events.put("version", {"version": version, "digest": proof["digest"], "seconds": proof["seconds"]})
@@ -489,7 +519,7 @@ class Conductor:
                 self._watch.activated(version, fell=True)
             try:
                 await self._ensure_served()
-            except (HalfLost, StoreFull):
+            except (EngineLost, StoreFull):
                 raise
             except TandemError as error:
                 await self._activate_again(before, f"version {version} could not be served: {error}")
@@ -548,34 +578,8 @@ class Conductor:
                     self._progress = {"step": what.step, "steps": what.steps, "metrics": what.metrics}
                     self.events.put("progress", {"id": what.job, **self._progress})
                 return {}
-            case _ if not self._publishing:
-                raise SyncError(
-                    "online: nothing is being published: the engine's weights are not the trainer's to change"
-                )
-            case Attach(link=link):
-                return await self._attach(link)
-            case Load(version=version):
-                if version != self.store.active:
-                    raise SyncError(f"online: version {version} was not committed")
-                return served_as_json(await self.engine.load(version))
-            case Sample(prompt_ids=prompt, max_tokens=most):
-                made = await self.engine.generate(prompt, Sampling(max_tokens=most, temperature=0.0))
-                return {
-                    "ids": made.ids,
-                    "logprobs": made.logprobs,
-                    "spans": [[span.version, span.count] for span in made.spans],
-                    "finish_reason": made.finish_reason,
-                }
             case _:
-                raise NotKnown(f"online: the server half is not asked for {type(what).__name__}")
-
-    async def _attach(self, link: Mapping[str, Any]) -> dict[str, Any]:
-        source = await asyncio.to_thread(self._open_source, link)
-        before, self._source = self._source, source
-        await self.engine.attach(source)
-        if before is not None:
-            before.close()
-        return dict(source.reply)
+                return await self._publishing.handle(what)
 
     def _say(self, id: str) -> None:
         job = self.store.job(id)

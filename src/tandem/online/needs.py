@@ -22,8 +22,6 @@ class EngineEnd(WeightSource, Protocol):
 class OnlineEngine(Engine, Protocol):
     """An engine of this process."""
 
-    @property
-    def boot_id(self) -> str: ...
     async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
 
 

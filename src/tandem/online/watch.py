@@ -33,10 +33,10 @@ class Watch:
         self._told = False
 
     def activated(self, version: int, *, fell: bool = False) -> None:
-        """`fell`: the version so far is gone back from, and what was said of it is no measure for the next."""
+        """`fell`: the version so far is gone back from. What was said of one that fell is no measure for the next."""
         if version == self._version:
             return
-        if not fell:
+        if not fell and not self._told:
             self._before.extend(self._now)
         self._now.clear()
         self._version, self._told = version, False

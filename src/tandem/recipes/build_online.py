@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.data.conversation import Conversation
+from tandem.engine.revived import RevivedEngine
 from tandem.errors import SpecError
 from tandem.online.demonstrations import Judged
 from tandem.online.half import Canary, Parts
@@ -220,8 +222,18 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
         adapter_slots=0 if lora is None else 2,
         max_rank=16 if lora is None else lora.rank,
     )
-    start, home = str(starting_model(spec, data_dir)), data_dir / "engine"
-    return build_engine.vllm_alone(spec.engine, start, home, options, version=0, thinking=spec.model.thinking)
+    engine, start, home = spec.engine, str(starting_model(spec, data_dir)), data_dir / "engine"
+
+    def one() -> build_engine.Alone:
+        return build_engine.vllm_alone(engine, start, home, options, version=0, thinking=spec.model.thinking)
+
+    alone = one()
+    return replace(alone, engine=RevivedEngine(alone.engine, lambda: one().engine))
+
+
+def revival(alone: build_engine.Alone) -> Callable[[], Awaitable[None]] | None:
+    """Of an engine that is a process of its own."""
+    return alone.engine.start_again if isinstance(alone.engine, RevivedEngine) else None
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:

@@ -43,6 +43,7 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
         versions,
         JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
         alone.context,
+        build_online.revival(alone),
     )
     sessions = SessionStore(listen.data_dir / "sessions")
     service = online_service(

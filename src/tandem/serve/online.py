@@ -36,6 +36,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from tandem.errors import EngineError
+from tandem.io.to_its_end import to_its_end
 from tandem.online.conductor import Conductor
 from tandem.online.events import Event
 from tandem.online.jobs import ENDED, Once
@@ -174,7 +175,10 @@ class _Api:
         data = await body_of(request)
         body = checked(TrainBody, data)
         if body.session is not None:
-            return await self._train_session(request, body, once)
+            async with self._turns.setdefault(once.key, asyncio.Lock()):
+                if (reply := self.store.answered(once)) is None:
+                    reply = await to_its_end(self._train_session(request, body, once))
+            return JSONResponse(reply, 202)
 
         def read() -> Any:
             return lesson(body, self.conductor.spec.train, self.model)
@@ -188,7 +192,8 @@ class _Api:
         self.conductor.wake()
         return JSONResponse(reply, 202)
 
-    async def _train_session(self, request: Request, body: TrainBody, once: Once) -> Response:
+    async def _train_session(self, request: Request, body: TrainBody, once: Once) -> Mapping[str, Any]:
+        """Once, whoever else rewards it meanwhile."""
         assert body.session is not None
         assert body.reward is not None
         session = self.sessions.find(body.session)
@@ -196,14 +201,19 @@ class _Api:
         trajectories = [each for _, each in self.sessions.trajectories(session, rewards)]
         taught = lesson_of_session(body, trajectories, self.conductor.spec.train)
         said = to_json([{"messages": [dict(message) for message in each.messages]} for each in trajectories])
-        reply = await self.store.add(
-            taught.groups, taught.teaching, who=_who(request), source=body.source, said=said, once=once
-        )
+        session.finishing = True
+        try:
+            reply = await self.store.add(
+                taught.groups, taught.teaching, who=_who(request), source=body.source, said=said, once=once
+            )
+        except BaseException:
+            session.finishing = False
+            raise
         for each in trajectories:
             self.conductor.feedback("reward", max(each.versions), each.reward)
         self.sessions.drop(session)
         self.conductor.wake()
-        return JSONResponse(reply, 202)
+        return reply
 
     async def feedback(self, request: Request) -> Response:
         body = checked(FeedbackBody, await body_of(request))
