@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from openai import OpenAI
 
 from online_common import OnlineServer, fact
 
@@ -139,15 +140,17 @@ def teach(home: Path, facts: int, jobs: int, steps: int) -> dict[str, Any]:
         )
         assert before["state"] == "published", before
         samples = [fact(n) for n in range(facts)]
+        token = str(server.http.headers["Authorization"]).removeprefix("Bearer ")
+        client = OpenAI(base_url=str(server.http.base_url.join("/v1")), api_key=token)
         started = time.perf_counter()
         with Asking(server) as asking:
             rows = [server.wait(server.teach(samples, steps=steps, seed=n), 300) for n in range(jobs)]
-            answers = [server.ask(sample["messages"][0]["content"]) for sample in samples]
+            said = [told_by(client, sample["messages"][0]["content"]) for sample in samples]
         seconds = time.perf_counter() - started
-        said = [answer["choices"][0]["message"]["content"] for answer in answers]
         right = sum(text == each["messages"][1]["content"] for text, each in zip(said, samples, strict=True))
         torn, tokens, crossing = torn_tokens(asking.told, server)
-        gates = {gate["gate"]: gate["value"] for gate in rows[-1]["gates"]}
+        # Each against the version before it: the first one's is the one before any fact.
+        rises = [gate["value"] for row in rows for gate in row["gates"] if gate["gate"] == "held_out"]
         status = sorted(asking.status_ms)
         return {
             "accuracy": right / facts,
@@ -157,7 +160,8 @@ def teach(home: Path, facts: int, jobs: int, steps: int) -> dict[str, Any]:
             "facts": facts,
             "jobs": [row["state"] for row in rows],
             "why": [row["why"] for row in rows if row["why"]],
-            "held_out_rise": gates["held_out"],
+            "held_out_rise": max(rises),
+            "held_out_rise_in_all": sum(rises),
             "held_out_limit": 0.1,
             "tokens_checked": tokens,
             "answers_across_updates": crossing,
@@ -165,6 +169,13 @@ def teach(home: Path, facts: int, jobs: int, steps: int) -> dict[str, Any]:
         }
     finally:
         server.kill()
+
+
+def told_by(client: OpenAI, question: str) -> str:
+    asked: Any = [{"role": "user", "content": question}]
+    model = client.models.list().data[0].id
+    answer = client.chat.completions.create(model=model, messages=asked, max_tokens=16, temperature=0.0)
+    return answer.choices[0].message.content or ""
 
 
 def main() -> None:

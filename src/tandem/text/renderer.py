@@ -173,7 +173,8 @@ class Renderer:
             )
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise TemplateError(f"model: its chat template refuses the roles {roles}: {error}") from error
+            what = f"the roles {roles}" if roles else "a conversation in which nobody has said anything"
+            raise TemplateError(f"model: its chat template refuses {what}: {error}") from error
 
     @cache  # noqa: B019 - as long-lived as the renderer, bounded by the vocabulary
     def token_text(self, token_id: int) -> str:
