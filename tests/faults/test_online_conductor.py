@@ -6,9 +6,10 @@ import asyncio
 import math
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,39 @@ def test_an_engine_that_dies_is_started_again_and_no_job_pays_for_it(tmp_path: P
             await played.conductor.close()
 
     asyncio.run(run())
+
+
+def test_a_lesson_whose_version_was_damaged_before_it_was_served_is_not_said_to_be_learned(tmp_path: Path):
+    """Killed between the commit and the publication, and then the disk."""
+
+    async def taught() -> str:
+        played = Played(tmp_path)
+        await played.conductor.start()
+        try:
+            job = await played.until(await played.teach(), *ENDED)
+        finally:
+            await played.conductor.close()
+        assert (job.state, job.version) == ("published", 1)
+        return job.id
+
+    async def started_again(id: str) -> None:
+        played = Played(tmp_path)
+        await played.conductor.start()
+        try:
+            job = played.store.job(id)
+            assert (job.state, "its version 1 is damaged" in job.why) == ("failed", True)
+            assert (played.store.active, played.store.version(1)["state"]) == (0, "damaged")
+            assert (await played.until(await played.teach(), *ENDED)).parent == 0
+        finally:
+            await played.conductor.close()
+
+    id = asyncio.run(taught())
+    with closing(sqlite3.connect(tmp_path / "jobs" / "index.sqlite3")) as index, index:
+        index.execute("UPDATE jobs SET state = 'publishing' WHERE id = ?", (id,))
+    for path in (tmp_path / "versions").glob("[au]*000001*"):
+        largest = max(path.iterdir(), key=lambda file: file.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-1])
+    asyncio.run(started_again(id))
 
 
 async def a_version_that_the_engine_refuses_is_not_served(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
