@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tandem.types import (
     Batch,
     Completion,
+    Fingerprints,
     Group,
     Message,
     Metrics,
@@ -81,6 +82,10 @@ class Engine(Protocol):
     async def wake(self) -> None: ...
     async def lost(self) -> None: ...                     # returns once it is gone, or is another than was attached
     async def close(self) -> None: ...
+
+
+class DigestedEngine(Engine, Protocol):
+    async def fingerprints(self) -> Fingerprints: ...     # of what is served, computed now
 
 
 class WeightSource(Protocol):

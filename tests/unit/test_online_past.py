@@ -44,6 +44,7 @@ def test_who_is_answered_is_not_cut_off_by_who_asks_for_a_third_version(monkeypa
         third = asyncio.create_task(past.engine(3))
         await asyncio.sleep(0.1)
         assert not third.done()
+        assert (await asyncio.wait_for(past.engine(1), 1)).version == 1, "one that is here is not waited for"
         made[2].go.set()
         assert (await asyncio.wait_for(third, 5)).version == 3
         assert [each.closed for each in made.values()] == [False, True, False]

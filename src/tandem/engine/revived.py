@@ -10,21 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from tandem.errors import EngineLost, TandemError
-from tandem.protocols import Engine, OnToken, WeightSource
+from tandem.protocols import DigestedEngine, OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, Sampling, Served
 
 _log = logging.getLogger(__name__)
 
 
-class Digested(Engine, Protocol):
-    async def fingerprints(self) -> Fingerprints: ...
-
-
 class RevivedEngine:
-    def __init__(self, first: Digested, start: Callable[[], Digested]) -> None:
+    def __init__(self, first: DigestedEngine, start: Callable[[], DigestedEngine]) -> None:
         """`start` blocks until another one is ready."""
         self._now, self._start = first, start
         self._is_new = False

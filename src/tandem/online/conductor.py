@@ -35,11 +35,12 @@ from tandem.online.demonstrations import answered
 from tandem.online.engine_life import EngineLife, Revive
 from tandem.online.events import Events
 from tandem.online.jobs import ENDED, Job, JobStore
-from tandem.online.needs import EngineEnd, Memory, OnlineEngine, drawn_from
+from tandem.online.needs import EngineEnd, Memory, drawn_from
 from tandem.online.peer import HalfLost, Peer
 from tandem.online.publishing import Publishing
 from tandem.online.watch import Fall, Watch
 from tandem.online.wire import Activate, Asked, Cancel, Checkpoint, Open, Progress, Publish
+from tandem.protocols import DigestedEngine
 from tandem.spec.online import OnlineSpec
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Conductor:
         self,
         spec: OnlineSpec,
         store: JobStore,
-        engine: OnlineEngine,
+        engine: DigestedEngine,
         open_source: Callable[[Mapping[str, Any]], EngineEnd],
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tandem.online.jobs import Job
 from tandem.online.wire import Sequence1
 from tandem.protocols import Engine, WeightSource
-from tandem.types import Fingerprints, Sampling
+from tandem.types import Sampling
 
 _DRAWN_TOKENS = 16
 
@@ -17,12 +17,6 @@ _DRAWN_TOKENS = 16
 class EngineEnd(WeightSource, Protocol):
     @property
     def reply(self) -> Mapping[str, Any]: ...
-
-
-class OnlineEngine(Engine, Protocol):
-    """An engine of this process."""
-
-    async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
 
 
 class Memory(Protocol):

@@ -9,15 +9,16 @@ from typing import Any
 
 from tandem.errors import NotKnown, SyncError
 from tandem.io.engine_wire import served_as_json
-from tandem.online.needs import EngineEnd, OnlineEngine
+from tandem.online.needs import EngineEnd
 from tandem.online.wire import Asked, Attach, Load, Sample
+from tandem.protocols import DigestedEngine
 from tandem.types import Sampling
 
 
 class Publishing:
     def __init__(
         self,
-        engine: OnlineEngine,
+        engine: DigestedEngine,
         open_source: Callable[[Mapping[str, Any]], EngineEnd],
         active: Callable[[], int],
     ) -> None:

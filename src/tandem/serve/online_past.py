@@ -54,17 +54,22 @@ class Past:
         if self._load is None:
             text = "only the embedded engine with all weights trained holds several versions; activate the version"
             raise Refused(409, text, field="version")
-        async with self._turn:
-            if version not in self._engines:
-                while len(self._engines) >= _AT_A_TIME:
-                    await self._engines.pop(await self._idle()).close()
-                try:
-                    self._engines[version] = _Counted(await asyncio.to_thread(self._load, version))
-                except CheckpointError as error:
-                    raise NotKnown(f"version {version} cannot be read: {error}") from error
-            self._engines.move_to_end(version)
-            self._engines[version].asked_at = time.monotonic()
-            return self._engines[version]
+        if version not in self._engines:  # who asks for one that is here does not wait for who asks for another
+            async with self._turn:
+                await self._bring(version, self._load)
+        self._engines.move_to_end(version)
+        self._engines[version].asked_at = time.monotonic()
+        return self._engines[version]
+
+    async def _bring(self, version: int, load: Callable[[int], Sampler]) -> None:
+        if version in self._engines:  # by who had the turn before
+            return
+        while len(self._engines) >= _AT_A_TIME:
+            await self._engines.pop(await self._idle()).close()
+        try:
+            self._engines[version] = _Counted(await asyncio.to_thread(load, version))
+        except CheckpointError as error:
+            raise NotKnown(f"version {version} cannot be read: {error}") from error
 
     async def _idle(self) -> int:
         until = time.monotonic() + _PATIENCE_S
