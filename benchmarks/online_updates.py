@@ -155,10 +155,10 @@ def measure(learner: Learner, steps: int, device: str, threads: int, directory: 
     store = VersionStore(directory, threads=threads)
     live, first = learner.live, {name: tensor.clone() for name, tensor in learner.live.items()}
     full = store.anchor(0, live, learner.state())
-    held = Held.of(0, live).at_rest()  # as in the trainer half: on the host, and beside the weights while it moves
+    held = Held.of(0, live).at_rest()  # as in the trainer half: on the host, of weights that move
 
     def move(version: int) -> None:
-        with held.beside(live):
+        with held.within(live):
             store.move(held, version)
 
     written: list[Written] = []
@@ -168,15 +168,17 @@ def measure(learner: Learner, steps: int, device: str, threads: int, directory: 
         written.append(store.update(version, held, live))
 
     def is_at(wanted: Tensors) -> bool:
-        return all(torch.equal(held.tensors[name].to(tensor.device), tensor) for name, tensor in wanted.items())
+        sides = (held.tensors, live)
+        return all(torch.equal(side[name].to(device), each) for side in sides for name, each in wanted.items())
 
-    exact = is_at(live)
+    last = {name: tensor.clone() for name, tensor in live.items()}
+    exact = is_at(last)
     back, forward = [], []
     for _ in range(3):
         back.append(timed(device, lambda: move(0)))
         exact &= is_at(first)
         forward.append(timed(device, lambda: move(VERSIONS)))
-    exact &= is_at(live)
+    exact &= is_at(last)
     cold = VersionStore(directory, threads=threads)
     reload_s = timed(device, lambda: cold.load(VERSIONS, device))
     parameters = sum(tensor.numel() for tensor in live.values())

@@ -4,7 +4,8 @@ For each way (full: bf16, a split master, APOLLO with its tables' moments in 8 b
 process, 8 streams that ask without pause, jobs of one micro-batch a step. Short jobs have next to no activations, so
 that their peak is weights, gradients and states; a long one has 8,192 tokens. Then a version of before is served, and
 the last one again. Memory is told by torch (the most of each part of a job: training, gates, making the update,
-publishing) and by the driver (what the process has of the GPU). Numbers go to $OUT.
+publishing) and by the driver (what the process has of the GPU). `full` then goes ten small versions back, and forth.
+Numbers go to $OUT.
 
 python benchmarks/gpu/online.py [full] [lora] [--shape qwen3-1.7b] [--threads 8]
 """
@@ -29,7 +30,7 @@ from tandem.recipes import build_engine
 from tandem.recipes.shapes import random_checkpoint
 
 GIB = 2**30
-STREAMS, TOKENS = 8, 64
+STREAMS, TOKENS, BACK = 8, 64, 10
 SPEC = """
 name = "online"
 device = "{device}"
@@ -155,9 +156,11 @@ def sample(number: int, length: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"Number {number}?"}, {"role": "assistant", "content": text}]}
 
 
-def teach(server: OnlineServer, what: str, samples: list[Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def teach(
+    server: OnlineServer, what: str, samples: list[Any], rows: list[dict[str, Any]], **settings: Any
+) -> dict[str, Any]:
     started = time.perf_counter()
-    row = server.wait(server.teach(samples), 300)
+    row = server.wait(server.teach(samples, **settings), 300)
     if row["state"] != "published":
         raise RuntimeError(f"{what}: {row['state']}: {row['why']}: {server.log()}")
     trainer = server.get("/train/status")["trainer"]
@@ -176,7 +179,29 @@ def activate(server: OnlineServer, version: int) -> tuple[float, dict[str, Any]]
     return seconds, server.get("/versions/served")
 
 
-def measure(server: OnlineServer, long_tokens: int, told: dict[str, Any]) -> None:
+def go_back(server: OnlineServer, told: dict[str, Any]) -> None:
+    """Ten versions, each of a learning rate of 1e-6, as clients notice it: until the version is served."""
+    jobs: list[dict[str, Any]] = []
+    first = server.get("/versions/served")
+    for number in range(BACK):
+        samples = [sample(100 + 8 * number + n, 40) for n in range(8)]
+        teach(server, f"small {number}", samples, jobs, lr=1e-6, steps=1)
+    last = server.get("/versions/served")
+    ways = [(activate(server, first["version"]), activate(server, last["version"])) for _ in range(3)]
+    told["ten"] = {
+        "changed": [job.get("changed") for job in jobs],
+        "job_s": [job["seconds"] for job in jobs],
+        "update_s": [job.get("update_s") for job in jobs],
+        "update_bytes": [job["update"] for job in jobs],
+        "back_s": [back[0] for back, _ in ways],
+        "forth_s": [forth[0] for _, forth in ways],
+        "right": all((back[1], forth[1]) == (first, last) for back, forth in ways),
+        "memory": server.get("/train/status")["trainer"]["memory"],
+    }
+    print(f"  ten versions: {told['ten']}", flush=True)
+
+
+def measure(server: OnlineServer, long_tokens: int, told: dict[str, Any], *, ten: bool) -> None:
     """Into `told`, as it is found."""
     started = time.perf_counter()
     server.start(400)
@@ -209,6 +234,8 @@ def measure(server: OnlineServer, long_tokens: int, told: dict[str, Any]) -> Non
     answer = server.ask("Number 1?", 8)
     told["answer"] = {"spans": answer["choices"][0].get("weight_versions"), "version": answer.get("weight_version")}
     told["activate_memory"] = server.get("/train/status")["trainer"]["memory"]
+    if ten:
+        go_back(server, told)
     told["versions"] = server.get("/versions")["versions"]
 
 
@@ -283,7 +310,7 @@ def main() -> None:
         )  # fmt: skip
         try:
             found.append({"way": way, "jobs": []})
-            measure(server, long_tokens, found[-1])
+            measure(server, long_tokens, found[-1], ten=way == "full")
         except Exception as error:  # noqa: BLE001  the other way is tried all the same
             found[-1]["error"] = f"{type(error).__name__}: {error}"
             print(f"{way} FAILED {found[-1]['error'][:6000]}", flush=True)

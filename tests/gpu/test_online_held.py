@@ -90,3 +90,40 @@ def test_what_fails_beside_leaves_it_as_it_was(tmp_path: Path):
         interrupted()
     assert (held.version, held.numbers) == (0, numbers)
     assert equal(held, first)
+
+
+def test_the_weights_themselves_go_back_and_it_follows(tmp_path: Path):
+    store, live = VersionStore(tmp_path, threads=2), weights()
+    store.anchor(0, live)
+    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    for version in (1, 2, 3):
+        nudge(live)
+        store.update(version, held, live)
+    last = {name: tensor.clone() for name, tensor in live.items()}
+    for version, wanted in ((0, first), (3, last)):
+        with held.within(live):
+            store.move(held, version)
+        assert held.version == version
+        assert equal(held, wanted)
+        assert all(torch.equal(live[name], tensor) for name, tensor in wanted.items())
+        assert all(tensor.is_pinned() for tensor in held.tensors.values())
+
+
+def test_weights_whose_way_back_fails_are_as_they_were(tmp_path: Path):
+    store, live = VersionStore(tmp_path), weights()
+    store.anchor(0, live)
+    held = Held.of(0, live).at_rest()
+    nudge(live)
+    store.update(1, held, live)
+    last = {name: tensor.clone() for name, tensor in live.items()}
+
+    def interrupted() -> None:
+        with held.within(live):
+            store.move(held, 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert held.version == 1
+    assert equal(held, last)
+    assert all(torch.equal(live[name], tensor) for name, tensor in last.items())

@@ -339,10 +339,9 @@ class TrainerHalf:
 
     def _activate(self, version: int) -> dict[str, Any]:
         live = dict(self._open_parts.policy.trainable())
-        with self._peaks.of("activate"), self._held.beside(live):
+        with self._peaks.of("activate"), self._held.within(live):
             if why := self._store.move(self._held, version):
                 _log.warning("version %d was read from an anchor: %s", version, why)
-            self._held.restore(live)
         self._teacher.version, self._before, self._stale = version, None, True
         return {"version": version, "digest": self._held.digest, "memory": self._peaks.metrics()}
 

@@ -1,10 +1,10 @@
-"""Changed elements as bytes, and back: by gaps and steps where few changed, by their bits where most did.
+"""Changed elements as bytes, and back: by places and steps where few changed, by their bits where most did.
 
 Elements are compared and moved as the integers that their bits are. A step is the difference of two of them: of a bf16
 weight that an optimizer nudged, almost always 1 up or down. Steps are added going forward and subtracted going back;
 bits are flipped either way. So one piece serves both ways, and its cost grows with what changed, not with the model.
 
-Small weights change more often, and gaps counted for each exponent apart would take a quarter less (docs/LOG.md). But
+Small weights change more often, and places kept for each exponent apart would take a quarter less (docs/LOG.md). But
 who goes back does not have those exponents, and to find the elements of one is a look at all.
 
 Shapes: N elements, P parts.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.online import planes
-from tandem.online.planes import Planes, Ready
+from tandem.online.planes import Planes
 from tandem.ops import digest
 
 UNKNOWN = -1
@@ -30,8 +30,7 @@ UNKNOWN = -1
 
 _PART = 1 << 23  # elements compared at a time
 _PIECE = 1 << 21  # elements coded at a time, and up to a part more: the work of one thread, and its memory
-_WORTH = 0.5  # the share that deflate must bring the bits of all elements to, or it is not worth its time at a rollback
-_MOST = 1 / 3  # of a part's elements changed: then all are coded
+_MOST = 2 / 3  # of a part's elements changed: then all are coded
 _FEW = 1 / 64  # of a tensor's elements: so many at most have their digest followed one by one
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
 _MASK = 2**64 - 1
@@ -47,6 +46,9 @@ class Piece:
     @property
     def count(self) -> int:
         return sum(count for _, _, count in self.parts)
+
+    def planes_on(self, device: torch.device) -> Planes:
+        return {name: plane.to(device) for name, plane in self.planes.items()}
 
 
 @dataclass(slots=True)
@@ -109,37 +111,41 @@ def coded(lot: Lot) -> Piece:
     parts = list(zip(lot.names, lot.starts, counts, strict=True))
     change_N = torch.cat([each.to(torch.int64) for each in lot.change_N])
     if lot.coded == "all":
-        return Piece("all", parts, planes.words("bits", change_N, _WORTH))
-    gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N]) - 1
-    found = planes.words("gap", gap_N) | planes.words("size", change_N.abs() - 1) | planes.bits("sign", change_N < 0)
-    return Piece("some", parts, found)
+        found = planes.words("bits", change_N)
+    else:
+        gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N])
+        found = planes.rising("at", gap_N.cumsum(0)) | planes.words("size", change_N.abs() - 1)
+        found["sign"] = planes.bits(change_N < 0)
+    return Piece(lot.coded, parts, {name: plane.cpu() for name, plane in found.items()})
 
 
-def move(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
-    """`ready`: its planes, inflated where the tensors are. `numbers` go along, or become UNKNOWN."""
+def move(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
+    """`ready`: its planes, where the tensors are. `numbers` go along, or become UNKNOWN."""
     if piece.coded == "all":
         return _flip(piece, ready, tensors, numbers)
     device = tensors[piece.parts[0][0]].device
     counts = [count for _, _, count in piece.parts]
-    # In place: beside a version that is whole on a GPU there is little room.
-    at_N = planes.read_words(ready, "gap", piece.count, device).to(torch.int64).add_(1).cumsum_(0)
+    at_N = planes.read_rising(ready, "at", device)
     at_N += _offsets(piece, at_N, counts)
     by_N = planes.read_words(ready, "size", piece.count, device).add_(1)  # it wraps, and so does what it is added to
-    down_N = planes.read_bits(ready, "sign", piece.count, device).to(torch.int8)
+    down_N = planes.read_bits(ready["sign"], piece.count).to(torch.int8)
     by_N.mul_(down_N.mul_(-2).add_(1) if forward else down_N.mul_(2).sub_(1))
     changes: list[digest.Change] = []
     runs = [(name, sum(count for *_, count in run)) for name, run in groupby(piece.parts, itemgetter(0))]
     lengths = [count for _, count in runs]
     for (name, count), index_N, step_N in zip(runs, at_N.split(lengths), by_N.split(lengths), strict=True):
         found = integers(tensors[name])
-        old_N = found[index_N]
-        new_N = old_N + step_N.to(found.dtype)
-        found.index_copy_(0, index_N, new_N)
-        _write_back(tensors[name], found)
+        step_N = step_N.to(found.dtype)
         if count > _FEW * found.numel():
             numbers[name] = UNKNOWN
-        elif numbers[name] != UNKNOWN:
+        if numbers[name] == UNKNOWN:
+            found.index_add_(0, index_N, step_N)
+        else:
+            old_N = found[index_N]
+            new_N = old_N + step_N
+            found.index_copy_(0, index_N, new_N)
             changes.append(digest.Change(name, _num_cols(tensors[name]), index_N, old_N, new_N))
+        _write_back(tensors[name], found)
     followed = [change for change in changes if numbers[change.name] != UNKNOWN]
     for change, moved in zip(followed, digest.changes(followed), strict=True):
         numbers[change.name] = (numbers[change.name] + moved) & _MASK
@@ -154,7 +160,7 @@ def _offsets(piece: Piece, passed_N: Tensor, counts: list[int]) -> Tensor:
     return torch.repeat_interleave(start_P, end_P.diff(prepend=end_P.new_zeros(1)), output_size=sum(counts))
 
 
-def _flip(piece: Piece, ready: Ready, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
+def _flip(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
     device = tensors[piece.parts[0][0]].device
     bits_N = planes.read_words(ready, "bits", piece.count, device)
     at = 0

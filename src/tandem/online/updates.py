@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
-from tandem.online import planes
 from tandem.online.pieces import UNKNOWN, Piece, coded, lots, move, side_by_side
-from tandem.online.planes import Planes, Ready
+from tandem.online.planes import Planes
 from tandem.ops import digest
 from tandem.ops.finite import Finite
 from tandem.ops.tensors import Copies, check_alike
@@ -79,9 +78,27 @@ class Held:
             if self.version != version:
                 for name, tensor in self.tensors.items():
                     home[name].copy_(tensor, non_blocking=True)
-                torch.cuda.synchronize(device)
+                finished(self.tensors)
         except BaseException:
             self.version, self.numbers = version, numbers
+            raise
+        finally:
+            self.tensors = home
+
+    @contextmanager
+    def within(self, live: Mapping[str, Tensor]) -> Iterator[None]:
+        """`live`, which is this version, is what moves, and at rest is then the same. Where that fails, both are what
+        they were."""
+        home, version, numbers = self.tensors, self.version, self.numbers
+        self.tensors, self.numbers = {name: tensor.detach() for name, tensor in live.items()}, dict(numbers)
+        try:
+            yield
+            for name, tensor in self.tensors.items():
+                home[name].copy_(tensor, non_blocking=True)
+            finished(self.tensors)
+        except BaseException:
+            self.tensors, self.version, self.numbers = home, version, numbers
+            self.restore(live)
             raise
         finally:
             self.tensors = home
@@ -92,6 +109,12 @@ class Held:
         check_alike(self.tensors, live, f"version {self.version}: {_OTHERS}")
         for name, tensor in live.items():
             tensor.detach().copy_(self.tensors[name])
+
+
+def finished(tensors: Mapping[str, Tensor]) -> None:
+    """Whatever was asked of their device."""
+    if (device := next(iter(tensors.values())).device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def digest_of_all(numbers: Mapping[str, int]) -> str:
@@ -182,19 +205,19 @@ def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[st
 
 @torch.no_grad()
 def walk(held: Held, updates: Iterable[Callable[[], Update]], threads: int = 1) -> None:
-    """One after the other: forward where `held` is an update's parent, back where it is its version. They are read and
-    inflated by threads, while what comes before them is walked."""
+    """One after the other: forward where `held` is an update's parent, back where it is its version. Threads read them
+    and take them to the device, while what comes before them is walked."""
     start, numbers = held.version, dict(held.numbers)
     wanted = dict(numbers)
     done: list[tuple[Piece, bool]] = []
     device = next(iter(held.tensors.values())).device
 
-    def inflate(item: tuple[Update, Piece | None]) -> tuple[Update, Piece | None, Ready]:
+    def taken(item: tuple[Update, Piece | None]) -> tuple[Update, Piece | None, Planes]:
         update, piece = item
-        return update, piece, planes.ready(piece.planes, device) if piece else {}
+        return update, piece, piece.planes_on(device) if piece else {}
 
     try:
-        for update, piece, ready in ahead(inflate, _taken_apart(ahead(_read, updates, threads)), threads):
+        for update, piece, ready in ahead(taken, _taken_apart(ahead(_read, updates, threads)), threads):
             if piece is None:  # its first; what follows it is its pieces
                 forward = held.version == update.parent
                 wanted |= _ends(update, held, wanted)
@@ -206,7 +229,7 @@ def walk(held: Held, updates: Iterable[Callable[[], Update]], threads: int = 1) 
         _check(held, wanted, start)
     except CheckpointError:
         for piece, forward in reversed(done):
-            move(piece, planes.ready(piece.planes, device), held.tensors, held.numbers, forward=not forward)
+            move(piece, piece.planes_on(device), held.tensors, held.numbers, forward=not forward)
         held.version, held.numbers = start, numbers
         raise
 

@@ -253,10 +253,10 @@ class VersionStore:
         return [partial(self._read_update, self._update(*edge)) for edge in edges]
 
     def _read_update(self, path: Path) -> Update:
-        head, pieces = self._head(path), dict[int, dict[str, memoryview]]()
+        head, pieces = self._head(path), dict[int, dict[str, Tensor]]()
         for name, tensor in load_file(path / _PLANES).items():
             index, _, plane = name.partition(".")
-            pieces.setdefault(int(index), {})[plane] = tensor.numpy().data
+            pieces.setdefault(int(index), {})[plane] = tensor
         return Update.from_head(head, pieces.__getitem__)
 
     def _read_anchor(self, version: int, device: str | torch.device) -> tuple[Held, dict[str, Any]]:
@@ -330,12 +330,8 @@ def _write_head(directory: Path, head: Mapping[str, Any]) -> None:
 
 
 def _write_planes(file: Path, update: Update) -> None:
-    found = {
-        f"{index}.{name}": torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        for index, piece in enumerate(update.pieces)
-        for name, content in piece.planes.items()
-    }
-    save_file(found, file)
+    planes = (piece.planes.items() for piece in update.pieces)
+    save_file({f"{index}.{name}": plane for index, each in enumerate(planes) for name, plane in each}, file)
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
