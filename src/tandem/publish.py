@@ -64,6 +64,8 @@ class Canary:
     ceiling: float
     """A fresh engine that is further away than this does not compute what the trainer computes."""
     max_tokens: int = 2
+    doubted_tokens: int = 2
+    """A gap over the limit may be chance, of so few: so many decide."""
     times: float = 4.0
     """The band is so many times the gap of the fresh engine, or the floor if that is more."""
 
@@ -287,8 +289,25 @@ class Publisher:
         canary = self._canary
         if canary is None:
             return 0.0, 0
-        prompt, guess, ours = list(canary.prompt_ids), self._said, list[float]()
-        asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=canary.max_tokens, temperature=0.0)))
+        name, gap, tokens = await self._ask(teacher, canary.prompt_ids, canary.max_tokens)
+        limit = canary.ceiling if math.isnan(self._band) else self._band
+        if gap > limit and canary.doubted_tokens > canary.max_tokens:
+            few, (name, gap, tokens) = gap, await self._ask(teacher, canary.prompt_ids, canary.doubted_tokens)
+            _log.warning("version %d: gap %.4f of few tokens, %.4f of %d", teacher.version, few, gap, tokens)
+        if not gap <= limit:
+            raise LogprobGap(
+                f"sync: version {teacher.version}: trainer and {name or 'engine'} differ by {gap:.4f} nats a token "
+                f"about a fixed prompt, and the limit is {limit:.4f}: equal weights, and yet another model is "
+                "computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
+            )
+        if math.isnan(self._band):  # not of a gap that was refused: whoever asked again would then be let in
+            self._band = max(canary.floor, canary.times * gap)
+        return gap, tokens
+
+    async def _ask(self, teacher: Teacher, prompt_ids: Sequence[int], most: int) -> tuple[str, float, int]:
+        """Which engine is furthest from the trainer, how far, and over how many tokens of all of them."""
+        prompt, guess, ours = list(prompt_ids), self._said[:most], list[float]()
+        asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=most, temperature=0.0)))
         try:
             if guess and self._call is not on_this_thread:
                 # Most answers are the last version's. The engine computes elsewhere: score that meanwhile.
@@ -309,16 +328,7 @@ class Publisher:
             gaps[name] = sum(abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)) / len(ids)
             self._said = answer.ids
         name, gap = max(gaps.items(), key=lambda each: (math.isnan(each[1]), each[1]))
-        limit = canary.ceiling if math.isnan(self._band) else self._band
-        if not gap <= limit:
-            raise LogprobGap(
-                f"sync: version {teacher.version}: trainer and {name or 'engine'} differ by {gap:.4f} nats a token "
-                f"about a fixed prompt, and the limit is {limit:.4f}: equal weights, and yet another model is "
-                "computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
-            )
-        if math.isnan(self._band):  # not of a gap that was refused: whoever asked again would then be let in
-            self._band = max(canary.floor, canary.times * gap)
-        return gap, sum(len(answer.ids) for answer in answers.values())
+        return name, gap, sum(len(answer.ids) for answer in answers.values())
 
     async def _say(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
         """Each engine of a pool, by name: one whose weights are right may still compute another model."""

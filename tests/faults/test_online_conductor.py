@@ -195,7 +195,7 @@ async def a_version_that_the_engine_refuses_is_not_served(played: Played, monkey
     with canary_fails(played, monkeypatch, but_for=0) as flipped:
         job = await played.until(await played.teach(), *ENDED)
     assert (job.state, "nats a token about a fixed prompt" in job.why) == ("failed", True)
-    assert flipped == [1]
+    assert flipped == [1, 1]  # few tokens, and more of them
     async with asyncio.timeout(60):
         while played.engine.version:
             await asyncio.sleep(0.01)
@@ -208,7 +208,7 @@ async def an_activation_that_the_engine_refuses_is_taken_back(played: Played, mo
     assert active
     with canary_fails(played, monkeypatch, but_for=active) as flipped, pytest.raises(LogprobGap, match="fixed prompt"):
         await asyncio.wait_for(played.conductor.activate(0, "me"), 30)
-    assert flipped == [0]
+    assert flipped == [0, 0]
     assert (played.store.active, played.conductor.serving) == (active, active)
     assert await played.engine.fingerprints() == before
     assert (await played.until(await played.teach(), *ENDED)).parent == active

@@ -65,7 +65,7 @@ def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, mo
         raise OSError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "_write_planes", full)
+        patched.setattr(versions, "save_file", full)
         with pytest.raises(OSError, match="no room"):
             store.update(1, held, live)
     assert (held.version, held.numbers) == (0, numbers)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from tandem.publish import Call, Canary, Publisher, on_this_thread
 from tandem.recipes import build, build_engine
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
-from tandem.types import Completion, Sampling, Span, Weights
+from tandem.types import Completion, Proof, Sampling, Span, Weights
 
 CANARY = Canary((1, 2), floor=1e-4, ceiling=1e-2)
 
@@ -25,14 +27,16 @@ class Engine(NullEngine):
     """Says `says`, and is as sure of every token as the trainer is, or `off` by so much."""
 
     def __init__(self) -> None:
-        self.says, self.off, self.gone = [7], 0.0, False
+        self.says, self.off, self.chance, self.gone = [7], 0.0, 0.0, False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **_: Any) -> Completion:
         await asyncio.sleep(0.01)
         if self.gone:
             raise EngineLost("it was stopped")
-        logprobs = [logprob + self.off for logprob in sure_of(self.says)]
-        return Completion(self.says, logprobs, [Span(self.version, len(self.says))], "length")
+        says = self.says[: sampling.max_tokens]
+        logprobs = [logprob + self.off for logprob in sure_of(says)]
+        logprobs[0] += self.chance
+        return Completion(says, logprobs, [Span(self.version, len(says))], "length")
 
 
 class Teacher:
@@ -91,6 +95,31 @@ def test_a_gap_is_found_whether_the_answer_was_guessed_or_not(guessed: bool) -> 
 
     with pytest.raises(LogprobGap, match=r"differ by 0\.0200"):
         asyncio.run(work())
+
+
+async def doubted(engine: Engine, tokens: int) -> Proof:
+    """Of the second version, after a first one without any gap."""
+    teacher = Teacher()
+    publisher = Publisher(NullBridge(), engine, canary=replace(CANARY, floor=0.05, doubted_tokens=tokens))
+    off, engine.off, chance, engine.chance = engine.off, 0.0, engine.chance, 0.0
+    await publisher.publish(teacher)
+    teacher.version, engine.off, engine.chance = 2, off, chance
+    return await publisher.publish(teacher)
+
+
+def test_a_gap_of_few_tokens_may_be_chance_and_many_decide() -> None:
+    engine = Engine()
+    engine.says, engine.chance = [7] * 100, 0.12
+    with pytest.raises(LogprobGap, match=r"differ by 0\.0600"):
+        asyncio.run(doubted(engine, 2))
+    proof = asyncio.run(doubted(engine, 24))
+    assert (proof.logprob_gap, proof.canary_tokens) == (pytest.approx(0.12 / 24), 24)
+    engine.off = 0.051
+    with pytest.raises(LogprobGap, match=r"differ by 0\.0560"):
+        asyncio.run(doubted(engine, 24))
+    engine.off = math.nan
+    with pytest.raises(LogprobGap):
+        asyncio.run(doubted(engine, 24))
 
 
 def test_an_engine_that_is_lost_while_the_guess_is_scored_is_lost_and_nothing_is_left_over() -> None:

@@ -88,6 +88,22 @@ def test_every_version_is_made_again_in_another_process_s_store_to_the_bit(rig: 
     assert other.load(0).notes == {"made_of": "preset"}
 
 
+def test_the_optimizer_of_a_version_is_that_of_the_anchor_behind_it_whatever_became_of_the_weights(rig: Rig):
+    for version in rig.bits:
+        found = rig.store.state_of(version)
+        assert found is not None
+        assert found[1] == (3 if version in (3, 4, 5) else 0)
+        assert all(torch.equal(found[0][name], tensor) for name, tensor in state(found[1]).items())
+    damage(rig.store.directory / "anchor-000003" / "weights.safetensors")
+    damage(rig.store.directory / "update-000005-from-000004" / "update.safetensors")
+    assert (rig.store.state_of(5) or ({}, -1))[1] == 3
+    damage(rig.store.directory / "anchor-000003" / "state.safetensors")
+    assert (rig.store.state_of(5) or ({}, -1))[1] == 0
+    assert "state.safetensors" in rig.store.damaged["anchor-000003"]
+    damage(rig.store.directory / "anchor-000000" / "state.safetensors")
+    assert rig.store.state_of(5) is None
+
+
 def test_any_version_is_reached_from_any_other_in_place(rig: Rig):
     held, fused = rig.store.load(7).held, {}
     for version in (0, 5, 7, 1, 6, 3, 7, 7):

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -45,13 +45,13 @@ def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generato
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def verify(path: Path) -> Mapping[str, int]:
+def verify(path: Path, only: Collection[str] = ()) -> Mapping[str, int]:
     """The files of a sealed directory, with their sizes; CheckpointDamaged names the first that is not as it was.
-    CheckpointError: a whole one, of another format."""
+    `only`: no others are looked at. CheckpointError: a whole one, of another format."""
     files = _read(path)
-    for name, said in files.items():
-        file = path / name
-        if not file.is_file() or file.is_symlink():
+    for name in only or files:
+        file, said = path / name, files.get(name)
+        if said is None or not file.is_file() or file.is_symlink():
             raise CheckpointDamaged(f"{file}: is missing")
         if (size := file.stat().st_size) != said["size"]:
             raise CheckpointDamaged(f"{file}: has {size} bytes, and had {said['size']}")

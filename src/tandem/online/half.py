@@ -350,10 +350,10 @@ class TrainerHalf:
         the way to that version, as it would after a restart."""
         if not self._stale:
             return
-        loaded = self._store.load(self._teacher.version)
-        if loaded.state is not None:
-            self._open_parts.optimizer.load(loaded.state)
-        self._anchored = loaded.state_version if loaded.state is not None else -1
+        self._anchored = -1
+        if (found := self._store.state_of(self._teacher.version)) is not None:
+            state, self._anchored = found
+            self._open_parts.optimizer.load(state)
         self._stale = False
 
     def _checkpoint(self, keep: Sequence[int]) -> Written:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Literal
 
@@ -29,7 +29,7 @@ UNKNOWN = -1
 """The digest of a tensor of which so much was written to that it is sooner taken anew, once, after the last update."""
 
 _PART = 1 << 23  # elements compared at a time
-_PIECE = 1 << 21  # elements coded at a time, and up to a part more: the work of one thread, and its memory
+_PIECE = 1 << 22  # elements coded at a time, and up to a part more
 _MOST = 2 / 3  # of a part's elements changed: then all are coded
 _FEW = 1 / 64  # of a tensor's elements: so many at most have their digest followed one by one
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
@@ -41,14 +41,16 @@ class Piece:
     coded: Literal["some", "all"]
     parts: Sequence[tuple[str, int, int]]
     """Tensor, the element that it begins at, how many are coded."""
-    planes: Planes
+    sizes: Mapping[str, int]
+    raw: Tensor
+    """Its planes, on the host."""
 
     @property
     def count(self) -> int:
         return sum(count for _, _, count in self.parts)
 
     def planes_on(self, device: torch.device) -> Planes:
-        return {name: plane.to(device) for name, plane in self.planes.items()}
+        return planes.apart(self.sizes, self.raw.to(device))
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ def coded(lot: Lot) -> Piece:
         gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N])
         found = planes.rising("at", gap_N.cumsum(0)) | planes.words("size", change_N.abs() - 1)
         found["sign"] = planes.bits(change_N < 0)
-    return Piece(lot.coded, parts, {name: plane.cpu() for name, plane in found.items()})
+    return Piece(lot.coded, parts, *planes.together(found))
 
 
 def move(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
@@ -154,10 +156,12 @@ def move(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: di
 def _offsets(piece: Piece, passed_N: Tensor, counts: list[int]) -> Tensor:
     """What turns a position counted through all parts into one in its tensor. All at once: on a GPU a launch for each
     of hundreds of parts takes longer than what it does."""
-    start_P = torch.tensor([start - 1 for _, start, _ in piece.parts], device=passed_N.device)
-    end_P = torch.tensor(counts, device=passed_N.device).cumsum(0)
-    start_P[1:] -= passed_N[end_P[:-1] - 1]
-    return torch.repeat_interleave(start_P, end_P.diff(prepend=end_P.new_zeros(1)), output_size=sum(counts))
+    first = torch.tensor([0, *accumulate(counts[:-1])], device=passed_N.device)
+    by_P = torch.tensor([start - 1 for _, start, _ in piece.parts], device=passed_N.device)
+    by_P[1:] -= passed_N[first[1:] - 1]
+    offset_N = torch.zeros_like(passed_N)
+    offset_N[first] = by_P.diff(prepend=by_P.new_zeros(1))
+    return offset_N.cumsum_(0)
 
 
 def _flip(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:

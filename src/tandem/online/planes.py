@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,7 +22,21 @@ from tandem.errors import CheckpointDamaged
 Planes = Mapping[str, Tensor]
 """Bytes by what they hold: `at.low5`, 5 bits each; `at.high1000-2300`, 2300 bits of which 1000 are set."""
 
-_HEAD = 800  # bits of a file's head that name a plane
+_NAMED = 200  # bits of a file's head that name a plane
+_EVEN = 8  # bytes: where a plane begins, so that eights of it can be read as integers
+
+
+def together(planes: Planes) -> tuple[dict[str, int], Tensor]:
+    """The size of each, and all of them behind each other on the host."""
+    padded = [torch.nn.functional.pad(plane, (0, -plane.numel() % _EVEN)) for plane in planes.values()]
+    return {name: plane.numel() for name, plane in planes.items()}, torch.cat(padded).cpu()
+
+
+def apart(sizes: Mapping[str, int], raw: Tensor) -> dict[str, Tensor]:
+    padded = [size + -size % _EVEN for size in sizes.values()]
+    if raw.numel() != sum(padded):
+        raise CheckpointDamaged(f"planes of {sum(padded)} bytes in all have {raw.numel()}")
+    return {name: plane[:size] for (name, size), plane in zip(sizes.items(), raw.split(padded), strict=True)}
 
 
 def words(column: str, words_N: Tensor, levels: int = 2) -> dict[str, Tensor]:
@@ -61,9 +76,9 @@ def read_rising(planes: Planes, column: str, device: torch.device) -> Tensor:
     high, count, length = _find(planes, f"{column}.high")
     if high is None:
         raise CheckpointDamaged(f"the plane '{column}.high' is missing")
-    set_N = torch.nonzero_static(read_bits(high, length), size=count).squeeze(1)
-    set_N -= torch.arange(count, device=device)
-    return set_N if low is None else (set_N << width) | _read_low(low, width, count, device)
+    at_N = torch.nonzero_static(read_bits(high, length), size=count).squeeze(1)
+    at_N -= torch.arange(count, device=device)
+    return at_N if low is None else at_N.bitwise_left_shift_(width).bitwise_or_(_read_low(low, width, count, device))
 
 
 def bits(set_N: Tensor) -> Tensor:
@@ -86,7 +101,7 @@ def _width(words_N: Tensor, levels: int) -> int:
             return width * len(words_N)
         places = large * (2 + math.log2(len(words_N) / large))
         over = (many * (length + 1 if levels > 1 else most) for length, many in enumerate(by_length) if length > width)
-        return width * (len(words_N) - large) + places + sum(over) + _HEAD
+        return width * (len(words_N) - large) + places + sum(over) + _NAMED
 
     return min(range(most + 1), key=cost) if levels else most
 
@@ -137,6 +152,7 @@ def _loose(plane: Tensor, width: int, count: int) -> Tensor:
     return ((filled >> _shifts(width, room, plane.device)) & (1 << width) - 1).flatten()[:count]
 
 
+@cache
 def _shifts(width: int, room: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(0, 8 * width, width, dtype=room, device=device)
 

@@ -174,26 +174,26 @@ class Update:
         return {
             **{key: getattr(self, key) for key in ("version", "parent", "changed", "total", "digest", "notes")},
             "touched": {name: [digest.text(number) for number in pair] for name, pair in self.touched.items()},
-            "pieces": [[piece.coded, piece.parts] for piece in self.pieces],
+            "pieces": [[piece.coded, piece.parts, piece.sizes] for piece in self.pieces],
         }
 
     @classmethod
-    def from_head(cls, head: Mapping[str, Any], planes_of: Callable[[int], Planes]) -> Update:
+    def from_head(cls, head: Mapping[str, Any], raw: Sequence[Tensor]) -> Update:
         touched = {name: (int(before, 16), int(after, 16)) for name, (before, after) in head["touched"].items()}
         pieces = [
-            Piece(how, [(name, start, count) for name, start, count in parts], planes_of(index))
-            for index, (how, parts) in enumerate(head["pieces"])
+            Piece(how, [(name, start, count) for name, start, count in parts], sizes, planes)
+            for (how, parts, sizes), planes in zip(head["pieces"], raw, strict=True)
         ]
         return cls(**{**head, "touched": touched, "pieces": pieces})
 
 
 @torch.no_grad()
-def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[str, Any], threads: int = 1) -> Update:
+def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Update:
     """What leads from `held` to `live`; and `held` is then the new version: by the update itself, which proves it. A
     `held` that somebody wrote to is refused."""
     check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
     numbers, changed = _numbers(live), list[int]()
-    pieces = list(ahead(coded, lots(held.tensors, live, changed), threads))  # one that is at rest comes part by part
+    pieces = [coded(lot) for lot in lots(held.tensors, live, changed)]  # one that is at rest comes part by part
     touched = {name: (held.numbers[name], number) for name, number in numbers.items() if number != held.numbers[name]}
     with held.beside(live):
         _check(held, held.numbers, held.version, anew={name for piece in pieces for name, *_ in piece.parts})

@@ -129,11 +129,11 @@ class VersionStore:
         started, parent = time.perf_counter(), held.version
         if parent not in self.known():
             raise CheckpointError(f"{self.directory}: version {parent}, that {version} is to follow, was never written")
-        made = make(version, held, live, dict(notes or {}), self._threads)
+        made = make(version, held, live, dict(notes or {}))
         path = self._update(version, parent)
         try:
             with manifest.sealed(path) as directory:
-                _write_planes(directory / _PLANES, made)
+                save_file({str(index): piece.raw for index, piece in enumerate(made.pieces)}, directory / _PLANES)
                 _write_head(directory, made.head())
         except BaseException:
             with held.beside(live):
@@ -181,6 +181,21 @@ class VersionStore:
             if way[-1] in _up(version, parents):
                 return Loaded(held, load_file(self._anchor(way[-1]) / _STATE), way[-1], notes)
             return Loaded(held, None, way[-1], {})
+
+    def state_of(self, version: int) -> tuple[Mapping[str, Tensor], int] | None:
+        """The optimizer's, and whose: of the nearest anchor behind this version whose state is whole. The weights are
+        not looked at."""
+        parents, anchors = self._names()
+        for each in _up(version, parents):
+            if each in anchors:
+                path = self._anchor(each)
+                try:
+                    manifest.verify(path, only=[_STATE])
+                except CheckpointDamaged as error:
+                    self._found_damaged(path, error)
+                else:
+                    return load_file(path / _STATE), each
+        return None
 
     def whole(self, version: int, device: str | torch.device = "cpu") -> tuple[Loaded, list[str]]:
         """The nearest version, from this one back to the first, that can be made; and what was found damaged. That gets
@@ -253,11 +268,8 @@ class VersionStore:
         return [partial(self._read_update, self._update(*edge)) for edge in edges]
 
     def _read_update(self, path: Path) -> Update:
-        head, pieces = self._head(path), dict[int, dict[str, Tensor]]()
-        for name, tensor in load_file(path / _PLANES).items():
-            index, _, plane = name.partition(".")
-            pieces.setdefault(int(index), {})[plane] = tensor
-        return Update.from_head(head, pieces.__getitem__)
+        head, raw = self._head(path), load_file(path / _PLANES)
+        return Update.from_head(head, [raw[str(index)] for index in range(len(raw))])
 
     def _read_anchor(self, version: int, device: str | torch.device) -> tuple[Held, dict[str, Any]]:
         path = self._anchor(version)
@@ -272,10 +284,13 @@ class VersionStore:
         try:
             manifest.verify(path)
         except CheckpointDamaged as error:
-            if path.is_dir():  # it may be all of them that cannot be reached, for a while
-                self.damaged[path.name] = str(error)
+            self._found_damaged(path, error)
             raise
         return json.loads((path / _HEAD).read_text(encoding="utf-8"))
+
+    def _found_damaged(self, path: Path, error: CheckpointDamaged) -> None:
+        if path.is_dir():  # it may be all of them that cannot be reached, for a while
+            self.damaged[path.name] = str(error)
 
     def _set_aside(self) -> dict[str, str]:
         there = [name for name in self.damaged if (self.directory / name).exists()]
@@ -327,11 +342,6 @@ def _way(start: int, goals: Collection[int], parents: Mapping[int, int]) -> list
 
 def _write_head(directory: Path, head: Mapping[str, Any]) -> None:
     (directory / _HEAD).write_text(json.dumps(head, allow_nan=False), encoding="utf-8")
-
-
-def _write_planes(file: Path, update: Update) -> None:
-    planes = (piece.planes.items() for piece in update.pieces)
-    save_file({f"{index}.{name}": plane for index, each in enumerate(planes) for name, plane in each}, file)
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
