@@ -98,7 +98,7 @@ def in_this_process(case: dict[str, Any]) -> tuple[float, float]:
 
 
 async def steps(spec: Any, model: Any, sequences: int, length: int, count: int) -> list[float]:
-    from tandem.recipes import build, build_engine
+    from tandem.recipes import build, build_alone
     from tandem.spec.engine import HfEngineSpec
     from tandem.types import Sampling
 
@@ -106,7 +106,7 @@ async def steps(spec: Any, model: Any, sequences: int, length: int, count: int) 
     algorithm = build.algorithm(spec.algorithm, spec.train.max_tokens) if rl else build.sft_algorithm()
     trainer = build.trainer(spec.train, model, algorithm, 0, 0)
     rng = random.Random(0)
-    engine = build_engine.embedded(HfEngineSpec(), model, inline=True) if rl else None
+    engine = build_alone.embedded(HfEngineSpec(), model, inline=True) if rl else None
     took: list[float] = []
     for version in range(count):
         size = GROUP if rl else 1

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import note, table
 from online_common import Asking, OnlineServer, events
-from tandem.recipes import build_engine
+from tandem.recipes import build_alone
 from tandem.recipes.shapes import random_checkpoint
 
 GIB = 2**30
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=["full", "lora"])
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--preset", default="", help="instead of a shape, and on the CPU: to try this script")
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, as for lora anyway: vLLM starts sooner")
     parser.add_argument("--share", type=float, default=0.4)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import note, table
 from tandem.io.child import Child
 from tandem.io.jsonl import salvage_jsonl
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone
 from tandem.recipes.shapes import random_checkpoint
 from tandem.runs.calibration import machine, ram_gib
 from tandem.runs.plan import plan_run
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words that a case's name must have, with commas")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--python", default=build_engine.default_python(), help="vLLM's interpreter")
+    parser.add_argument("--python", default=build_alone.default_python(), help="vLLM's interpreter")
     parser.add_argument("--budget-s", type=float, default=560.0, help="no case begins after so many seconds")
     parser.add_argument("--make", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

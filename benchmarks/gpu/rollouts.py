@@ -31,7 +31,7 @@ from tandem.engine.owned import Owned
 from tandem.engine.pool import EnginePool
 from tandem.engine.server import ServerEngine
 from tandem.protocols import Engine
-from tandem.recipes import build_engine
+from tandem.recipes import build_alone
 from tandem.types import Completion, Sampling
 
 PROMPT, FINAL_ONLY = 128, 2
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["measure", "serve"], default="measure")
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from sync import VERSIONS, difference, gap, move, spec_of
 
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone, build_engine
 from tandem.recipes.shapes import random_checkpoint
 from tandem.types import Proof
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modes", nargs="*", default=["disk"])
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     arguments = parser.parse_args()
     out, checkpoint = Path(os.environ.get("OUT", ".")), Path("/tmp") / arguments.shape
     if not checkpoint.exists():

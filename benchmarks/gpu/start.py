@@ -25,7 +25,7 @@ from standing import checkpoint_of
 
 from tandem.engine.vllm import VllmEngine
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
-from tandem.recipes import build_engine
+from tandem.recipes import build_alone
 from tandem.recipes.shapes import SHAPES
 from tandem.types import Sampling
 
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="+", choices=list(WAYS))
     parser.add_argument("--shape", default="qwen3-1.7b", choices=list(SHAPES))
     parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--adapters", type=int, default=0, help="slots")

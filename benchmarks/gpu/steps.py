@@ -25,7 +25,7 @@ from standing import checkpoint_of, standing
 import tandem
 from tandem.errors import TandemError
 from tandem.ops.footprint import DeviceMemory
-from tandem.recipes import build_engine
+from tandem.recipes import build_alone
 from tandem.recipes.shapes import SHAPES
 from tandem.spec.load import parse_spec
 
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--activations", default="keep")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     arguments = parser.parse_args()
     checkpoint = checkpoint_of(arguments)
     adapters = [case for case in arguments.cases if case.startswith("adapter")]

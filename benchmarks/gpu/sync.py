@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tandem.errors import TandemError
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone, build_engine
 from tandem.recipes.shapes import random_checkpoint
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"])
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
     checkpoint = Path("/tmp") / arguments.shape

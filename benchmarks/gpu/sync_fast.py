@@ -28,7 +28,7 @@ from sync import difference, gap
 
 from tandem.engine.server import ServerEngine, Standing
 from tandem.errors import TandemError
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone, build_engine
 from tandem.recipes.shapes import SHAPES
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
-    parser.add_argument("--python", default=build_engine.default_python())
+    parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--share", type=float, default=0.4, help="of the GPU's memory, for vLLM")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="of broadcasts")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")

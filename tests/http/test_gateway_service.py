@@ -21,7 +21,7 @@ from served import wait_until
 
 from tandem.engine.follower import Follower
 from tandem.errors import EngineLost, SpecError
-from tandem.recipes.build_engine import followed
+from tandem.recipes.build_alone import followed
 from tandem.recipes.gateway import serve_gateway, to_files, to_service
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.errors import EngineError
 from tandem.obs.sync_bench import Bench, Row
-from tandem.recipes import build_engine, engines, sync_bench
+from tandem.recipes import build_alone, engines, sync_bench
 from tandem.recipes.engines import Check, check_engine
 from tandem.types import Completion, Sampling, Span
 
@@ -124,8 +124,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append(checks)
         return Path("record.json")
 
-    monkeypatch.setattr(build_engine, "record_passed", record)
-    monkeypatch.setattr(build_engine, "vllm_version", lambda python: "9.9.9")
+    monkeypatch.setattr(build_alone, "record_passed", record)
+    monkeypatch.setattr(build_alone, "vllm_version", lambda python: "9.9.9")
     monkeypatch.setattr(engines, "_request_checks", lambda python, device: [Check("requests", "passed")])
     return found
 

@@ -1,4 +1,4 @@
-"""The composition root: with build_engine.py the only one that knows which class stands behind which protocol."""
+"""The composition root: with the other build_*.py, the only one that knows which class stands behind which protocol."""
 
 from __future__ import annotations
 

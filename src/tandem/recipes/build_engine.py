@@ -1,5 +1,5 @@
-"""The composition root's other half: engines, bridges, and what joins them. With build.py the only one that knows who
-stands behind which protocol."""
+"""The composition root of what a trainer keeps in step: the engines of a run, the bridges to them, and what publishes
+versions. Engines by themselves are build_alone.py's."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
 from tandem.protocols import Engine, WeightBridge
 from tandem.publish import Call, Canary, Publisher
+from tandem.recipes import build_alone
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import PathModel
-from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.spec.run import RlSpec
 from tandem.spec.sync import (
     AdapterBroadcastSync,
@@ -31,9 +31,7 @@ from tandem.spec.sync import (
 from tandem.types import Proof
 
 if TYPE_CHECKING:
-    from tandem.engine.vllm_process import VllmOptions, VllmProcess
     from tandem.recipes.build import Model
-    from tandem.text.renderer import Renderer
 
 
 # What a spec's [engine] says to the run that owns the engine, and not to the engine.
@@ -55,7 +53,7 @@ def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> 
     """`home`: where engines' logs and files lie, and versions that travel by file. `unchecked`: also with a vLLM that
     has not passed the conformance suite."""
     if isinstance(spec.engine, HfEngineSpec):
-        engine = embedded(spec.engine, model, inline=spec.deterministic)
+        engine = build_alone.embedded(spec.engine, model, inline=spec.deterministic)
         return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process, lost together
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
@@ -66,173 +64,6 @@ def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> 
 
 
 # --- engines
-
-
-def embedded(spec: HfEngineSpec, model: Model, *, inline: bool) -> Engine:
-    """In this process, on the trainer's own module."""
-    from tandem.engine.hf import EmbeddedEngine
-    from tandem.engine.pool import EnginePool
-
-    engines = [
-        EmbeddedEngine(
-            model.policy.module,
-            num_ids=model.num_ids,
-            end_ids=model.renderer.end_ids,
-            decode=model.renderer.decode,
-            max_running=spec.max_running,
-            max_context=model.context,
-            kv_gib=spec.kv_gib / spec.replicas,
-            inline=inline,
-        )
-        for _ in range(spec.replicas)
-    ]
-    return engines[0] if spec.replicas == 1 else EnginePool(engines)
-
-
-@dataclass(frozen=True)
-class Alone:
-    """An engine as the one thing that its process does."""
-
-    engine: Any
-    renderer: Renderer
-    context: int
-    num_ids: int
-    model: Any = None
-    """What the embedded one computes with."""
-
-
-def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str, thinking: bool) -> Alone:
-    """Forward passes leave the event loop: the server must answer meanwhile."""
-    from tandem.recipes import build
-
-    precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")  # nothing is trained
-    picked = build.pick_device(cast("Any", device))
-    model = build.model(PathModel(path=path, thinking=thinking), precision, 0, picked, spec.max_context)
-    return embedded_of(spec, model)
-
-
-def embedded_ahead() -> None:
-    """What takes seconds, and depends on no model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-    from tandem.engine import hf  # noqa: F401
-    from tandem.text import renderer, tokenizer  # noqa: F401
-
-
-def embedded_of(spec: ServerEngineSpec, model: Model) -> Alone:
-    from tandem.engine.hf import EmbeddedEngine
-
-    engine = EmbeddedEngine(
-        model.policy.module,
-        num_ids=model.num_ids,
-        end_ids=model.renderer.end_ids,
-        decode=model.renderer.decode,
-        max_running=spec.max_running,
-        max_context=model.context,
-        kv_gib=spec.kv_gib,
-        inline=False,
-        on_update=spec.on_update,
-    )
-    return Alone(engine, model.renderer, model.context, model.num_ids, model)
-
-
-def vllm_options(
-    spec: VllmEngineSpec,
-    *,
-    device: str,
-    dtype: str,
-    adapter_slots: int,
-    max_rank: int,
-    unchecked: bool = False,
-) -> VllmOptions:
-    """Of no model yet."""
-    from tandem.engine.vllm_process import VllmOptions
-
-    return VllmOptions(
-        "",
-        spec.python or default_python(),
-        dtype=dtype,
-        device=device,
-        tensor_parallel=spec.tensor_parallel,
-        memory_share=spec.memory_share,
-        max_running=spec.max_running,
-        eager=spec.eager or device == "cpu",
-        adapter_slots=adapter_slots,
-        max_rank=max_rank,
-        sleeps=spec.sleep == "free",
-        unchecked=unchecked,
-    )
-
-
-def vllm_ahead(options: VllmOptions, home: Path) -> VllmProcess:
-    """Its process, which has yet to be told of a model; and what is imported for it here."""
-    from tandem.engine.vllm_process import VllmProcess
-
-    process = VllmProcess(options, home, waits=True)
-    from tandem.engine import vllm  # noqa: F401
-    from tandem.text import renderer, tokenizer  # noqa: F401
-
-    return process
-
-
-def vllm_alone(
-    spec: VllmEngineSpec,
-    path: str,
-    home: Path,
-    options: VllmOptions,
-    *,
-    version: int,
-    thinking: bool,
-    waiting: VllmProcess | None = None,
-) -> Alone:
-    """With its process, once that is ready. `waiting`: one that was started ahead."""
-    from tandem.engine.vllm_process import VllmProcess
-
-    made_for = _made_for(path)
-    context = min(spec.max_context or made_for, made_for)
-    options = replace(options, model=path, max_context=context)
-    if waiting is not None:
-        waiting.serve(options)
-    process = waiting or VllmProcess(options, home)  # it takes far longer than what is imported here meanwhile
-    try:
-        from tandem.engine.vllm import VllmEngine
-        from tandem.text.renderer import Renderer
-        from tandem.text.tokenizer import load_tokenizer
-
-        renderer = Renderer(load_tokenizer(path), thinking=thinking)
-    except BaseException:
-        process.kill()
-        raise
-    process.wait_ready(spec.start_deadline_s)
-    restarts = spec.on_update == "restart"
-    num_ids = len(renderer.tokenizer)
-    engine = VllmEngine(process, end_ids=renderer.end_ids, num_ids=num_ids, restarts=restarts, version=version)
-    return Alone(engine, renderer, context, num_ids)
-
-
-def _made_for(path: str) -> int:
-    """Tokens of its longest context. Read from the file where it stands there: transformers take seconds to import."""
-    config = Path(path) / "config.json"
-    told = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    positions = told.get("max_position_embeddings")
-    if isinstance(positions, int) and "text_config" not in told:
-        return positions
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
-
-
-def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
-    """Somebody else's engine, and the name that it is served under. `path`: of its tokenizer and chat template."""
-    from tandem.engine.follower import Follower
-    from tandem.text.renderer import Renderer
-    from tandem.text.tokenizer import load_tokenizer
-
-    engine = Follower(url, token_file)
-    context = int(engine.tell("/limits")["context_tokens"])
-    name = str(engine.tell("/v1/models")["data"][0]["id"])
-    renderer = Renderer(load_tokenizer(path, field="--model"), thinking=thinking)
-    return Alone(engine, renderer, context, len(renderer.tokenizer)), name
 
 
 def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
@@ -368,30 +199,6 @@ def _readable(spec: RlSpec, home: Path) -> list[Path]:
     if isinstance(spec.sync, DiskSync | RestartSync):
         return [_versions(spec.sync, home.parent)]
     return []
-
-
-def default_python() -> str:
-    """Where `tandem engine install vllm` puts it."""
-    return str(Path.cwd() / ".tandem" / "vllm" / "bin" / "python")
-
-
-def install_vllm(directory: Path, device: Literal["cpu", "cuda"], version: str, tell: Callable[[str], None]) -> Path:
-    from tandem.engine.vllm_install import install
-
-    return install(directory, device, version, tell=tell)
-
-
-def vllm_version(python: str) -> str:
-    from tandem.engine.vllm_versions import version_of
-
-    return version_of(python)
-
-
-def record_passed(python: str, version: str, checks: list[str]) -> Path:
-    """That this vLLM may be used from now on."""
-    from tandem.engine.vllm_versions import record
-
-    return record(python, version, checks)
 
 
 def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ from tandem.online.wire import Teaching
 from tandem.ops.sizes import shares_never
 from tandem.protocols import Algorithm, Engine, Trainer
 from tandem.publish import Publisher
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone, build_engine
 from tandem.rollout.recorded import record
 from tandem.spec.data import FileData
 from tandem.spec.engine import ServerEngineSpec
@@ -193,7 +193,7 @@ def _canaries(spec: OnlineSpec, model: build.Model) -> list[Canary]:
 # --- the server half
 
 
-def alone(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
+def alone(spec: OnlineSpec, data_dir: Path) -> build_alone.Alone:
     """The engine, before any version has come."""
     if not isinstance(spec.engine, ServerEngineSpec):
         return _vllm(spec, data_dir)
@@ -204,7 +204,7 @@ def alone(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
     exact = isinstance(spec.precision, Float32Precision)
     precision = spec.precision if exact else Bfloat16Precision(master="none")  # nothing is trained in here
     model = build.model(_plain(spec.model), precision, spec.seed, device, spec.engine.max_context)
-    return build_engine.embedded_of(spec.engine, model)
+    return build_alone.embedded_of(spec.engine, model)
 
 
 def _plain(model: ModelSpec) -> ModelSpec:
@@ -212,10 +212,10 @@ def _plain(model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"lora": None, "warm_start": None, "activations": "keep"})
 
 
-def _vllm(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
+def _vllm(spec: OnlineSpec, data_dir: Path) -> build_alone.Alone:
     assert not isinstance(spec.engine, ServerEngineSpec)
     lora = spec.model.lora
-    options = build_engine.vllm_options(
+    options = build_alone.vllm_options(
         spec.engine,
         device=build.pick_device(spec.device).type,
         dtype="float32" if isinstance(spec.precision, Float32Precision) else "bfloat16",
@@ -224,14 +224,14 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> build_engine.Alone:
     )
     engine, start, home = spec.engine, str(starting_model(spec, data_dir)), data_dir / "engine"
 
-    def one() -> build_engine.Alone:
-        return build_engine.vllm_alone(engine, start, home, options, version=0, thinking=spec.model.thinking)
+    def one() -> build_alone.Alone:
+        return build_alone.vllm_alone(engine, start, home, options, version=0, thinking=spec.model.thinking)
 
     alone = one()
     return replace(alone, engine=RevivedEngine(alone.engine, lambda: one().engine))
 
 
-def revival(alone: build_engine.Alone) -> Callable[[], Awaitable[None]] | None:
+def revival(alone: build_alone.Alone) -> Callable[[], Awaitable[None]] | None:
     """Of an engine that is a process of its own."""
     return alone.engine.start_again if isinstance(alone.engine, RevivedEngine) else None
 
@@ -248,7 +248,7 @@ def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
     return path
 
 
-def past(spec: OnlineSpec, alone: build_engine.Alone, versions: Path) -> Callable[[int], Any] | None:
+def past(spec: OnlineSpec, alone: build_alone.Alone, versions: Path) -> Callable[[int], Any] | None:
     """Engines of versions that were published before, beside the one that serves; None where they cannot be had."""
     if spec.model.lora is not None or not isinstance(spec.engine, ServerEngineSpec):
         return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import TandemError
 from tandem.protocols import Engine, Trainer
-from tandem.recipes import build, build_engine, sync_bench
+from tandem.recipes import build, build_alone, build_engine, sync_bench
 from tandem.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def install_engine(
 ) -> Path:
     """A Python environment with vLLM: its interpreter. No `directory`: where runs look for one. No `version`: one that
     has passed the conformance suite on this device."""
-    place = directory or Path(build_engine.default_python()).parent.parent
-    return build_engine.install_vllm(place, _picked(device), version, tell)
+    place = directory or Path(build_alone.default_python()).parent.parent
+    return build_alone.install_vllm(place, _picked(device), version, tell)
 
 
 def check_engine(
@@ -70,8 +70,8 @@ def check_engine(
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
     """Whether the vLLM of an interpreter does what runs need. If so, that is recorded beside it."""
-    python, picked = python or build_engine.default_python(), _picked(device)
-    version = build_engine.vllm_version(python)
+    python, picked = python or build_alone.default_python(), _picked(device)
+    version = build_alone.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[Check] = []
     for check in _checks(python, picked):
@@ -80,7 +80,7 @@ def check_engine(
     found = EngineCheck(python, version, picked, tuple(checks))
     if found.passed:
         names = [check.name for check in checks if check.state == "passed"]
-        tell(f"vLLM {version} has passed: recorded in {build_engine.record_passed(python, version, names)}")
+        tell(f"vLLM {version} has passed: recorded in {build_alone.record_passed(python, version, names)}")
     return found
 
 

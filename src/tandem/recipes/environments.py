@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import EngineError
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone
 from tandem.recipes.serve import find_model
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
@@ -59,7 +59,7 @@ def serve_environment(
     environment = build.environment(spec)
     try:
         path, _, _ = find_model(model)
-        alone, _ = build_engine.followed(engine, engine_token_file, path, thinking=thinking)
+        alone, _ = build_alone.followed(engine, engine_token_file, path, thinking=thinking)
         setting = Setting(
             environment, alone.engine, alone.renderer, sampling or Sampling(), alone.context, engine_deadline_s,
             episode_timeout_s, judge=build.judge(spec.judge, alone.engine, alone.renderer, alone.context),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.errors import GroupRefused, NotKnown, SpecError
 from tandem.io import atomic
-from tandem.recipes import build_engine
+from tandem.recipes import build_alone
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.service_client import ServiceClient
 from tandem.rollout.session_store import Deliver, Leaving, SessionStore
@@ -43,11 +43,11 @@ def serve_gateway(
     if engine_url:
         if engine_token_file is None:
             raise SpecError(f"--engine-url = '{engine_url}': it asks for a token; say where with --engine-token-file")
-        alone, name = build_engine.followed(engine_url, engine_token_file, path, thinking=thinking)
+        alone, name = build_alone.followed(engine_url, engine_token_file, path, thinking=thinking)
     else:
         # Forward passes leave the event loop: HTTP must answer while the model works.
         loaded, engine = load_model(path, version, HfEngineSpec(), thinking=thinking, inline=False)
-        alone = build_engine.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
+        alone = build_alone.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
     token = listen.token()  # before anything else is put into its data directory
     directory = trajectories or listen.data_dir / "trajectories"
     directory.mkdir(parents=True, exist_ok=True)

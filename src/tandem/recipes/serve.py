@@ -14,7 +14,7 @@ from tandem.errors import RunError
 from tandem.io import ahead
 from tandem.io.durable import owned
 from tandem.protocols import Engine
-from tandem.recipes import build, build_engine
+from tandem.recipes import build, build_alone, build_engine
 from tandem.serve.chat import chat_loop
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -65,15 +65,15 @@ def serve_engine(
     spec, device = spec or ServerEngineSpec(), build.pick_device(device).type
     options = waiting = None
     if isinstance(spec, VllmEngineSpec):
-        options = build_engine.vllm_options(
+        options = build_alone.vllm_options(
             spec, device=device, dtype=dtype, adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked
         )
     if source.startswith("@"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what was made for vLLM is taken away
         if options is None:
-            build_engine.embedded_ahead()
+            build_alone.embedded_ahead()
         else:
-            waiting = build_engine.vllm_ahead(options, listen.data_dir)
+            waiting = build_alone.vllm_ahead(options, listen.data_dir)
         print(f"engine: ready to load what {source[1:]} will name", file=sys.stderr, flush=True)
         told = ahead.told(Path(source[1:]))
         source, version = told["model"], told["version"]
@@ -84,11 +84,11 @@ def serve_engine(
     with owned(listen.data_dir):
         if isinstance(spec, VllmEngineSpec):
             assert options is not None
-            alone = build_engine.vllm_alone(
+            alone = build_alone.vllm_alone(
                 spec, path, listen.data_dir, options, version=version, thinking=thinking, waiting=waiting
             )
         else:
-            alone = build_engine.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
+            alone = build_alone.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
             _publish(alone.model, alone.engine, version)
         service = engine_service(
             alone.engine,
@@ -140,7 +140,7 @@ def load_model(
 ) -> tuple[build.Model, Engine]:
     device = build.pick_device("auto")
     model = build.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
-    engine = build_engine.embedded(spec, model, inline=inline)
+    engine = build_alone.embedded(spec, model, inline=inline)
     _publish(model, engine, version)
     return model, engine
 
