@@ -30,7 +30,8 @@ LAYERS = (
     ("loop", "runs", "online"),
     ("serve",),
     ("recipes",),
-    ("cli", "cli_artifacts", "cli_online", "cli_sync", "__init__", "__main__"),
+    ("cli_options",),
+    ("cli", "cli_artifacts", "cli_engine", "cli_online", "cli_sync", "__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -41,6 +42,7 @@ SIDEWAYS = {
     ("__main__", "cli"),
     ("cli", "cli_sync"),
     ("cli", "cli_artifacts"),
+    ("cli", "cli_engine"),
     ("cli", "cli_online"),
 }
 
@@ -60,7 +62,9 @@ LIGHT = (
     "serve/runs.py",
     "cli.py",
     "cli_artifacts.py",
+    "cli_engine.py",
     "cli_online.py",
+    "cli_options.py",
     "cli_sync.py",
     "__init__.py",
     "__main__.py",

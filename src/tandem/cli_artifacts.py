@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-artifacts_app = typer.Typer(help="Copies of runs that outlive their machine.", no_args_is_help=True)
+from tandem.cli_options import AsJson
 
-AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else on stdout.")]
+artifacts_app = typer.Typer(help="Copies of runs that outlive their machine.", no_args_is_help=True)
 
 
 @artifacts_app.command("push")

@@ -7,25 +7,23 @@ from typing import Annotated
 
 import typer
 
+from tandem.cli_options import Host, Insecure, Overrides, Port, ReadyFile
+
 online_app = typer.Typer(help="A server that learns while it answers.", no_args_is_help=True)
 
 
 @online_app.command("serve")
 def online_serve(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/online.toml.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")] = 8300,
+    overrides: Overrides = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8300,
     data_dir: Annotated[
         Path | None,
         typer.Option(help="Keeps versions, jobs and tokens: named again, it goes on. Default: .tandem/online."),
     ] = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")
-    ] = None,
-    insecure: Annotated[bool, typer.Option(help="Allow a public address without TLS.")] = False,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
 ) -> None:
     """Answer OpenAI requests with a model that learns from what POST /train brings, version by version."""
     from tandem.spec.online import load_online_spec

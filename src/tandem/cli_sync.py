@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from tandem.cli_options import AsJson
+
 sync_app = typer.Typer(
     help="Weights in step: what was proven, what holds now, what each way costs.", no_args_is_help=True
 )
-
-AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else on stdout.")]
 
 
 @sync_app.command("audit")
