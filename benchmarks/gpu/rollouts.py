@@ -4,7 +4,8 @@ REQUESTS prompts of 128 tokens, 512 new ones each, nothing ends sooner; random w
 `tandem engine serve` with vLLM behind it; `run` asks it as a run does, with somebody to whom each token is told. The
 other ways ask the same vLLM's server itself, over its socket: tokens one by one with their logprobs, in one piece with
 them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens.
-`--engines 2`: one on each GPU; after the ways, `run` through a pool of the first one, then of all, REQUESTS for each.
+`--engines 4`: one on each GPU; after the ways, `run` through pools of the first one, of two, and of all, REQUESTS for
+each of them.
 """
 
 from __future__ import annotations
@@ -211,14 +212,15 @@ async def of_one(engine: ServerEngine, arguments: argparse.Namespace, found: dic
 
 
 async def pooled(engines: list[ServerEngine], arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    rates: dict[int, list[float]] = {1: [], len(engines): []}
+    rates: dict[int, list[float]] = {count: [] for count in (1, 2, 4) if count < len(engines)} | {len(engines): []}
     for again, count in enumerate([*rates] * (1 + arguments.times)):  # the first of each warms up
         ways = Ways(EnginePool(engines[:count]), "", arguments)
         row = await timed(ways.run, count * arguments.requests, 100 + again)
         rates[count].append(row["rate"])
         print(f"{count} engines: {row['rate']:7.0f} tokens/s, CPU {row['cpu']}", flush=True)
-    one, all_of_them = (statistics.median(each[1:]) for each in rates.values())
-    print(f"{len(engines)} engines against one: {all_of_them / one:.2f}x", flush=True)
+    middle = {count: statistics.median(each[1:]) for count, each in rates.items()}
+    for count in [*middle][1:]:
+        print(f"{count} engines against one: {middle[count] / middle[1]:.2f}x", flush=True)
     found["pooled"] = rates
 
 
