@@ -28,8 +28,8 @@ from tandem.ops import digest
 UNKNOWN = -1
 """The digest of a tensor of which so much was written to that it is sooner taken anew, once, after the last update."""
 
-_PART = 1 << 23  # elements compared at a time
-_PIECE = 1 << 22  # elements coded at a time, and up to a part more
+_PART = 1 << 22  # elements compared at a time
+_PIECE = 3 << 20  # elements coded at a time, and up to a part more
 _MOST = 2 / 3  # of a part's elements changed: then all are coded
 _FEW = 1 / 64  # of a tensor's elements: so many at most have their digest followed one by one
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
