@@ -27,6 +27,7 @@ from trainers import (
 from tandem.algo import dr_grpo
 from tandem.engine.hf import EmbeddedEngine
 from tandem.errors import SpecError
+from tandem.model import serving
 from tandem.model.policy import CausalPolicy
 from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.model import LoraSpec
@@ -61,6 +62,42 @@ def trained_adapters() -> CausalPolicy:
         trainer.step(make_step(make_group(seed)))
     assert (logits(policy.module) - logits(llama().eval())).abs().max() > 0.1
     return policy
+
+
+def test_an_adapter_is_served_as_the_very_same_tensors_with_the_values_of_now() -> None:
+    """B times its scale in float32, as engines get it; and when the parameters' memory is another one, of that."""
+
+    def expected() -> dict[str, Tensor]:
+        return {
+            name: tensor
+            for each in serving.adapted(policy.module)
+            for name, tensor in ((each.a_name, each.a.clone()), (each.b_name, each.b.float() * each.scale))
+        }
+
+    def served() -> dict[str, Tensor]:
+        return dict(policy.weights(1, "adapter").tensors())
+
+    def as_they_should_be(tensors: dict[str, Tensor]) -> bool:
+        right = expected()
+        return tensors.keys() == right.keys() and all(torch.equal(tensors[name], right[name]) for name in right)
+
+    policy = trained_adapters()
+    first = served()
+    assert as_they_should_be(first)
+    with torch.no_grad():
+        for _, tensor in policy.trainable():
+            tensor.add_(0.37)
+    second = served()
+    assert as_they_should_be(second)
+    assert all(second[name] is first[name] for name in first)
+    _, moved = policy.trainable()[0]
+    moved.data = moved.data + 1
+    assert as_they_should_be(served())
+    for _, tensor in policy.trainable():
+        tensor.data = tensor.data.bfloat16()
+    third = served()
+    assert as_they_should_be(third)
+    assert {tensor.dtype for name, tensor in third.items() if ".lora_B." in name} == {torch.float32}
 
 
 def test_exported_weights_are_merged_and_give_the_adapted_models_logits(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.bridge.wire import Places
 from tandem.ops import digest
-from tandem.ops.copying import copy_all
+from tandem.ops.copying import Copying
 from tandem.types import Fingerprints
 
 
@@ -28,9 +28,9 @@ class Flat:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())
 
-    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Cast on the way."""
-        copy_all((self.tensors[name], tensor) for name, tensor in tensors)
+    def filling(self, tensors: Iterable[tuple[str, Tensor]]) -> Copying:
+        """Out of these. Cast on the way."""
+        return Copying((self.tensors[name], tensor) for name, tensor in tensors)
 
     def fingerprints(self) -> Fingerprints:
         """Of what is there now."""

@@ -8,7 +8,7 @@ its own; its names and forms are gone through again only when they are others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from tandem.bridge.group import Group
 from tandem.bridge.lent import Lending
 from tandem.bridge.outgoing import Form, check_numbers, forms, shaped
 from tandem.ops import digest
-from tandem.ops.copying import copy_all
+from tandem.ops.copying import Copying, copy_all, same
 from tandem.ops.phases import Phases
 from tandem.types import Fingerprints, Weights
 
@@ -43,8 +43,7 @@ class Packing:
         """`replies`: what engines said of themselves; more may come."""
         self._mode, self._replies = mode, replies
         self._told: tuple[list[tuple[str, Form]], wire.Places] | None = None
-        self._flat: Flat | None = None
-        self._made: list[Any] = []
+        self._packed: _Packed | None = None
 
     def parcel(self, weights: Weights, phases: Phases) -> Parcel:
         if weights.kind == "adapter":
@@ -55,32 +54,48 @@ class Packing:
         return _Model(weights, into, self._places([(name, into[name]) for name in fingerprints]), fingerprints)
 
     def _adapter(self, weights: Weights, phases: Phases) -> Parcel:
-        """Its tensors are made anew each time that it is gone through: here once."""
-        tensors = list(weights.tensors())
-        made: list[Any] = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors]
-        made += [id(reply) for reply in self._replies]
-        flat = self._flat
-        if flat is None or made != self._made:
-            again = replace(weights, tensors=lambda: iter(tensors))
-            into = forms(again, self._replies, self._mode)
-            for _ in shaped(again, into, self._mode):
-                """Each can be served in the form that is asked for."""
-            places = self._places([(name, into[name]) for name, _ in tensors])
-            device = tensors[0][1].device if tensors else torch.device("cpu")
-            self._flat = flat = Flat(places, places.size_bytes, device)
-            self._made = made
-        flat.fill(tensors)
+        """A trainer's are the very same tensors for each version: what was found out about them is kept."""
+        named = list(weights.tensors())
+        packed = self._packed
+        if packed is None or not packed.is_of(named, self._replies):
+            self._packed = packed = self._new(weights, named)
+        packed.filling.run()
         phases.end("gather")
-        fingerprints, odd = flat.looked_at()
+        fingerprints, odd = packed.flat.looked_at()
         phases.end("hash")
-        check_numbers(odd, weights, flat.places.tensors, self._mode)
-        return _Adapter(flat, fingerprints)
+        check_numbers(odd, weights, packed.flat.places.tensors, self._mode)
+        return _Adapter(packed.flat, fingerprints)
+
+    def _new(self, weights: Weights, named: list[tuple[str, Tensor]]) -> _Packed:
+        """Its tensors may be made anew each time that it is gone through: here that was once."""
+        again = replace(weights, tensors=lambda: iter(named))
+        into = forms(again, self._replies, self._mode)
+        for _ in shaped(again, into, self._mode):
+            """Each can be served in the form that is asked for."""
+        places = self._places([(name, into[name]) for name, _ in named])
+        flat = Flat(places, places.size_bytes, named[0][1].device if named else torch.device("cpu"))
+        return _Packed(named, list(self._replies), flat, flat.filling(named))
 
     def _places(self, told: list[tuple[str, Form]]) -> wire.Places:
         """In the order in which tensors come."""
         if self._told is None or self._told[0] != told:
             self._told = told, wire.Places.of(dict(told))
         return self._told[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """An adapter's tensors, and where they are laid together."""
+
+    named: list[tuple[str, Tensor]]
+    replies: list[Mapping[str, Any]]
+    flat: Flat
+    filling: Copying
+
+    def is_of(self, named: list[tuple[str, Tensor]], replies: Sequence[Mapping[str, Any]]) -> bool:
+        ours, theirs = ([tensor for _, tensor in each] for each in (self.named, named))
+        names = [name for name, _ in self.named] == [name for name, _ in named]
+        return names and same(ours, theirs) and same(self.replies, replies)
 
 
 class _Adapter:

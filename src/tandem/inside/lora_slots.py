@@ -11,8 +11,7 @@ R rank, I inputs, O outputs of a layer.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from tandem.errors import SyncError
 from tandem.inside.apply import PieceDigest
 from tandem.inside.layout import Layout, Piece
 from tandem.ops import digest
-from tandem.ops.copying import Copying
+from tandem.ops.copying import Copying, same
 
 SCHEME = "tandem:"
 _PREFIX = "base_model.model."
@@ -115,13 +114,13 @@ class LoraSlots:
             return None
         if number is None or number not in self._in_slots():
             return None
-        again = staged.writing is not None and _same(staged.writing[1], list(tensors.values()))
+        again = staged.writing is not None and same(staged.writing[1], list(tensors.values()))
         return staged if again or _forms(staged.tensors) == _forms(tensors) else None
 
     def _writing(self, old: _Staged, tensors: Mapping[str, Tensor]) -> Copying:
         """Into vLLM's own copy and into its slot. What arrives in one place is the same tensors each time."""
         slot, sources = self._slot_of(old.name), list(tensors.values())
-        if old.writing is not None and old.writing[0] == slot and _same(old.writing[1], sources):
+        if old.writing is not None and old.writing[0] == slot and same(old.writing[1], sources):
             return old.writing[2]
         parts, _ = self._reading(old.name)
         copying = Copying(
@@ -172,7 +171,7 @@ class LoraSlots:
 
     def check(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         """SyncError if they are no adapter of this model, scaled as it is to be served."""
-        if _same(self._sound[0], list(tensors.values())) and self._sound[1] == (list(tensors), config):
+        if same(self._sound[0], list(tensors.values())) and self._sound[1] == (list(tensors), config):
             return
         rank = int(config.get("r", 0))
         if not tensors:
@@ -249,11 +248,6 @@ def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list
             if len(pieces) == 1:  # or else the checkpoint has it fused, and an adapter of it is of another kind
                 slices[owner] = _Slice(layer, index, pieces[0])
     return slices
-
-
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """The very same objects. Held, so that none can be another one by now."""
-    return len(some) == len(others) > 0 and all(map(operator.is_, some, others))
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.device]]:

@@ -50,7 +50,7 @@ class CausalPolicy:
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
-        self._adapted = serving.adapted(module)
+        self._served_adapter = serving.Standing(serving.adapted(module))
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
         self.context_grad = True
@@ -161,9 +161,7 @@ class CausalPolicy:
             return Weights(version, kind, lambda: serving.whole(self.module))
         if self._adapter is None:
             raise SyncError("this policy has no adapter to send; set [model.lora], or choose another sync.bridge")
-        return Weights(
-            version, kind, lambda: serving.adapter(self.module, self._adapted), serving.adapter_config(self._adapter)
-        )
+        return Weights(version, kind, self._served_adapter.tensors, serving.adapter_config(self._adapter))
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """What the adapters stand upon: it must be the engine's, too, and is never sent."""

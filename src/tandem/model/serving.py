@@ -11,7 +11,8 @@ from torch import Tensor
 from tandem.model.quantized import exact, quantized_parts
 from tandem.ops.tensors import live_tensors
 
-_foreach_mul: Any = torch._foreach_mul  # pyright: ignore[reportPrivateImportUsage]
+_foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_foreach_mul: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()
@@ -53,16 +54,46 @@ class Adapted(NamedTuple):
     scale: float
 
 
-@torch.no_grad()
-def adapter(module: Any, found: Sequence[Adapted] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Under PEFT's names. B is scaled already, so that every engine computes with the very same numbers. `found`: what
-    `adapted` has; to look for it takes as long as to move the adapter."""
-    found = adapted(module) if found is None else found
-    wide = [each.b if each.b.dtype == torch.float32 else each.b.float() for each in found]
-    scaled = _foreach_mul(wide, [each.scale for each in found]) if found else ()
-    for each, b in zip(found, scaled, strict=True):
-        yield each.a_name, each.a.detach()
-        yield each.b_name, b
+class Standing:
+    """An adapter under PEFT's names, as the very same tensors each time that it is asked for, with the values of then.
+
+    B is scaled already, so that every engine computes with the very same numbers: in float32, in memory that is kept.
+    Hundreds of tensors made for each version take longer than their bytes; and every call of torch lets go of the
+    interpreter, which a thread gets back only when the others let it. So there are two.
+    """
+
+    def __init__(self, found: Sequence[Adapted]) -> None:
+        """`found`: what `adapted` has."""
+        self._trained = [tensor for each in found for tensor in (each.a, each.b)]
+        self._names = [name for each in found for name in (each.a_name, each.b_name)]
+        self._scales = [each.scale for each in found]
+        self._where: list[int] = []
+        self._scaled: list[Tensor] = []
+        self._served: list[tuple[str, Tensor]] = []
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What came of it before has these values, too."""
+        where = [tensor.data_ptr() for tensor in self._trained]
+        if where != self._where:
+            self._make()
+            self._where = where
+        if self._scaled:
+            _foreach_copy(self._scaled, self._trained[1::2])
+            _foreach_mul(self._scaled, self._scales)
+        return iter(self._served)
+
+    def _make(self) -> None:
+        """Parameters lie elsewhere than they did."""
+        self._scaled = [torch.empty_like(tensor, dtype=torch.float32) for tensor in self._trained[1::2]]
+        pairs = zip(self._trained[::2], self._scaled, strict=True)
+        tensors = [tensor for a, scaled in pairs for tensor in (a.detach(), scaled)]
+        self._served = list(zip(self._names, tensors, strict=True))
+
+
+def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Once, of any module with adapters in it."""
+    return Standing(adapted(module)).tensors()
 
 
 def adapted(module: Any) -> list[Adapted]:
