@@ -120,7 +120,7 @@ def test_sending_leaves_the_trainers_tensors_as_they_are(copying: WeightBridge) 
     assert bits(tensors) == before
 
 
-@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name.startswith("adapter")])
+@pytest.mark.parametrize("name", [name for name in COPYING if name.startswith("adapter")])
 def test_an_adapter_comes_to_where_the_one_before_lies_for_whoever_asked_for_that(name: str, tmp_path: Path) -> None:
     """As the very same tensors, with its own values; and elsewhere once names, shapes or types are others."""
     bridge = COPYING[name](tmp_path, 10.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tandem.bridge import parcel
+from tandem.bridge import outgoing
 from tandem.bridge.flat import Flat
 from tandem.bridge.parcel import Packing
 from tandem.errors import SyncError
@@ -74,13 +74,13 @@ def test_what_was_found_out_is_found_out_again_when_tensors_names_or_engines_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[int] = []
-    forms = parcel.forms
+    forms = outgoing.forms
 
     def counted(*args: Any) -> Any:
         looked.append(1)
         return forms(*args)
 
-    monkeypatch.setattr(parcel, "forms", counted)
+    monkeypatch.setattr("tandem.bridge.packed.forms", counted)
     replies: list[dict[str, Any]] = [{"layout": LAYOUT, "boot_id": "one"}]
     packing = Packing("adapter_broadcast", replies)
     tensors = dict(serving.Standing(adapted()).tensors())

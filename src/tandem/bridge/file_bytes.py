@@ -16,30 +16,37 @@ import torch
 from torch import Tensor
 
 _THREADS = 8
-_PIECE_BYTES = 32 * 2**20
+_PIECE_BYTES, _LEAST_BYTES = 32 * 2**20, 2 * 2**20
 
 
 def read_into(path: Path, flat: Tensor) -> Tensor:
     """The file's first bytes, as many as there is room for. OSError if it has fewer. Returns `flat`."""
     size = flat.numel()
+    step = _step(size)
     descriptor = os.open(path, os.O_RDONLY)
 
-    def read(begin: int) -> None:
-        room, stream = _rooms.mine(flat.device)
-        piece = flat[begin : begin + _PIECE_BYTES]
-        view = _bytes_of(room)[: piece.numel()]
+    def fill(view: memoryview, begin: int) -> None:
         done = 0
         while done < len(view):
             if not (count := os.preadv(descriptor, [view[done:]], begin + done)):
                 raise OSError(f"it ends after {begin + done} bytes instead of {size}")
             done += count
+
+    def read(begin: int) -> None:
+        piece = flat[begin : begin + step]
+        if not flat.is_cuda:
+            return fill(_bytes_of(piece), begin)
+        room, stream = _rooms.mine(flat.device)
+        view = _bytes_of(room)[: piece.numel()]
+        fill(view, begin)
         with torch.cuda.stream(stream):
             piece.copy_(room[: len(view)], non_blocking=True)
         stream.synchronize()  # the room is this thread's next one, too
 
     try:
-        with ThreadPoolExecutor(min(_THREADS, _pieces(size)), "read") as threads:
-            list(threads.map(read, range(0, size, _PIECE_BYTES)))
+        begins = range(0, size, step)
+        with ThreadPoolExecutor(max(1, min(_THREADS, len(begins))), "read") as threads:
+            list(threads.map(read, begins))
     finally:
         os.close(descriptor)
     return flat
@@ -61,10 +68,11 @@ class Writing:
             _write_all(descriptor, _bytes_of(raw), offset)
             return
         self._threads = self._threads or ThreadPoolExecutor(_THREADS, "write")
-        for begin in range(0, raw.numel(), _PIECE_BYTES):
+        step = _step(raw.numel())
+        for begin in range(0, raw.numel(), step):
             while not self._room.acquire(timeout=1.0):
                 self._still_wanted()
-            piece = raw[begin : begin + _PIECE_BYTES]
+            piece = raw[begin : begin + step]
             self._under_way.append(self._threads.submit(self._write, descriptor, piece, offset + begin))
 
     def finish(self) -> None:
@@ -103,8 +111,9 @@ class _Rooms(threading.local):
 _rooms = _Rooms()
 
 
-def _pieces(size: int) -> int:
-    return max(1, -(-size // _PIECE_BYTES))
+def _step(size: int) -> int:
+    """For every thread a piece, if it is not too small a one for a thread, nor too large for its room."""
+    return min(_PIECE_BYTES, max(_LEAST_BYTES, -(-size // _THREADS)))
 
 
 def _bytes_of(raw: Tensor) -> memoryview:

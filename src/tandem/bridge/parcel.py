@@ -8,7 +8,6 @@ its own; its names and forms are gone through again only when they are others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -20,8 +19,9 @@ from tandem.bridge.flat import Flat
 from tandem.bridge.group import Group
 from tandem.bridge.lent import Lending
 from tandem.bridge.outgoing import Form, check_numbers, forms, shaped
+from tandem.bridge.packed import Packed, forms_of
 from tandem.ops import digest
-from tandem.ops.copying import Copying, copy_all, same
+from tandem.ops.copying import copy_all
 from tandem.ops.phases import Phases
 from tandem.types import Fingerprints, Weights
 
@@ -43,7 +43,7 @@ class Packing:
         """`replies`: what engines said of themselves; more may come."""
         self._mode, self._replies = mode, replies
         self._told: tuple[list[tuple[str, Form]], wire.Places] | None = None
-        self._packed: _Packed | None = None
+        self._packed: Packed | None = None
 
     def parcel(self, weights: Weights, phases: Phases) -> Parcel:
         if weights.kind == "adapter":
@@ -58,7 +58,9 @@ class Packing:
         named = list(weights.tensors())
         packed = self._packed
         if packed is None or not packed.is_of(named, self._replies):
-            self._packed = packed = self._new(weights, named)
+            into = forms_of(weights, named, self._replies, self._mode)
+            places = self._places([(name, into[name]) for name, _ in named])
+            self._packed = packed = Packed(named, self._replies, places)
         packed.filling.run()
         phases.end("gather")
         fingerprints, odd = packed.flat.looked_at()
@@ -66,36 +68,11 @@ class Packing:
         check_numbers(odd, weights, packed.flat.places.tensors, self._mode)
         return _Adapter(packed.flat, fingerprints)
 
-    def _new(self, weights: Weights, named: list[tuple[str, Tensor]]) -> _Packed:
-        """Its tensors may be made anew each time that it is gone through: here that was once."""
-        again = replace(weights, tensors=lambda: iter(named))
-        into = forms(again, self._replies, self._mode)
-        for _ in shaped(again, into, self._mode):
-            """Each can be served in the form that is asked for."""
-        places = self._places([(name, into[name]) for name, _ in named])
-        flat = Flat(places, places.size_bytes, named[0][1].device if named else torch.device("cpu"))
-        return _Packed(named, list(self._replies), flat, flat.filling(named))
-
     def _places(self, told: list[tuple[str, Form]]) -> wire.Places:
         """In the order in which tensors come."""
         if self._told is None or self._told[0] != told:
             self._told = told, wire.Places.of(dict(told))
         return self._told[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """An adapter's tensors, and where they are laid together."""
-
-    named: list[tuple[str, Tensor]]
-    replies: list[Mapping[str, Any]]
-    flat: Flat
-    filling: Copying
-
-    def is_of(self, named: list[tuple[str, Tensor]], replies: Sequence[Mapping[str, Any]]) -> bool:
-        ours, theirs = ([tensor for _, tensor in each] for each in (self.named, named))
-        names = [name for name, _ in self.named] == [name for name, _ in named]
-        return names and same(ours, theirs) and same(self.replies, replies)
 
 
 class _Adapter:

@@ -11,7 +11,7 @@ import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,7 @@ from tandem.errors import SyncError
 from tandem.io import atomic
 from tandem.ops import digest
 from tandem.ops.phases import Phases
-from tandem.types import Sent, WeightKind, Weights
+from tandem.types import Fingerprints, Sent, WeightKind, Weights
 
 _PREFIX = "tandem-weights-"
 _KEPT = 2  # the one that is served while the next is read
@@ -63,7 +63,7 @@ class FilesBridge:
     def send(self, weights: Weights) -> Sent:
         if self._source is None:
             raise SyncError(f"{self.mode}: send() before source(): nobody was told where versions lie")
-        into = forms(weights, self._source.replies, self.mode)
+        into = forms(weights, self._replies, self.mode)
         path = Path(self._source.link["directory"]) / directory_name(weights.version)
         deadline = self._source.deadline()
         failed = f"version {weights.version} was not written to {path}"
@@ -91,6 +91,11 @@ class FilesBridge:
 
     # --- for those who derive
 
+    @property
+    def _replies(self) -> Sequence[Mapping[str, Any]]:
+        """What engines said of themselves."""
+        return self._source.replies if self._source is not None else ()
+
     def _stem(self, name: str) -> str:
         """The file that a tensor belongs in, without the number of its shard."""
         raise NotImplementedError
@@ -112,19 +117,9 @@ class FilesBridge:
         self, weights: Weights, into: Mapping[str, Form], path: Path, still_wanted: Callable[[], None]
     ) -> tuple[wire.Manifest, Phases]:
         phases = Phases()
-        entries: dict[str, wire.Entry] = {}
-        fingerprints: dict[str, str] = {}
         with atomic.directory(path, durable=False) as directory:
             shards = self._shards(into)
-            with _opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
-                for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
-                    raw = wire.as_bytes(tensor)
-                    phases.end("gather")
-                    file, offset = places[name]
-                    writing.write(files[file].fileno(), raw, offset)
-                    entries[name], fingerprints[name] = wire.Entry(*into[name], offset, file), fingerprint
-                    phases.end("move")
-                writing.finish()
+            entries, fingerprints = self._tensors(weights, into, shards, directory, still_wanted, phases)
             self._accompany(directory, weights, shards)
             manifest = wire.Manifest(
                 self.mode,
@@ -139,6 +134,29 @@ class FilesBridge:
             still_wanted()  # who was told that it failed must not see it appear
         phases.end("move")
         return manifest, phases
+
+    def _tensors(
+        self,
+        weights: Weights,
+        into: Mapping[str, Form],
+        shards: Mapping[str, Mapping[str, Form]],
+        directory: Path,
+        still_wanted: Callable[[], None],
+        phases: Phases,
+    ) -> tuple[Mapping[str, wire.Entry], Fingerprints]:
+        """Writes them. One by one, as each is made: there is no room for a model twice."""
+        entries: dict[str, wire.Entry] = {}
+        fingerprints: dict[str, str] = {}
+        with _opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
+            for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
+                raw = wire.as_bytes(tensor)
+                phases.end("gather")
+                file, offset = places[name]
+                writing.write(files[file].fileno(), raw, offset)
+                entries[name], fingerprints[name] = wire.Entry(*into[name], offset, file), fingerprint
+                phases.end("move")
+            writing.finish()
+        return entries, fingerprints
 
     def _forget_old(self, newest: Path) -> None:
         self._written = [path for path in self._written if path != newest] + [newest]
@@ -208,7 +226,7 @@ def _opened(
     try:
         for file_name, part in shards.items():
             file = files[file_name] = (directory / file_name).open("wb")
-            header, offsets = _header(part)
+            header, offsets = header_of(part)
             file.write(header)
             file.flush()  # what follows is written at its place, past this file's buffer
             places |= {name: (file_name, len(header) + offset) for name, offset in offsets.items()}
@@ -218,7 +236,7 @@ def _opened(
             file.close()
 
 
-def _header(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
+def header_of(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0

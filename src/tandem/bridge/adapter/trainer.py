@@ -1,18 +1,30 @@
-"""adapter, the trainer's end: what PEFT saves, in memory-backed storage, in a directory of its own each version."""
+"""adapter, the trainer's end: what PEFT saves, in memory-backed storage, in a directory of its own each version.
+
+The file is put together where the tensors are, its header with them, and written in one piece.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
-from tandem.bridge.outgoing import Form
-from tandem.bridge.versions import FilesBridge
-from tandem.types import WeightKind, Weights
+import torch
+from torch import Tensor
+
+from tandem.bridge.file_bytes import Writing
+from tandem.bridge.outgoing import Form, check_numbers
+from tandem.bridge.packed import Packed, forms_of
+from tandem.bridge.versions import FilesBridge, header_of
+from tandem.bridge.wire import Entry, Places
+from tandem.ops.phases import Phases
+from tandem.types import Fingerprints, WeightKind, Weights
 
 _MEMORY = Path("/dev/shm")
+_FILE = "adapter_model.safetensors"
 _PLAIN = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "inference_mode": True}
 
 
@@ -23,9 +35,42 @@ class AdapterBridge(FilesBridge):
     def __init__(self, directory: Path | None = None, *, deadline_s: float = 60.0) -> None:
         """Without a directory: the machine's shared memory, readable by this user alone."""
         super().__init__((directory or memory_backed()).resolve(), deadline_s, private=True)
+        self._packed: Packed | None = None
 
     def _stem(self, name: str) -> str:
-        return "adapter_model.safetensors"
+        return _FILE
+
+    def _tensors(
+        self,
+        weights: Weights,
+        into: Mapping[str, Form],
+        shards: Mapping[str, Mapping[str, Form]],
+        directory: Path,
+        still_wanted: Callable[[], None],
+        phases: Phases,
+    ) -> tuple[Mapping[str, Entry], Fingerprints]:
+        named = list(weights.tensors())
+        packed = self._packed
+        if packed is None or not packed.is_of(named, self._replies):
+            self._packed = packed = self._laid_out(weights, named)
+        packed.filling.run()
+        phases.end("gather")
+        fingerprints, odd = packed.flat.looked_at()
+        phases.end("hash")
+        check_numbers(odd, weights, into, self.mode)
+        with (directory / _FILE).open("wb") as file, closing(Writing(still_wanted)) as writing:
+            writing.write(file.fileno(), packed.flat.raw, 0)
+            writing.finish()
+        phases.end("move")
+        return packed.flat.places.tensors, fingerprints
+
+    def _laid_out(self, weights: Weights, named: list[tuple[str, Tensor]]) -> Packed:
+        into = forms_of(weights, named, self._replies, self.mode)
+        header, offsets = header_of(into)
+        places = {name: Entry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
+        packed = Packed(named, self._replies, Places(places))
+        packed.flat.raw[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        return packed
 
     def _accompany(self, directory: Path, weights: Weights, shards: Mapping[str, Mapping[str, Form]]) -> None:
         config = json.dumps({**_PLAIN, **weights.adapter}, indent=2)
