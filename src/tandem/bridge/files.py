@@ -64,7 +64,7 @@ class FilesSource(EngineEnd):
             if self._in_one_place:
                 with self._reading:
                     return self._in_its_place(path, version)
-            weights = read(path, self._mode, version, self._device)
+            weights = _mapped(opened(path, self._mode, version), path, self._device)
         except SyncError:
             raise
         except OSError as error:
@@ -75,7 +75,9 @@ class FilesSource(EngineEnd):
     def _in_its_place(self, path: Path, version: int) -> Weights:
         """Where the version before lies, if that was of the same form."""
         manifest = opened(path, self._mode, version)
-        (file,) = {entry.file for entry in manifest.tensors.values()}
+        if len(files := {entry.file for entry in manifest.tensors.values()}) != 1:
+            return _mapped(manifest, path, self._device)  # it is empty, which is not for a bridge to judge
+        (file,) = files
         size, kept = manifest.files[file][0], self._kept
         if kept is None or len(kept.raw) != size or kept.places.tensors != manifest.tensors:
             kept = Flat(Places(manifest.tensors), size, self._device)
@@ -102,9 +104,6 @@ class FilesSource(EngineEnd):
         return {found for name in names if (found := version_in(name)) is not None}
 
 
-_CPU = torch.device("cpu")
-
-
 def opened(directory: Path, mode: str, version: int) -> Manifest:
     """Everything that can be said against the files without reading the tensors has been said."""
     manifest = _manifest(directory, mode)
@@ -115,8 +114,7 @@ def opened(directory: Path, mode: str, version: int) -> Manifest:
     return manifest
 
 
-def read(directory: Path, mode: str, version: int, device: torch.device = _CPU) -> Weights:
-    manifest = opened(directory, mode, version)
+def _mapped(manifest: Manifest, directory: Path, device: torch.device) -> Weights:
     held_in = sorted({entry.file for entry in manifest.tensors.values()})
     mapped = {name: _raw(directory / name, manifest.files[name][0], device) for name in held_in}
 

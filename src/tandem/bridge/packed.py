@@ -22,9 +22,13 @@ Named = list[tuple[str, Tensor]]
 
 
 class Packed:
-    def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places) -> None:
+    def __init__(
+        self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, ahead_bytes: int = 0
+    ) -> None:
+        """`ahead_bytes`: what lies before the first of them."""
         self._named, self._replies = named, list(replies)
-        self.flat = Flat(places, places.size_bytes, named[0][1].device if named else torch.device("cpu"))
+        device = named[0][1].device if named else torch.device("cpu")
+        self.flat = Flat(places, max(places.size_bytes, ahead_bytes), device)
         self.filling = self.flat.filling(named)
 
     def is_of(self, named: Named, replies: Sequence[Mapping[str, Any]]) -> bool:

@@ -68,7 +68,7 @@ class AdapterBridge(FilesBridge):
         into = forms_of(weights, named, self._replies, self.mode)
         header, offsets = header_of(into)
         places = {name: Entry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
-        packed = Packed(named, self._replies, Places(places))
+        packed = Packed(named, self._replies, Places(places), len(header))
         packed.flat.raw[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return packed
 
