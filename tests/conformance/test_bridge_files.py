@@ -194,10 +194,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["disk", "adapter"])
-def test_damage_is_refused(name: str, damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "in_one_place"), [("disk", False), ("adapter", False), ("adapter", True)])
+def test_damage_is_refused(name: str, in_one_place: bool, damage: str, tmp_path: Path) -> None:
     bridge = COPYING[name](tmp_path, 5.0)
     source = meet(bridge)
+    if in_one_place:
+        assert source.arrive_in_one_place()
     for version in (1, 2):
         bridge.send(weights_of(version, bridge.carries))
     inflict, says = DAMAGE[damage]
