@@ -65,7 +65,7 @@ class Played:
         self.engine: Any = alone.engine
         self.lives: list[Mortal] = []
 
-        def another() -> Mortal:
+        def another(*_: Any) -> Mortal:
             self.lives.append(Mortal(build_online.alone(spec, home).engine))
             return self.lives[-1]
 

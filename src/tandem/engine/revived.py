@@ -18,12 +18,18 @@ from tandem.types import Completion, Fingerprints, Sampling, Served
 _log = logging.getLogger(__name__)
 
 
+Under = Callable[[Callable[[], None]], None]
+"""Hears, as soon as there is something to end, how a start that is under way is ended before its time."""
+
+
 class RevivedEngine:
-    def __init__(self, first: DigestedEngine, start: Callable[[], DigestedEngine]) -> None:
-        """`start` blocks until another one is ready."""
+    def __init__(self, first: DigestedEngine, start: Callable[[Under], DigestedEngine]) -> None:
+        """`start` blocks until another one is ready, or until it is ended."""
         self._now, self._start = first, start
         self._is_new = False
         """Started again, and no version loaded yet."""
+        self._end_start: Callable[[], None] = lambda: None
+        self._closed = False
 
     @property
     def version(self) -> int:
@@ -38,8 +44,20 @@ class RevivedEngine:
         with suppress(TandemError, OSError):
             await self._now.close()
         self._is_new = True
-        self._now = await asyncio.to_thread(self._start)
+        await asyncio.to_thread(self._start_now)
         _log.info("the engine was started again")
+
+    def _start_now(self) -> None:
+        """To its end, also where nobody waits for it any more."""
+        try:
+            self._now = self._start(self._under_way)
+        finally:
+            self._end_start = lambda: None
+
+    def _under_way(self, end: Callable[[], None]) -> None:
+        self._end_start = end
+        if self._closed:
+            end()
 
     async def generate(
         self,
@@ -74,4 +92,7 @@ class RevivedEngine:
         await self._now.lost()
 
     async def close(self) -> None:
+        """A start takes a minute, and its thread cannot be ended: so what it waits for is."""
+        self._closed = True
+        self._end_start()
         await self._now.close()

@@ -142,8 +142,9 @@ def vllm_alone(
     version: int,
     thinking: bool,
     waiting: VllmProcess | None = None,
+    under_way: Callable[[VllmProcess], None] = lambda process: None,
 ) -> Alone:
-    """With its process, once that is ready. `waiting`: one that was started ahead."""
+    """With its process, once that is ready. `waiting`: one that was started ahead. `under_way` hears of it before."""
     from tandem.engine.vllm_process import VllmProcess
 
     made_for = _made_for(path)
@@ -152,6 +153,7 @@ def vllm_alone(
     if waiting is not None:
         waiting.serve(options)
     process = waiting or VllmProcess(options, home)  # it takes far longer than what is imported here meanwhile
+    under_way(process)
     try:
         from tandem.engine.vllm import VllmEngine
         from tandem.text.renderer import Renderer

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.data.conversation import Conversation
-from tandem.engine.revived import RevivedEngine
+from tandem.engine.revived import RevivedEngine, Under
 from tandem.errors import SpecError
 from tandem.online.demonstrations import Judged
 from tandem.online.half import Canary, Parts
@@ -224,11 +224,20 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> build_alone.Alone:
     )
     engine, start, home = spec.engine, str(starting_model(spec, data_dir)), data_dir / "engine"
 
-    def one() -> build_alone.Alone:
-        return build_alone.vllm_alone(engine, start, home, options, version=0, thinking=spec.model.thinking)
+    def one(under_way: Under) -> build_alone.Alone:
+        thinking = spec.model.thinking
+        return build_alone.vllm_alone(
+            engine,
+            start,
+            home,
+            options,
+            version=0,
+            thinking=thinking,
+            under_way=lambda process: under_way(process.kill),
+        )
 
-    alone = one()
-    return replace(alone, engine=RevivedEngine(alone.engine, lambda: one().engine))
+    alone = one(lambda end: None)
+    return replace(alone, engine=RevivedEngine(alone.engine, lambda under_way: one(under_way).engine))
 
 
 def revival(alone: build_alone.Alone) -> Callable[[], Awaitable[None]] | None:
