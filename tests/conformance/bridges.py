@@ -50,6 +50,8 @@ COPYING: dict[str, Make] = {
 }
 FILES = ("disk", "restart", "adapter")
 LENT = ("broadcast by memory", "adapter_broadcast by memory")
+FILLED = "adapter_broadcast by memory"
+"""For one receiver it lies there before it is announced: until then nobody but the trainer has begun."""
 COLLECTIVES = ("broadcast", "adapter_broadcast", *LENT)
 BRIDGES: dict[str, Make] = {
     "inproc": lambda at, s: InprocBridge(s),

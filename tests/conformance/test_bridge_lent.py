@@ -19,6 +19,7 @@ from tandem.bridge import collective, way
 from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
 from tandem.bridge.broadcast.trainer import BroadcastBridge
 from tandem.bridge.lent import Borrowed, Borrowing, Lending
+from tandem.bridge.notes import Notes
 from tandem.bridge.way import Way
 from tandem.errors import SyncError, SyncTimeout
 from tandem.inside.sources import open_source
@@ -152,7 +153,9 @@ def test_who_still_reads_when_a_meeting_is_broken_off_finds_nothing_of_the_next(
         with monkeypatch.context() as patch:
             patch.setattr(Borrowing, "settle", stuck)
             answer = threads.submit(late.receive, 1)
-            with pytest.raises(SyncTimeout, match="version 1 was not taken within 1 s"):
+            with pytest.raises(
+                SyncTimeout, match=r"version 1(: receiver 0 did not confirm it| was not taken) within 1 s"
+            ):
                 bridge.send(weights_of(1, bridge.carries))
             assert reading.is_set()
         was = [room.clone() for room in rooms[0]]
@@ -184,6 +187,117 @@ def test_either_ends_trouble_in_the_middle_is_told_at_once(
                 answer.result(timeout=10)
             assert time.monotonic() - started < 5
         bridge.close()
+
+
+# --- one worker, one bucket: what is filled before it is announced
+
+
+def test_a_version_for_one_worker_takes_one_round_of_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The announcement and the verdict: no note waits for another one in between."""
+    written: list[str] = []
+    write, announce = Notes.write, Notes.announce
+
+    def counted(self: Any, key: str, *args: Any) -> None:
+        written.append(key)
+        write(self, key, *args)
+
+    def announced(self: Any, sequence: int, *args: Any, **more: Any) -> None:
+        written.append(f"{sequence}/manifest")
+        announce(self, sequence, *args, **more)
+
+    bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
+    source = meet(bridge)
+    carry(bridge, source, weights_of(1, "adapter"))
+    monkeypatch.setattr(Notes, "write", counted)
+    monkeypatch.setattr(Notes, "announce", announced)
+    _, (received,) = carry(bridge, source, weights_of(2, "adapter"))
+    assert bits(received.tensors()) == bits(as_served("adapter", 2))
+    assert written == ["2/manifest", "2/done/1"]
+    bridge.close()
+
+
+def test_what_a_worker_has_claimed_is_never_written_again_and_the_meeting_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It reads on when the trainer has given up."""
+    bridge = AdapterBroadcastBridge(deadline_s=1, backend="ipc")
+    source = meet(bridge)
+    reading, go_on, rooms = threading.Event(), threading.Event(), list[torch.Tensor]()
+    settle = Borrowing.settle
+
+    def slow(self: Any, *args: Any) -> None:
+        rooms.append(self._memory.rooms[0])
+        reading.set()
+        assert go_on.wait(20)
+        settle(self, *args)
+
+    monkeypatch.setattr(Borrowing, "settle", slow)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 1)
+        with pytest.raises(SyncTimeout, match="version 1: receiver 0 did not confirm it within 1 s"):
+            bridge.send(weights_of(1, "adapter"))
+        assert reading.is_set()
+        was = rooms[0].clone()
+        with pytest.raises(SyncError, match="this meeting has ended"):
+            bridge.send(weights_of(2, "adapter"))
+        assert torch.equal(rooms[0], was)
+        go_on.set()
+        with pytest.raises(SyncTimeout):
+            answer.result(timeout=10)
+    bridge.close()
+
+
+def test_what_the_trainer_took_back_is_read_by_nobody_who_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has seen the announcement, and not claimed it yet: so the room may be written, and the next version is its."""
+    bridge = AdapterBroadcastBridge(deadline_s=1.5, backend="ipc")
+    source = meet(bridge)
+    seen, go_on, claims, read = threading.Event(), threading.Event(), list[bool](), list[int]()
+    claim, borrow = Notes.claim, Borrowing.broadcast
+
+    def late(self: Any, *args: Any) -> bool:
+        if not self._mine and not claims:
+            seen.set()
+            assert go_on.wait(20)
+        claimed = claim(self, *args)
+        if not self._mine:
+            claims.append(claimed)
+        return claimed
+
+    def counted(self: Any, *args: Any) -> None:
+        read.append(self._sequence)
+        borrow(self, *args)
+
+    monkeypatch.setattr(Notes, "claim", late)
+    monkeypatch.setattr(Borrowing, "broadcast", counted)
+    link = dict(source.link) | {"deadline_s": 20.0}
+    theirs = open_source(link)
+    with ThreadPoolExecutor(2) as threads:
+        answer = threads.submit(theirs.receive, 1)
+        with pytest.raises(SyncTimeout, match=r"for version 1, receiver 0 did not come within 1\.5 s"):
+            bridge.send(weights_of(1, "adapter"))
+        assert seen.is_set()
+        again = threads.submit(bridge.send, weights_of(1, "adapter", as_served("adapter", 7)))
+        time.sleep(0.1)
+        go_on.set()
+        again.result(timeout=10)
+        assert bits(answer.result(timeout=10).tensors()) == bits(as_served("adapter", 7))
+    assert (claims, read) == ([False, True], [2])
+    bridge.close()
+
+
+def test_who_is_asked_for_another_version_reads_nothing_and_the_room_is_written_again() -> None:
+    bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
+    source = meet(bridge)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 7)
+        for version in (5, 6):
+            with pytest.raises(SyncError, match=f"refused: receiver 0: asked for version 7, sent was {version}"):
+                bridge.send(weights_of(version, "adapter"))
+        host: Any = bridge._host_of  # pyright: ignore[reportPrivateUsage]
+        assert not host._notes.store.check(["2/unclaimed"])  # another process with this link could not read it either
+        bridge.send(weights_of(7, "adapter"))
+        assert bits(answer.result(timeout=10).tensors()) == bits(as_served("adapter", 7))
+    bridge.close()
 
 
 # --- whose memory it is

@@ -17,7 +17,7 @@ from tandem.bridge import wire
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Lending, Memory, Unmapped
-from tandem.bridge.notes import BROKEN, CLOSED, CLOSING_S, WAY_OUT, Meeting, Notes, told
+from tandem.bridge.notes import BROKEN, CLOSING_S, WAY_OUT, Meeting, Notes, told
 from tandem.bridge.parcel import Carrier, Packing, Parcel, rooms_of
 from tandem.bridge.seat import GroupSource
 from tandem.bridge.way import Backend, Way, way
@@ -136,12 +136,7 @@ class _Host:
             )
             self._tell_places(parcel.places, deadline)
             phases.end("gather")
-            chosen, manifest = self._agree_on_a_way(manifest, deadline)
-            phases.end("meet")
-            self._move(parcel, manifest, deadline)
-            phases.end("move")
-            self._hear_verdicts(manifest, deadline)
-            phases.end("confirm")
+            chosen = self._carry(parcel, manifest, deadline, phases)
         finally:
             self._lock.release()
         return Sent(
@@ -160,9 +155,7 @@ class _Host:
             return  # whoever sends finds out, and ends the group itself
         self._end("it was closed", broken=False)
         # Receivers wait for the next announcement: it comes, and says that there will be none.
-        deadline = Deadline(self._meeting.mode, CLOSING_S)
-        self._notes.count("the store did not close", deadline, CLOSED)
-        self._notes.write(f"{self._sequence + 1}/manifest", "", deadline)
+        self._notes.close(self._sequence, "the trainer closed this meeting", Deadline(self._meeting.mode, CLOSING_S))
         self._lock.release()
 
     def _tell_places(self, places: wire.Places, deadline: Deadline) -> None:
@@ -171,25 +164,40 @@ class _Host:
             self._notes.write(f"places/{places.checksum}", places.text, deadline)
             self._places = places
 
-    def _agree_on_a_way(self, manifest: wire.Manifest, deadline: Deadline) -> tuple[Way, wire.Manifest]:
+    def _carry(self, parcel: Parcel, manifest: wire.Manifest, deadline: Deadline, phases: Phases) -> Way:
         """What works is kept for all versions of this meeting. Only auto looks for another."""
         if self._way is None:
             devices = [each for reply in self.source.replies for each in reply.get("devices", ("",))]
             self._way = way(self._meeting.mode, self._backend, self._device, devices, roomy=self._roomy)
         try:
-            return self._way, self._announced_by(self._way, manifest, deadline)
+            self._carry_by(self._way, parcel, manifest, deadline, phases)
         except Unmapped as error:
             if self._backend != "auto":
                 raise
             _log.warning("%s; by way of the host instead", error)
             self._way, self._memory = Way("auto", "gloo", str(error)), None
-            return self._way, self._announced_by(self._way, manifest, deadline)
+            self._carry_by(self._way, parcel, manifest, deadline, phases)
+        return self._way
 
-    def _announced_by(self, chosen: Way, manifest: wire.Manifest, deadline: Deadline) -> wire.Manifest:
+    def _carry_by(
+        self, chosen: Way, parcel: Parcel, manifest: wire.Manifest, deadline: Deadline, phases: Phases
+    ) -> None:
         lent = self._lend(manifest).handles if chosen.is_lent else ()
-        manifest = replace(manifest, way=chosen.engaged, lent=lent)
-        self._gather_everybody(manifest, deadline)
-        return manifest
+        # Of several receivers all take a version, or none: who would have taken it already when another one refuses?
+        filled = len(lent) == 1 and rooms_of(manifest) <= 1
+        manifest = replace(manifest, way=chosen.engaged, lent=lent, filled=filled)
+        if filled:
+            self._move(parcel, manifest, deadline)
+            phases.end("move")
+            self._announce(manifest, deadline)
+            self._hear_of_filled(manifest, deadline)
+        else:
+            self._gather_everybody(manifest, deadline)
+            phases.end("meet")
+            self._move(parcel, manifest, deadline)
+            phases.end("move")
+            self._hear_verdicts(manifest, deadline)
+        phases.end("confirm")
 
     def _lend(self, manifest: wire.Manifest) -> Memory:
         """Nobody reads there any more: each version before was taken by all, or else this meeting has ended."""
@@ -199,12 +207,23 @@ class _Host:
             self._memory = Memory(self._meeting.token, self._device, rooms, size, receivers)
         return self._memory
 
+    def _announce(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+        text, failed = manifest.to_text(self._places), f"version {manifest.version} was not announced"
+        self._sequence += 1
+        self._notes.announce(self._sequence, text, failed, deadline, claimable=manifest.filled)
+        self._forget(self._sequence - 2)
+
+    def _say_what_follows(self, error: Exception) -> None:
+        """To those who were told of this version."""
+        again = isinstance(error, Unmapped) and self._backend == "auto"
+        text = AGAIN if again else str(error)
+        self._notes.write(f"{self._sequence}/go", text, Deadline(self._meeting.mode, CLOSING_S))
+
     def _gather_everybody(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         """From here to the end of `_move` both ends walk in step; before it, either may still refuse."""
         mode, version = self._meeting.mode, manifest.version
-        now = self._sequence = self._notes.count(f"version {version} was not announced", deadline, 1)
-        self._notes.write(f"{now}/manifest", manifest.to_text(self._places), deadline)
-        self._forget(now - 2)
+        self._announce(manifest, deadline)
+        now = self._sequence
         refusals: list[str] = []
         try:
             answers = self._hear(f"{now}/answer", f"for version {version}, {{}} did not come", deadline)
@@ -214,8 +233,7 @@ class _Host:
                 raise kind(f"{mode}: version {version} was not sent: {'; '.join(refusals)}")
         except SyncError as error:
             # Whoever comes late must not wait in a collective for a sender that has gone on.
-            again = isinstance(error, Unmapped) and self._backend == "auto"
-            self._notes.write(f"{now}/go", AGAIN if again else str(error), Deadline(mode, CLOSING_S))
+            self._say_what_follows(error)
             raise
         self._notes.write(f"{now}/go", "", deadline)
 
@@ -223,10 +241,14 @@ class _Host:
         carrier: Carrier | None = None
 
         def break_off(why: str) -> None:
+            closing = Deadline(self._meeting.mode, CLOSING_S)
             if isinstance(carrier, Lending):
                 carrier.break_off(why)
             with suppress(SyncError):
-                self._notes.write(f"{self._sequence}/broken", why, Deadline(self._meeting.mode, CLOSING_S))
+                if manifest.filled:  # nobody was told of it, and nobody will be
+                    self._notes.close(self._sequence, why, closing)
+                else:
+                    self._notes.write(f"{self._sequence}/broken", why, closing)
             self._end(why, broken=True)
 
         with told(self._meeting.mode, f"version {manifest.version} was not sent to its end", break_off):
@@ -237,12 +259,40 @@ class _Host:
     def _carrier(self, manifest: wire.Manifest, deadline: Deadline) -> Carrier:
         if manifest.lent:
             assert self._memory is not None
-            return Lending(self._memory, self._device, self._notes, self._sequence, len(manifest.lent))
+            arguments = (self._memory, self._device, self._notes, self._sequence, len(manifest.lent))
+            return Lending(*arguments, filled=manifest.filled)
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
             self._group = Group(self._meeting, 0, self._notes, device, deadline)
         self._group.listen([f"{self._sequence}/done/{rank}" for rank in range(1, self._meeting.world_size)])
         return self._group
+
+    def _hear_of_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+        mode, version, now = self._meeting.mode, manifest.version, self._sequence
+        try:
+            verdict = self._notes.read(f"{now}/done/1", f"version {version} was not taken", deadline)
+        except BaseException as error:
+            if self._take_back():
+                why = f"for version {version}, receiver 0 did not come"
+            else:  # it reads there, or has read: how far it has come, nobody knows
+                why = f"version {version}: receiver 0 did not confirm it"
+                self._end(str(error) or type(error).__name__, broken=True)
+            if isinstance(error, SyncTimeout):
+                raise deadline.missed(why) from None
+            raise
+        if not verdict:
+            return
+        self._take_back()
+        if UNMAPPED in verdict:
+            unmapped = Unmapped(f"{mode}: version {version} was not sent: receiver 0: {verdict}")
+            self._say_what_follows(unmapped)
+            raise unmapped
+        self._refused(version, {1: verdict})
+
+    def _take_back(self) -> bool:
+        """Nobody reads the room of this announcement, and nobody will. False: its receiver was there before."""
+        failed = "the announcement was not taken back"
+        return self._notes.claim(self._sequence, failed, Deadline(self._meeting.mode, CLOSING_S))
 
     def _hear_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         version = manifest.version
@@ -251,6 +301,10 @@ class _Host:
         except BaseException as error:  # how far whoever is silent has come, nobody knows
             self._end(str(error) or type(error).__name__, broken=True)
             raise
+        self._refused(version, verdicts)
+
+    def _refused(self, version: int, verdicts: Mapping[int, str]) -> None:
+        """SyncError if anybody has refused it."""
         if wrong := [f"receiver {rank - 1}: {text}" for rank, text in verdicts.items() if text]:
             why = f"{self._meeting.mode}: version {version} was refused: {'; '.join(wrong)}"
             if any(text.startswith(BROKEN) for text in verdicts.values()):
@@ -271,6 +325,7 @@ class _Host:
         return heard
 
     def _forget(self, sequence: int) -> None:
+        """What nobody reads any more."""
         ranks = range(1, self._meeting.world_size)
         notes = [f"{sequence}/{note}/{rank}" for note in ("answer", "done") for rank in ranks]
         for key in (f"{sequence}/manifest", f"{sequence}/go", *notes):

@@ -7,6 +7,12 @@ bucket, between the trainer (T) and every engine worker (E):
     E  <seq>/taken/<bucket>/<rank>   "": it is copied out, and no kernel that reads it is still to run. Or why not
     T  writes into that room again once all have said so
 
+A version of one bucket, for one worker, needs none of these: the room is the trainer's own and nobody reads there, so
+it is `filled` before the version is announced, and the worker's verdict says that it is copied out. Who is silent may
+be reading, or come later. So a worker claims the announcement before it reads, and the trainer before it gives it up:
+the store gives it to one of them. If the trainer has it, nobody will read that version, and the room may be written
+again; if the worker has it, the meeting ends, and the room is never written again.
+
 Rooms belong to one meeting. When one is broken off, nobody knows who still reads: its rooms are never written again,
 and the next meeting has its own.
 """
@@ -65,9 +71,12 @@ class Memory:
 class Lending(Aside):
     """The trainer's hand, for one version."""
 
-    def __init__(self, memory: Memory, device: torch.device, notes: Notes, sequence: int, receivers: int) -> None:
+    def __init__(
+        self, memory: Memory, device: torch.device, notes: Notes, sequence: int, receivers: int, *, filled: bool
+    ) -> None:
+        """`filled`: before anybody is told of the version."""
         super().__init__(device)
-        self._memory, self._notes, self._sequence = memory, notes, sequence
+        self._memory, self._notes, self._sequence, self._filled = memory, notes, sequence, filled
         self._ranks, self._lent, self._num_lent = range(1, receivers + 1), list[int](), 0
 
     def buffers(self, count: int, size: int) -> list[Tensor]:
@@ -82,6 +91,8 @@ class Lending(Aside):
         """Tells of it; returns at once."""
         bucket = self._num_lent
         self.settle(f"bucket {bucket} was not written", deadline)
+        if self._filled:
+            return bucket
         self._notes.write(f"{self._sequence}/lent/{bucket}", "", deadline)
         self._num_lent += 1
         self._lent.append(bucket)
@@ -121,25 +132,31 @@ class Borrowed:
 class Borrowing(Aside):
     """An engine worker's hand, for one version."""
 
-    def __init__(self, memory: Borrowed, device: torch.device, notes: Notes, sequence: int, rank: int) -> None:
+    def __init__(
+        self, memory: Borrowed, device: torch.device, notes: Notes, sequence: int, rank: int, *, filled: bool
+    ) -> None:
+        """`filled`: as `Lending` has it."""
         super().__init__(device)
         self._memory, self._notes, self._sequence, self._rank = memory, notes, sequence, rank
-        self._num_taken = 0
+        self._filled, self._num_taken = filled, 0
 
     def broadcast(self, into: Tensor, deadline: Deadline) -> None:
         bucket = self._num_taken
         failed, taken = f"bucket {bucket} did not come", f"{self._sequence}/taken/{bucket}/{self._rank}"
-        if why := self._notes.read(f"{self._sequence}/lent/{bucket}", failed, deadline):
+        if not self._filled and (why := self._notes.read(f"{self._sequence}/lent/{bucket}", failed, deadline)):
             raise SyncError(f"{failed}: {why}")
         into.copy_(self._memory.rooms[bucket % len(self._memory.rooms)][: len(into)])
         self.settle(failed, deadline)  # it may be written into as soon as this is said
-        self._notes.write(taken, "", deadline)
+        if not self._filled:
+            self._notes.write(taken, "", deadline)
         self._num_taken += 1
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
         """Each bucket was waited for."""
 
     def break_off(self, why: str) -> None:
+        if self._filled:  # the verdict says it
+            return
         with suppress(SyncError):
             self._notes.write(
                 f"{self._sequence}/taken/{self._num_taken}/{self._rank}", why, Deadline("lent", CLOSING_S)

@@ -24,7 +24,6 @@ _T = TypeVar("_T")
 BROKEN = "the transfer was broken off"
 """So begins the verdict of an engine that did not read to the end; with it the meeting ends."""
 _LOOK_S = 0.0005
-CLOSED = -(10**9)
 CLOSING_S = 1.0
 WAY_OUT = "meet again with a new source(); neither process need be started anew"
 
@@ -72,11 +71,10 @@ class Notes:
     def __init__(self, meeting: Meeting, store: Store, *, mine: bool) -> None:
         """`mine`: the store is this process's own, and answers at once."""
         self._mode, self._mine = meeting.mode, mine
-        self.store = PrefixStore(f"{meeting.token}/{meeting.generation}", store)
+        self.store: Any = PrefixStore(f"{meeting.token}/{meeting.generation}", store)  # its stub lacks half of it
 
     def write(self, key: str, text: str, deadline: Deadline) -> None:
-        content = base64.b64encode(zlib.compress(text.encode())).decode()  # the store takes 8 MiB at most
-        self._call(lambda: self.store.set(key, content), f"note '{key}' was not taken", deadline)
+        self._call(lambda: self.store.set(key, _packed(text)), f"note '{key}' was not taken", deadline)
 
     def read(self, key: str, what_failed: str, deadline: Deadline) -> str:
         """Waits for it."""
@@ -96,9 +94,27 @@ class Notes:
         there = self._call(lambda: self.store.check([key]), what_failed, deadline)
         return self.read(key, what_failed, deadline) if there else ""
 
-    def count(self, what_failed: str, deadline: Deadline, more: int = 0) -> int:
-        """Announcements so far; less than none: the meeting is closed."""
-        return self._call(lambda: self.store.add("latest", more), what_failed, deadline)
+    def announce(self, sequence: int, text: str, what_failed: str, deadline: Deadline, *, claimable: bool) -> None:
+        """By the trainer alone. `claimable`: who comes for it says so first, with `claim`."""
+        told = {"latest": str(sequence), f"{sequence}/manifest": _packed(text)}
+        if claimable:
+            told[_unclaimed(sequence)] = ""
+        self._call(lambda: self.store.multi_set([*told], [*told.values()]), what_failed, deadline)
+
+    def close(self, sequence: int, why: str, deadline: Deadline) -> None:
+        """After that announcement there will be none: whoever waits for the next one hears why."""
+        told = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": _packed(why)}
+        failed = "the meeting was not closed"
+        self._call(lambda: self.store.multi_set([*told], [*told.values()]), failed, deadline)
+
+    def latest(self, what_failed: str, deadline: Deadline) -> int:
+        """The newest announcement; 0: none so far. Less: the meeting is closed, and why is told at that number."""
+        return self._call(lambda: self.store.add("latest", 0), what_failed, deadline)
+
+    def claim(self, sequence: int, what_failed: str, deadline: Deadline) -> bool:
+        """One end alone has it: an engine, which is about to read what was announced, or the trainer, which takes it
+        back, and may write there again."""
+        return self._call(lambda: self.store.delete_key(_unclaimed(sequence)), what_failed, deadline)
 
     def _call(self, function: Callable[[], _T], what_failed: str, deadline: Deadline) -> _T:
         with as_sync_errors(self._mode, what_failed, deadline):
@@ -128,6 +144,14 @@ def told(mode: str, what_failed: str, tell: Callable[[str], None]) -> Iterator[N
     except BaseException as error:
         tell(str(error) or type(error).__name__)
         raise
+
+
+def _unclaimed(sequence: int) -> str:
+    return f"{sequence}/unclaimed"
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode(), 1)).decode()  # the store takes 8 MiB at most
 
 
 def first_line(error: Exception) -> str:

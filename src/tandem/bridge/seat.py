@@ -9,6 +9,15 @@ One version, between the trainer (T, rank 0) and every engine worker (E, ranks f
     T  <seq>/broken            why, if it stops in the middle; the meeting ends
     *  the flat bytes travel in buckets: by a group, which forms once a meeting, or by memory that both map
     E  <seq>/done/<rank>       "" (digests compared), or what is wrong with what arrived, or that it broke off
+
+Nobody can hang in memory that is lent. So a version of one bucket, for one worker, is there before it is announced
+(lent.py), and one round trip is all:
+
+    *  the flat bytes are written into the room
+    T  <seq>/manifest, <seq>/unclaimed   as above; the manifest says `filled`
+    E  deletes <seq>/unclaimed and reads the room; or finds that the trainer, who had given up, did: the next may come
+    E  <seq>/done/<rank>       as above, or why it does not come
+    T  <seq>/go                to a worker that cannot map the room alone: whether that version comes by another way
 """
 
 from __future__ import annotations
@@ -130,13 +139,16 @@ class _Seat:
             try:
                 manifest = Manifest.from_text(text, mode, places)
             except SyncError as error:
-                self._say(notes, f"{sequence}/answer", str(error), deadline)
+                for key in ("answer", "done"):  # it does not say which one is waited for
+                    self._say(notes, f"{sequence}/{key}", str(error), deadline)
                 raise
             answer, unmapped, flat = "", "", None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
             elif manifest.kind != carries:
                 answer = f"'{carries}' weights are expected, not '{manifest.kind}'"
+            elif manifest.filled and not notes.claim(sequence, failed, deadline):
+                continue
             else:
                 try:
                     self._borrow(manifest)
@@ -145,12 +157,14 @@ class _Seat:
                     answer = unmapped = f"{UNMAPPED}: {error}"
                 except RuntimeError as error:  # here, and not while the others are already sending
                     answer = f"no memory for {manifest.size_bytes} bytes beside the old version: {first_line(error)}"
-            notes.write(f"{sequence}/answer/{self._rank}", answer, deadline)
+            if answer or not manifest.filled:
+                key = "done" if manifest.filled else "answer"
+                notes.write(f"{sequence}/{key}/{self._rank}", answer, deadline)
             if unmapped and notes.read(f"{sequence}/go", failed, deadline) == AGAIN:
                 continue
             if answer and manifest.version >= version:
                 raise SyncError(f"{mode}: {answer}")
-            if flat is not None and not notes.read(f"{sequence}/go", failed, deadline):
+            if flat is not None and (manifest.filled or not notes.read(f"{sequence}/go", failed, deadline)):
                 return sequence, manifest, flat
 
     def _room(self, manifest: Manifest) -> Flat:
@@ -178,14 +192,15 @@ class _Seat:
 
     def _next(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, str]:
         """The newest announcement, if this end has not seen it: what was left over before it is passed over."""
-        latest, text = notes.count(failed, deadline), ""
+        latest, text = notes.latest(failed, deadline), ""
         if 0 <= latest <= self._seen:
             text = notes.read(f"{self._seen + 1}/manifest", failed, deadline)
-            latest = notes.count(failed, deadline)
+            latest = notes.latest(failed, deadline)
+        if not text or abs(latest) != self._seen + 1:
+            text = notes.read(f"{abs(latest)}/manifest", failed, deadline)
         if latest < 0:
-            raise SyncError(f"{self._meeting.mode}: {failed}: the trainer closed this meeting; {WAY_OUT}")
-        if not text or latest != self._seen + 1:
-            text = notes.read(f"{latest}/manifest", failed, deadline)
+            self._end(text, broken=False)
+            raise SyncError(f"{self._meeting.mode}: {failed}: {text}; {WAY_OUT}")
         self._seen = latest
         return latest, text
 
@@ -210,7 +225,7 @@ class _Seat:
         device = self._device_of(manifest)
         if manifest.lent:
             assert self._borrowed is not None
-            return Borrowing(self._borrowed, device, notes, sequence, self._rank)
+            return Borrowing(self._borrowed, device, notes, sequence, self._rank, filled=manifest.filled)
         if self._group is None:
             self._group = Group(self._meeting, self._rank, notes, device, deadline)
         self._group.listen([f"{sequence}/broken"])

@@ -19,7 +19,7 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.types import Fingerprints, WeightKind, Weights
 
-FORMAT = 2
+FORMAT = 3
 _ALIGNED = 16
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -137,6 +137,8 @@ class Manifest:
     """nccl and gloo: by a collective. ipc and memory: by what is lent."""
     lent: Sequence[Mapping[str, Any]] = ()
     """The handle of that memory, for each receiver."""
+    filled: bool = False
+    """All of it lies in that memory already."""
 
     def to_text(self, places: Places | None = None) -> str:
         """`places`: of these tensors. They are told apart, and named here."""
