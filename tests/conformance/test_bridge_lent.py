@@ -193,9 +193,10 @@ def test_either_ends_trouble_in_the_middle_is_told_at_once(
 
 
 def test_a_version_for_one_worker_takes_one_round_of_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The announcement and the verdict: no note waits for another one in between."""
-    written: list[str] = []
-    write, announce = Notes.write, Notes.announce
+    """The announcement and the verdict: no note waits for another one in between. The worker asks the store three
+    times: for what is new, for the right to read it, and to say that it did."""
+    written, asked = list[str](), list[str]()
+    write, announce, call = Notes.write, Notes.announce, Notes._call
 
     def counted(self: Any, key: str, *args: Any) -> None:
         written.append(key)
@@ -205,14 +206,21 @@ def test_a_version_for_one_worker_takes_one_round_of_notes(monkeypatch: pytest.M
         written.append(f"{sequence}/manifest")
         announce(self, sequence, *args, **more)
 
+    def called(self: Any, function: Any, what_failed: str, deadline: Any) -> Any:
+        if not self._mine:
+            asked.append(what_failed)
+        return call(self, function, what_failed, deadline)
+
     bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
     source = meet(bridge)
     carry(bridge, source, weights_of(1, "adapter"))
+    monkeypatch.setattr(Notes, "_call", called)
     monkeypatch.setattr(Notes, "write", counted)
     monkeypatch.setattr(Notes, "announce", announced)
     _, (received,) = carry(bridge, source, weights_of(2, "adapter"))
     assert bits(received.tensors()) == bits(as_served("adapter", 2))
     assert written == ["2/manifest", "2/done/1"]
+    assert len(asked) == 3, asked
     bridge.close()
 
 

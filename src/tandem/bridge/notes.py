@@ -78,13 +78,16 @@ class Notes:
 
     def read(self, key: str, what_failed: str, deadline: Deadline) -> str:
         """Waits for it."""
-        if self._mine:  # no thread is left in a wait that ends with the store, when the interpreter may be ending too
-            deadline.until(lambda: self.has(key), what_failed, every_s=_LOOK_S)
-        else:
-            left = timedelta(seconds=max(deadline.left_s, 0.001))
-            self._call(lambda: self.store.wait([key], left), what_failed, deadline)
-        content = self._call(lambda: self.store.get(key), what_failed, deadline)
-        return zlib.decompress(base64.b64decode(content)).decode()
+
+        def waited_for() -> str:
+            self.store.wait([key], _left(deadline))
+            return _unpacked(self.store.get(key))
+
+        if not self._mine:
+            return self._call(waited_for, what_failed, deadline)
+        # No thread is left in a wait that ends with the store, when the interpreter may be ending too.
+        deadline.until(lambda: self.has(key), what_failed, every_s=_LOOK_S)
+        return _unpacked(self._call(lambda: self.store.get(key), what_failed, deadline))
 
     def has(self, key: str) -> bool:
         return self.store.check([key])
@@ -107,9 +110,21 @@ class Notes:
         failed = "the meeting was not closed"
         self._call(lambda: self.store.multi_set([*told], [*told.values()]), failed, deadline)
 
-    def latest(self, what_failed: str, deadline: Deadline) -> int:
-        """The newest announcement; 0: none so far. Less: the meeting is closed, and why is told at that number."""
-        return self._call(lambda: self.store.add("latest", 0), what_failed, deadline)
+    def newest(self, seen: int, what_failed: str, deadline: Deadline) -> tuple[int, str]:
+        """The newest announcement after the one that was seen last; waits for it. What was left over before it is
+        passed over. Less than 0: the meeting is closed, and this is why."""
+
+        def found() -> tuple[int, str]:
+            latest = self.store.add("latest", 0)
+            while True:
+                number = seen + 1 if 0 <= latest <= seen else abs(latest)
+                self.store.wait([f"{number}/manifest"], _left(deadline))
+                now, text = self.store.multi_get(["latest", f"{number}/manifest"])  # the two of one instant
+                latest = int(now)
+                if abs(latest) == number:
+                    return latest, _unpacked(text)
+
+        return self._call(found, what_failed, deadline)
 
     def claim(self, sequence: int, what_failed: str, deadline: Deadline) -> bool:
         """One end alone has it: an engine, which is about to read what was announced, or the trainer, which takes it
@@ -152,6 +167,14 @@ def _unclaimed(sequence: int) -> str:
 
 def _packed(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 1)).decode()  # the store takes 8 MiB at most
+
+
+def _unpacked(content: bytes) -> str:
+    return zlib.decompress(base64.b64decode(content)).decode()
+
+
+def _left(deadline: Deadline) -> timedelta:
+    return timedelta(seconds=max(deadline.left_s, 0.001))
 
 
 def first_line(error: Exception) -> str:

@@ -191,13 +191,8 @@ class _Seat:
             self._borrowed = None
 
     def _next(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, str]:
-        """The newest announcement, if this end has not seen it: what was left over before it is passed over."""
-        latest, text = notes.latest(failed, deadline), ""
-        if 0 <= latest <= self._seen:
-            text = notes.read(f"{self._seen + 1}/manifest", failed, deadline)
-            latest = notes.latest(failed, deadline)
-        if not text or abs(latest) != self._seen + 1:
-            text = notes.read(f"{abs(latest)}/manifest", failed, deadline)
+        """The newest announcement, if this end has not seen it."""
+        latest, text = notes.newest(self._seen, failed, deadline)
         if latest < 0:
             self._end(text, broken=False)
             raise SyncError(f"{self._meeting.mode}: {failed}: {text}; {WAY_OUT}")
