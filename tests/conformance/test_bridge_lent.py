@@ -224,6 +224,38 @@ def test_a_version_for_one_worker_takes_one_round_of_notes(monkeypatch: pytest.M
     bridge.close()
 
 
+class Slow:
+    """A store that takes several keys one by one, as the real one does when they do not come in one packet."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self._store.set(key, value)
+            time.sleep(0.05)
+
+
+def test_an_announcement_that_comes_bit_by_bit_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = AdapterBroadcastBridge(deadline_s=3, backend="ipc")
+    source = meet(bridge)
+    host: Any = bridge._host_of  # pyright: ignore[reportPrivateUsage]
+    host._notes.store = Slow(host._notes.store)
+    for version in (1, 2):
+        _, (received,) = carry(bridge, source, weights_of(version, "adapter"))
+        assert received.version == version
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(source.receive, 3)
+        time.sleep(0.1)
+        source.close = lambda: None  # the engine is another process: it hears of it by the store alone
+        bridge.close()
+        with pytest.raises(SyncError, match="the trainer closed this meeting"):
+            answer.result(timeout=10)
+
+
 def test_what_a_worker_has_claimed_is_never_written_again_and_the_meeting_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

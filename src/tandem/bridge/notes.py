@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import socket
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -99,16 +99,18 @@ class Notes:
 
     def announce(self, sequence: int, text: str, what_failed: str, deadline: Deadline, *, claimable: bool) -> None:
         """By the trainer alone. `claimable`: who comes for it says so first, with `claim`."""
-        told = {"latest": str(sequence), f"{sequence}/manifest": _packed(text)}
-        if claimable:
-            told[_unclaimed(sequence)] = ""
-        self._call(lambda: self.store.multi_set([*told], [*told.values()]), what_failed, deadline)
+        told = {"latest": str(sequence)} | ({_unclaimed(sequence): ""} if claimable else {})
+        self._tell(told | {f"{sequence}/manifest": _packed(text)}, what_failed, deadline)
 
     def close(self, sequence: int, why: str, deadline: Deadline) -> None:
         """After that announcement there will be none: whoever waits for the next one hears why."""
         told = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": _packed(why)}
-        failed = "the meeting was not closed"
-        self._call(lambda: self.store.multi_set([*told], [*told.values()]), failed, deadline)
+        self._tell(told, "the meeting was not closed", deadline)
+
+    def _tell(self, notes: Mapping[str, str], what_failed: str, deadline: Deadline) -> None:
+        """By one call. The store takes them in this order, and the last ones later if they come in another packet: what
+        others wait for is the last."""
+        self._call(lambda: self.store.multi_set([*notes], [*notes.values()]), what_failed, deadline)
 
     def newest(self, seen: int, what_failed: str, deadline: Deadline) -> tuple[int, str]:
         """The newest announcement after the one that was seen last; waits for it. What was left over before it is
@@ -119,7 +121,7 @@ class Notes:
             while True:
                 number = seen + 1 if 0 <= latest <= seen else abs(latest)
                 self.store.wait([f"{number}/manifest"], _left(deadline))
-                now, text = self.store.multi_get(["latest", f"{number}/manifest"])  # the two of one instant
+                now, text = self.store.multi_get(["latest", f"{number}/manifest"])
                 latest = int(now)
                 if abs(latest) == number:
                     return latest, _unpacked(text)
