@@ -35,6 +35,7 @@ from tandem.bridge.seat import buckets_of
 from tandem.bridge.wire import Entry, Manifest, Places
 from tandem.errors import SyncError, SyncTimeout
 from tandem.inside.sources import open_source
+from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge
 from tandem.serve.engine_link import Allowed
 from tandem.types import Weights
@@ -530,6 +531,21 @@ def test_a_difference_between_what_was_announced_and_what_arrived_is_found(name:
         with pytest.raises(SyncError, match=f"'{spoiled}' is not what was sent"):
             answer.result(timeout=10)
     assert nothing_was_sent(bridge, 1)
+    bridge.close()
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name.startswith("adapter")])
+def test_who_compares_adapters_where_they_are_served_gets_them_as_they_came(name: str, tmp_path: Path) -> None:
+    """Nobody has looked at them on the way: `expected` is what they must be."""
+    bridge = COPYING[name](tmp_path, 10.0)
+    theirs = open_source(dict(meet(bridge).link))
+    assert theirs.looks_itself()
+    spoiled = next(iter(tensors_for("adapter", 1)))
+    lie = while_sending(weights_of(1, "adapter"), name, lambda _, named, t: -t if named == spoiled else t)
+    sent, (received,) = carry(bridge, theirs, lie)
+    assert sent.fingerprints == received.expected
+    found = fingerprints(dict(received.tensors()))
+    assert [each for each in found if found[each] != received.expected[each]] == [spoiled]
     bridge.close()
 
 

@@ -16,6 +16,7 @@ from tandem.bridge.adapter.trainer import AdapterBridge
 from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
 from tandem.bridge.broadcast.trainer import BroadcastBridge
 from tandem.bridge.disk.trainer import DiskBridge
+from tandem.bridge.lent import Lending
 from tandem.engine.vllm import VllmEngine
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.errors import SyncError
@@ -131,6 +132,35 @@ def test_versions_take_turns_in_the_slots_that_vllm_has_loaded_once(rig: Rig, mo
         assert sent.fingerprints == served.fingerprints
         assert rig.gap(trained, rig.sample()) < NEAR
         assert ("apply" in served.seconds) is False or seed < 12  # vLLM was asked for no more than it has slots
+    assert len(rig.engine._exchange._adapters) == 2
+    bridge.close()
+
+
+def test_a_version_that_was_spoiled_on_its_way_is_refused_and_its_slot_takes_the_next(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    """Nobody looks at it on its way: it is compared as it is read back from vLLM's slot."""
+    bridge = rig.bridge("adapter_broadcast by memory")
+    for seed in (30, 31, 32):
+        trained = adapted(rig.module, seed=seed)
+        rig.publish(bridge, trained)
+    broadcast, spoiled = Lending.broadcast, rig.version + 1
+
+    def spoil(self: Any, buffer: torch.Tensor, deadline: Any) -> int:
+        buffer[100] ^= 1
+        return broadcast(self, buffer, deadline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lending, "broadcast", spoil)
+        with pytest.raises(SyncError, match="is not what was sent"):
+            rig.publish(bridge, adapted(rig.module, seed=33))
+    told = rig.sample()
+    assert set(told.versions) == {spoiled - 1}
+    assert rig.gap(trained, told) < NEAR
+    trained = adapted(rig.module, seed=34)
+    sent, served = rig.publish(bridge, trained)
+    assert sent.fingerprints == served.fingerprints
+    assert rig.gap(trained, rig.sample()) < NEAR
     assert len(rig.engine._exchange._adapters) == 2
     bridge.close()
 

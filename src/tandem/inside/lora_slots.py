@@ -11,7 +11,7 @@ R rank, I inputs, O outputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from tandem.inside.apply import PieceDigest
 from tandem.inside.layout import Layout, Piece
 from tandem.ops import digest
 from tandem.ops.copying import Copying, same
+from tandem.types import Fingerprints
 
 SCHEME = "tandem:"
 _PREFIX = "base_model.model."
@@ -96,17 +97,39 @@ class LoraSlots:
             del self._staged[old_name]
         return name
 
-    @torch.no_grad()
     def served_pieces(self, name: str) -> list[PieceDigest]:
         """Read from the slot that requests for `name` use."""
+        parts, numbers = self._reading(name)[0], self.served_numbers(name)
+        return [
+            (key, top, bottom, left, right, number)
+            for (key, _, top, bottom, left, right), number in zip(parts, numbers, strict=True)
+        ]
+
+    @torch.no_grad()
+    def served_numbers(self, name: str) -> list[int]:
+        """The digests of those pieces alone."""
         parts, standing = self._reading(name)
         numbers = standing.take()
         if any(numbers[len(parts) :]):
             raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
-        return [
-            (key, top, bottom, left, right, number)
-            for (key, _, top, bottom, left, right), number in zip(parts, numbers, strict=False)
-        ]
+        return numbers[: len(parts)]
+
+    def check_served(self, name: str, numbers: Sequence[int], expected: Fingerprints) -> None:
+        """What was read back is what was sent, wherever this worker alone holds all of a tensor."""
+        tensors = self._staged[SCHEME + name].tensors
+        for (key, _, top, bottom, left, right), number in zip(self._reading(name)[0], numbers, strict=True):
+            if (bottom - top, right - left) == tensors[key].shape:
+                _compare(key, number, expected)
+
+    def check_staged(self, name: str, expected: Fingerprints) -> None:
+        """The same of one that vLLM has not loaded yet; if it is another, it is dropped."""
+        tensors = self._staged[SCHEME + name].tensors
+        try:
+            for key, number in zip(tensors, digest.pieces((k, t, 0, 0) for k, t in tensors.items()), strict=True):
+                _compare(key, number, expected)
+        except SyncError:
+            self.drop(name)
+            raise
 
     def _fitting(self, name: str, rank: int, tensors: Mapping[str, Tensor]) -> _Staged | None:
         staged, number = self._staged.get(SCHEME + name), self._ids.get(SCHEME + name)
@@ -248,6 +271,14 @@ def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list
             if len(pieces) == 1:  # or else the checkpoint has it fused, and an adapter of it is of another kind
                 slices[owner] = _Slice(layer, index, pieces[0])
     return slices
+
+
+def _compare(name: str, number: int, expected: Fingerprints) -> None:
+    if (found := digest.text(number)) != expected.get(name):
+        raise SyncError(
+            f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
+            f"{expected.get(name)}; the version before goes on being served: send this one again"
+        )
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.device]]:

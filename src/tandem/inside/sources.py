@@ -15,6 +15,7 @@ class EngineEnd(WeightSource, Protocol):
     @property
     def reply(self) -> Mapping[str, Any]: ...  # what `attached` was told, and what this end adds: handles
     def arrive_in_one_place(self) -> bool: ...
+    def looks_itself(self) -> bool: ...
 
 
 def open_source(link: Mapping[str, Any], device: torch.device | None = None) -> EngineEnd:

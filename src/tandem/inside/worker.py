@@ -48,6 +48,8 @@ class Worker:
             fused = getattr(self._model, "packed_modules_mapping", None) or {}
             self._adapters = LoraSlots(manager, self._layout, fused)
         self._source: EngineEnd | None = None
+        self._unlooked = False
+        """Nobody has compared an adapter that arrived with what was sent."""
         self._incoming: Incoming | None = None
         self._proof: Answer = {}
         self._served = apply.Served(self._layout)
@@ -91,6 +93,8 @@ class Worker:
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
             self._adapters.come_in_one_place = source.arrive_in_one_place()
+            # Of several workers none holds a whole adapter, to be compared where it lies.
+            self._unlooked = self._world == 1 and source.looks_itself()
             reply["adapter_dtype"] = self._adapters.dtype
             reply["pieces"] = self._served.pieces()  # of the base that adapters stand upon
             if link.get("base_wanted"):
@@ -222,13 +226,18 @@ class Worker:
         self._proof = {"version": weights.version, "pieces": pieces}
 
     def _into_slot(self, arrived: Arrived, into: str, phases: Phases) -> Answer:
-        """Over an adapter that nobody asks for; or staged for vLLM to load, under a new name."""
-        slots = self._slots()
+        """Over an adapter that nobody asks for; or staged for vLLM to load, under a new name. A version that is not
+        what was sent is refused: nobody asks for it, and the next one may be written over it."""
+        slots, expected = self._slots(), arrived.weights.expected
         name = slots.stage(arrived.tensors, arrived.weights.adapter, into)
         phases.end("stage")
         if name != into:
+            if self._unlooked:
+                slots.check_staged(name, expected)
+                phases.end("digest")
             return {"adapter": name, "loaded": False}
-        numbers = [piece[-1] for piece in slots.served_pieces(name)]  # of the same pieces as `adapter` told of it
+        numbers = slots.served_numbers(name)  # of the same pieces as `adapter` told of it
+        slots.check_served(name, numbers, expected)
         phases.end("digest")
         return {"adapter": name, "loaded": True, "numbers": numbers}
 

@@ -40,6 +40,9 @@ class SharedEnd:
     def arrive_in_one_place(self) -> bool:
         return False  # nothing arrives
 
+    def looks_itself(self) -> bool:
+        return False
+
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """A CPU's move into a segment; a GPU's stay where they are, and are exported."""
         kinds = {tensor.device.type for tensor in tensors.values()}
