@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tandem.bridge.adapter.trainer import AdapterBridge, memory_backed
 from tandem.bridge.disk.trainer import DiskBridge
 from tandem.errors import SyncError
+from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
 
 
@@ -207,6 +208,19 @@ def test_damage_is_refused(name: str, in_one_place: bool, damage: str, tmp_path:
     with pytest.raises(SyncError, match=says):
         source.receive(2)
     assert source.receive(1).version == 1
+    bridge.close()
+
+
+def test_who_looks_itself_is_left_to_find_what_is_not_what_was_sent(tmp_path: Path) -> None:
+    bridge = COPYING["adapter"](tmp_path, 5.0)
+    source = meet(bridge)
+    assert source.arrive_in_one_place()
+    assert source.looks_itself()
+    bridge.send(weights_of(1, "adapter"))
+    flip(tensors_file(Path(source.link["directory"]) / "v-000001"))
+    arrived = source.receive(1)
+    found = fingerprints(dict(arrived.tensors()))
+    assert len([name for name in found if found[name] != arrived.expected[name]]) == 1
     bridge.close()
 
 
