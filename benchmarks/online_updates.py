@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--params", type=float, default=1e6)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--threads", type=int, default=1, help="that read, check and inflate updates")
+    parser.add_argument("--threads", type=int, default=1, help="that read and check updates")
     parser.add_argument("--json", action="store_true", help="print numbers, no tables")
     asked = parser.parse_args()
     large = asked.params > 2e8

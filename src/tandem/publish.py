@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_CHANCE = 4  # times the limit: who is further away than that is not asked again
 _PROVEN_KEPT = 128  # more than the largest max_lag
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
@@ -199,7 +200,7 @@ class Publisher:
                 self._tell_meeting({**self._map, "transport": sent.transport})
                 self._compare(sent, served, teacher.version)
                 proving = time.perf_counter()
-                gap, tokens = await self._ask_canary(teacher)
+                gap, tokens = await self._ask_canary(teacher, alone=not served.read_back)
         except TandemError:
             raise
         except TimeoutError:
@@ -284,14 +285,17 @@ class Publisher:
             )
         self._epoch = served.cache_epoch
 
-    async def _ask_canary(self, teacher: Teacher) -> tuple[float, int]:
-        """The gap, and over how many tokens."""
+    async def _ask_canary(self, teacher: Teacher, *, alone: bool) -> tuple[float, int]:
+        """The gap, and over how many tokens. `alone`: nothing else proves what is served, and the first answer counts,
+        which later tokens that anybody would be sure of must not make up for."""
         canary = self._canary
         if canary is None:
             return 0.0, 0
-        name, gap, tokens = await self._ask(teacher, canary.prompt_ids, canary.max_tokens)
+        name, gap, tokens = await self._ask(
+            teacher, canary.prompt_ids, canary.max_tokens, self._said[: canary.max_tokens]
+        )
         limit = canary.ceiling if math.isnan(self._band) else self._band
-        if gap > limit and canary.doubted_tokens > canary.max_tokens:
+        if limit < gap <= _CHANCE * limit and not alone and canary.doubted_tokens > canary.max_tokens:
             few, (name, gap, tokens) = gap, await self._ask(teacher, canary.prompt_ids, canary.doubted_tokens)
             _log.warning("version %d: gap %.4f of few tokens, %.4f of %d", teacher.version, few, gap, tokens)
         if not gap <= limit:
@@ -304,9 +308,12 @@ class Publisher:
             self._band = max(canary.floor, canary.times * gap)
         return gap, tokens
 
-    async def _ask(self, teacher: Teacher, prompt_ids: Sequence[int], most: int) -> tuple[str, float, int]:
-        """Which engine is furthest from the trainer, how far, and over how many tokens of all of them."""
-        prompt, guess, ours = list(prompt_ids), self._said[:most], list[float]()
+    async def _ask(
+        self, teacher: Teacher, prompt_ids: Sequence[int], most: int, guess: Sequence[int] = ()
+    ) -> tuple[str, float, int]:
+        """Which engine is furthest from the trainer, how far, and over how many tokens of all of them. `guess`: what it
+        may say."""
+        prompt, ours = list(prompt_ids), list[float]()
         asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=most, temperature=0.0)))
         try:
             if guess and self._call is not on_this_thread:

@@ -18,7 +18,7 @@ from tandem.publish import Call, Canary, Publisher, on_this_thread
 from tandem.recipes import build, build_engine
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
-from tandem.types import Completion, Proof, Sampling, Span, Weights
+from tandem.types import Completion, Proof, Sampling, Served, Span, Weights
 
 CANARY = Canary((1, 2), floor=1e-4, ceiling=1e-2)
 
@@ -97,6 +97,13 @@ def test_a_gap_is_found_whether_the_answer_was_guessed_or_not(guessed: bool) -> 
         asyncio.run(work())
 
 
+class Unread(Engine):
+    """Whose memory nobody can read back."""
+
+    async def load(self, version: int) -> Served:
+        return replace(await super().load(version), read_back=False)
+
+
 async def doubted(engine: Engine, tokens: int) -> Proof:
     """Of the second version, after a first one without any gap."""
     teacher = Teacher()
@@ -116,6 +123,13 @@ def test_a_gap_of_few_tokens_may_be_chance_and_many_decide() -> None:
     assert (proof.logprob_gap, proof.canary_tokens) == (pytest.approx(0.12 / 24), 24)
     engine.off = 0.051
     with pytest.raises(LogprobGap, match=r"differ by 0\.0560"):
+        asyncio.run(doubted(engine, 24))
+    unread = Unread()
+    unread.says, unread.chance = engine.says, engine.chance
+    with pytest.raises(LogprobGap, match=r"differ by 0\.0600"):  # the canary is all that proves it
+        asyncio.run(doubted(unread, 24))
+    engine.off, engine.chance = 0.0, 0.42  # nobody is so far off by chance
+    with pytest.raises(LogprobGap, match=r"differ by 0\.2100"):
         asyncio.run(doubted(engine, 24))
     engine.off = math.nan
     with pytest.raises(LogprobGap):

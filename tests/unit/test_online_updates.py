@@ -182,9 +182,9 @@ def test_a_plane_that_is_cut_is_refused(name: str):
 def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_second():
     """Of processor time, all threads together: other processes are none of it."""
     master = {f"w{i}": torch.randn(256, 256) * 0.02 for i in range(16)}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, lr in ((torch.bfloat16, 1e-6), (torch.float32, 1e-6), (torch.float32, 3e-3)):
         start = {name: tensor.to(dtype) for name, tensor in master.items()}
-        states, updates = history(lr_step(copied(master), 1e-6), start, 10)
+        states, updates = history(lr_step(copied(master), lr), start, 10)
         held, best = Held.copy_of(10, states[10]), 9.0
         for _ in range(3):
             started = time.process_time()
@@ -192,7 +192,7 @@ def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_sec
             best = min(best, time.process_time() - started)
             assert same(dict(held.tensors), states[0])
             walk(held, there(*updates))
-        assert best < 0.2, (dtype, best)
+        assert best < 0.2, (dtype, lr, best)
 
 
 def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
@@ -252,6 +252,18 @@ def test_nothing_changed_is_an_update_too():
     assert (update.changed, list(update.pieces), update.touched) == (0, [], {})
     walk(held, there(update))
     assert held.version == 4
+
+
+def test_an_update_of_another_format_is_refused_and_says_what_to_do():
+    start, live = weights(), copied(weights())
+    live["embed"] += 1
+    update = make(1, Held.copy_of(0, start), live, {})
+    for head in ({**update.head(), "format": 3}, {key: told for key, told in update.head().items() if key != "format"}):
+        with pytest.raises(
+            CheckpointError, match="this Tandem reads 2: go on with the release that wrote it"
+        ) as refused:
+            Update.from_head(head, [piece.raw for piece in update.pieces])
+        assert not isinstance(refused.value, CheckpointDamaged)
 
 
 def test_an_update_survives_as_json_and_bytes():
@@ -383,6 +395,31 @@ def test_weights_whose_move_fails_are_as_they_were():
     assert (held.version, held.numbers) == (2, numbers)
     assert same(dict(held.tensors), states[2])
     assert same(live, states[2])
+
+
+def test_weights_that_are_not_what_they_are_taken_for_are_made_that_before_they_move():
+    """Digests that are followed element by element would fit in the end."""
+    start = {"a": torch.randn(200, 200, generator=torch.Generator().manual_seed(0))}
+    live, held = copied(start), Held.copy_of(0, start)
+    live["a"][3, :5] += 1
+    update = make(1, held, live, {})
+    live["a"][0, 0] += 7
+    with held.within(live):
+        walk(held, there(update))
+    assert same(live, start)
+    assert same(dict(held.tensors), start)
+
+
+def test_places_beyond_a_tensor_leave_everything_as_it_was():
+    states, updates = two_updates()
+    index, piece = next((n, each) for n, each in enumerate(updates[1].pieces) if each.coded == "some")
+    odd = replace(piece, parts=[(name, start + 10**9, count) for name, start, count in piece.parts])
+    broken = replace(updates[1], pieces=[*updates[1].pieces[:index], odd, *updates[1].pieces[index + 1 :]])
+    held = Held.copy_of(0, states[0])
+    with pytest.raises((IndexError, RuntimeError)):
+        walk(held, there(updates[0], broken))
+    assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
+    assert held.numbers == Held.of(0, states[0]).numbers
 
 
 def test_the_size_of_a_change_in_closed_form():

@@ -94,14 +94,49 @@ def test_the_optimizer_of_a_version_is_that_of_the_anchor_behind_it_whatever_bec
         assert found is not None
         assert found[1] == (3 if version in (3, 4, 5) else 0)
         assert all(torch.equal(found[0][name], tensor) for name, tensor in state(found[1]).items())
-    damage(rig.store.directory / "anchor-000003" / "weights.safetensors")
-    damage(rig.store.directory / "update-000005-from-000004" / "update.safetensors")
+    directory = rig.store.directory
+    damage(directory / "anchor-000003" / "weights.safetensors")
+    damage(directory / "update-000005-from-000004" / "update.safetensors")
+    with pytest.raises(CheckpointDamaged):
+        rig.store.load(5)  # it finds out
     assert (rig.store.state_of(5) or ({}, -1))[1] == 3
-    damage(rig.store.directory / "anchor-000003" / "state.safetensors")
+    damage(directory / "anchor-000003" / "state.safetensors")
     assert (rig.store.state_of(5) or ({}, -1))[1] == 0
-    assert "state.safetensors" in rig.store.damaged["anchor-000003"]
-    damage(rig.store.directory / "anchor-000000" / "state.safetensors")
+    assert "state.safetensors" in rig.store.without_state["anchor-000003"]
+    damage(directory / "anchor-000000" / "state.safetensors")
     assert rig.store.state_of(5) is None
+
+
+def test_weights_beside_a_damaged_optimizer_are_as_good_as_any(rig: Rig):
+    directory = rig.store.directory
+    for anchor in ("anchor-000000", "anchor-000003"):
+        damage(directory / anchor / "state.safetensors")
+    store = VersionStore(directory)
+    loaded, reasons = store.whole(5)
+    assert rig.is_at(loaded.held, 5)
+    assert (loaded.state, store.known().keys()) == (None, rig.bits.keys())
+    assert any("anchor-000003 has no optimizer any more: " in reason for reason in reasons)
+    store.forget({5, 7})
+    assert all(rig.is_at(VersionStore(directory).load(version).held, version) for version in (5, 7))
+
+
+def test_what_was_written_in_another_format_is_neither_damaged_nor_passed_over(rig: Rig):
+    path = rig.store.directory / "update-000005-from-000004"
+    head = json.loads((path / "version.json").read_text())
+    planes = (path / "update.safetensors").read_bytes()
+    manifest.remove(path)
+    with manifest.sealed(path) as directory:
+        (directory / "update.safetensors").write_bytes(planes)
+        (directory / "version.json").write_text(json.dumps({**head, "format": 1}))
+    store = VersionStore(rig.store.directory)
+    with pytest.raises(CheckpointError, match="update 5 is of format 1") as refused:
+        store.whole(5)
+    assert not isinstance(refused.value, CheckpointDamaged)
+    held = store.load(4).held
+    with pytest.raises(CheckpointError, match="go on with the release that wrote it"):
+        store.move(held, 5)
+    assert rig.is_at(held, 4)
+    assert 5 in store.known()
 
 
 def test_any_version_is_reached_from_any_other_in_place(rig: Rig):

@@ -21,6 +21,7 @@ import msgspec
 
 from tandem.errors import (
     CheckpointDamaged,
+    CheckpointError,
     Conflict,
     EngineError,
     EngineLost,
@@ -511,6 +512,8 @@ class Conductor:
             except CheckpointDamaged as error:
                 await self.store.mark([version], "damaged", str(error))
                 raise Conflict(f"version {version} is damaged, and cannot be served: {error}") from error
+            except CheckpointError as error:  # whole, and of another format
+                raise Conflict(f"version {version} cannot be served: {error}") from error
             try:
                 before = await self.store.activate(version, who, why)
             except TandemError:

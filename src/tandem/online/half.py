@@ -175,7 +175,7 @@ class TrainerHalf:
             threads=spec.trainer_threads,
         )
         self._store.sweep()
-        self._store.forget(set(asked.known) & self._store.known().keys())
+        self._store.forget(set(asked.known) & self._store.named())
         parameters = sum(tensor.numel() for tensor in trained.values())
         like = next(iter(trained.values()))
         self._peaks = Peaks(like)
@@ -350,11 +350,13 @@ class TrainerHalf:
         the way to that version, as it would after a restart."""
         if not self._stale:
             return
-        self._anchored = -1
-        if (found := self._store.state_of(self._teacher.version)) is not None:
+        version, self._anchored, self._stale = self._teacher.version, -1, False
+        if (found := self._store.state_of(version)) is not None:
             state, self._anchored = found
             self._open_parts.optimizer.load(state)
-        self._stale = False
+        for name, why in self._store.without_state.items():
+            behind = f"that of version {self._anchored}" if found else "the one that it has"
+            _log.error("version %d goes on with an older optimizer, or %s: %s: %s", version, behind, name, why)
 
     def _checkpoint(self, keep: Sequence[int]) -> Written:
         self._refresh_state()
@@ -365,7 +367,7 @@ class TrainerHalf:
         with self._held.beside(dict(self._open_parts.policy.trainable())):
             written = self._store.anchor(version, self._held.tensors, self._open_parts.optimizer.state())
         self._anchored = version
-        self._store.forget(set(keep) & self._store.known().keys())
+        self._store.forget(set(keep) & self._store.named())
         return Written(version, written.size_bytes, written.seconds)
 
     @property

@@ -113,7 +113,7 @@ def coded(lot: Lot) -> Piece:
     parts = list(zip(lot.names, lot.starts, counts, strict=True))
     change_N = torch.cat([each.to(torch.int64) for each in lot.change_N])
     if lot.coded == "all":
-        found = planes.words("bits", change_N)
+        found = planes.words("bits", change_N, levels=1)  # of every element: parted again it is read for longer
     else:
         gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N])
         found = planes.rising("at", gap_N.cumsum(0)) | planes.words("size", change_N.abs() - 1)

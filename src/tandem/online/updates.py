@@ -7,6 +7,7 @@ digests of the tensors that it touches, and leaves everything as it was where th
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,11 @@ from tandem.ops.tensors import Copies, check_alike
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 2
+"""Of an update's head and planes. 1: planes were deflated."""
 
 _OTHERS = "the weights are of another model or precision than those before"
 
@@ -78,7 +84,7 @@ class Held:
             if self.version != version:
                 for name, tensor in self.tensors.items():
                     home[name].copy_(tensor, non_blocking=True)
-                finished(self.tensors)
+                _finished(self.tensors)
         except BaseException:
             self.version, self.numbers = version, numbers
             raise
@@ -90,12 +96,15 @@ class Held:
         """`live`, which is this version, is what moves, and at rest is then the same. Where that fails, both are what
         they were."""
         home, version, numbers = self.tensors, self.version, self.numbers
+        if _numbers(live) != numbers:  # whose digests are followed step by step, and would be as wrong as they were
+            _log.warning("what is trained was not version %d, and is made that", version)
+            self.restore(live)
         self.tensors, self.numbers = {name: tensor.detach() for name, tensor in live.items()}, dict(numbers)
         try:
             yield
             for name, tensor in self.tensors.items():
                 home[name].copy_(tensor, non_blocking=True)
-            finished(self.tensors)
+            _finished(self.tensors)
         except BaseException:
             self.tensors, self.version, self.numbers = home, version, numbers
             self.restore(live)
@@ -111,7 +120,7 @@ class Held:
             tensor.detach().copy_(self.tensors[name])
 
 
-def finished(tensors: Mapping[str, Tensor]) -> None:
+def _finished(tensors: Mapping[str, Tensor]) -> None:
     """Whatever was asked of their device."""
     if (device := next(iter(tensors.values())).device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -172,6 +181,7 @@ class Update:
     def head(self) -> dict[str, Any]:
         """All but the planes, as JSON; digests have 64 bits, which JSON's numbers do not."""
         return {
+            "format": FORMAT,
             **{key: getattr(self, key) for key in ("version", "parent", "changed", "total", "digest", "notes")},
             "touched": {name: [digest.text(number) for number in pair] for name, pair in self.touched.items()},
             "pieces": [[piece.coded, piece.parts, piece.sizes] for piece in self.pieces],
@@ -179,12 +189,19 @@ class Update:
 
     @classmethod
     def from_head(cls, head: Mapping[str, Any], raw: Sequence[Tensor]) -> Update:
-        touched = {name: (int(before, 16), int(after, 16)) for name, (before, after) in head["touched"].items()}
+        """CheckpointError: it is of another format."""
+        told = dict(head)
+        if (written := told.pop("format", 1)) != FORMAT:
+            raise CheckpointError(
+                f"update {told.get('version')} is of format {written}, and this Tandem reads {FORMAT}: go on with the "
+                "release that wrote it, or begin in another directory"
+            )
+        touched = {name: (int(before, 16), int(after, 16)) for name, (before, after) in told["touched"].items()}
         pieces = [
             Piece(how, [(name, start, count) for name, start, count in parts], sizes, planes)
-            for (how, parts, sizes), planes in zip(head["pieces"], raw, strict=True)
+            for (how, parts, sizes), planes in zip(told["pieces"], raw, strict=True)
         ]
-        return cls(**{**head, "touched": touched, "pieces": pieces})
+        return cls(**{**told, "touched": touched, "pieces": pieces})
 
 
 @torch.no_grad()
@@ -227,7 +244,7 @@ def walk(held: Held, updates: Iterable[Callable[[], Update]], threads: int = 1) 
             move(piece, ready, held.tensors, held.numbers, forward=forward)
             done.append((piece, forward))
         _check(held, wanted, start)
-    except CheckpointError:
+    except BaseException:
         for piece, forward in reversed(done):
             move(piece, piece.planes_on(device), held.tensors, held.numbers, forward=not forward)
         held.version, held.numbers = start, numbers

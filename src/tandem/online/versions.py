@@ -74,6 +74,8 @@ class VersionStore:
         self.directory = directory
         self.damaged: dict[str, str] = {}
         """Directories that were found to be, and why. They are gone around."""
+        self.without_state: dict[str, str] = {}
+        """Anchors whose optimizer was found to be, and why: their weights are as good as any."""
         self._every, self._share, self._threads = anchor_every, anchor_share, threads
 
     # --- what there is
@@ -82,6 +84,11 @@ class VersionStore:
         """By version; of what is damaged, nothing."""
         parents, anchors = self._names()
         return {version: Known(version, parents.get(version), version in anchors) for version in {*parents, *anchors}}
+
+    def named(self) -> set[int]:
+        """The versions that anything is there of, damaged or not."""
+        parents, anchors = self._names(damaged=True)
+        return {*parents, *anchors}
 
     def anchor_due(self, version: int) -> bool:
         parents, anchors = self._names()
@@ -145,9 +152,10 @@ class VersionStore:
         """Whatever no version of `keep` needs: orphans, and what lies behind the anchors of the oldest. Of those that
         cannot be made any more stays what is left: somebody may mend it."""
         parents, anchors = self._names()
-        if odd := sorted(set(keep) - {*parents, *anchors}):
+        of_all, _ = self._names(damaged=True)
+        if odd := sorted(set(keep) - self.named()):
             raise CheckpointError(f"{self.directory}: version {odd[0]} is to be kept, and is not there")
-        ways = [_way_to_anchor(version, parents, anchors) or _up(version, parents) for version in keep]
+        ways = [_way_to_anchor(version, parents, anchors) or _up(version, of_all) for version in keep]
         wanted = {version for way in ways for version in way}
         used = {way[-1] for way in ways}
         for version, parent in parents.items():
@@ -179,23 +187,26 @@ class VersionStore:
                     raise  # no file is to blame
                 continue  # another way
             if way[-1] in _up(version, parents):
-                return Loaded(held, load_file(self._anchor(way[-1]) / _STATE), way[-1], notes)
+                return Loaded(held, self._state(way[-1]), way[-1], notes)
             return Loaded(held, None, way[-1], {})
 
     def state_of(self, version: int) -> tuple[Mapping[str, Tensor], int] | None:
         """The optimizer's, and whose: of the nearest anchor behind this version whose state is whole. The weights are
         not looked at."""
-        parents, anchors = self._names()
+        parents, anchors = self._names(damaged=True)
         for each in _up(version, parents):
-            if each in anchors:
-                path = self._anchor(each)
-                try:
-                    manifest.verify(path, only=[_STATE])
-                except CheckpointDamaged as error:
-                    self._found_damaged(path, error)
-                else:
-                    return load_file(path / _STATE), each
+            if each in anchors and (state := self._state(each)) is not None:
+                return state, each
         return None
+
+    def _state(self, version: int) -> Mapping[str, Tensor] | None:
+        path = self._anchor(version)
+        try:
+            manifest.verify(path, only=[_STATE])
+        except CheckpointDamaged as error:
+            self.without_state[path.name] = str(error)
+            return None
+        return load_file(path / _STATE)
 
     def whole(self, version: int, device: str | torch.device = "cpu") -> tuple[Loaded, list[str]]:
         """The nearest version, from this one back to the first, that can be made; and what was found damaged. That gets
@@ -205,10 +216,11 @@ class VersionStore:
         for each in _up(version, parents):
             try:
                 loaded = self.load(each, device)
-            except CheckpointError as error:
+            except CheckpointDamaged as error:
                 reasons.append(f"version {each}: {error}")
                 continue
             reasons += [f"{name} is damaged, now called {aside}" for name, aside in self._set_aside().items()]
+            reasons += [f"{name} has no optimizer any more: {why}" for name, why in self.without_state.items()]
             return loaded, reasons
         raise CheckpointDamaged(
             f"{self.directory}: neither version {version} nor any before it is whole ({'; '.join(reasons)}); mend one "
@@ -246,10 +258,10 @@ class VersionStore:
     def _update(self, version: int, parent: int) -> Path:
         return self.directory / f"update-{version:06d}-from-{parent:06d}"
 
-    def _names(self) -> tuple[dict[int, int], set[int]]:
-        """The parent of each version that has one; the versions that are anchored."""
+    def _names(self, *, damaged: bool = False) -> tuple[dict[int, int], set[int]]:
+        """The parent of each version that has one; the versions that are anchored. `damaged`: of those too."""
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
-        sound = [name for name in names if name not in self.damaged]
+        sound = [name for name in names if damaged or name not in self.damaged]
         parents = {int(match[1]): int(match[2]) for name in sound if (match := _UPDATE.fullmatch(name))}
         return parents, {int(match[1]) for name in sound if (match := _ANCHOR.fullmatch(name))}
 
@@ -273,24 +285,21 @@ class VersionStore:
 
     def _read_anchor(self, version: int, device: str | torch.device) -> tuple[Held, dict[str, Any]]:
         path = self._anchor(version)
-        head = self._head(path)
+        head = self._head(path, only=[_HEAD, _WEIGHTS])
         held = Held.of(version, load_file(path / _WEIGHTS, device=str(device)))  # private pages: files stay as they are
         if held.digest != head["digest"]:
             raise CheckpointDamaged(f"{path}: its weights have digest {held.digest} instead of {head['digest']}")
         return held, head["notes"]
 
-    def _head(self, path: Path) -> dict[str, Any]:
-        """Of a directory of which every byte was looked at."""
+    def _head(self, path: Path, only: Collection[str] = ()) -> dict[str, Any]:
+        """Of a directory of which every byte was looked at, or of these files."""
         try:
-            manifest.verify(path)
+            manifest.verify(path, only)
         except CheckpointDamaged as error:
-            self._found_damaged(path, error)
+            if path.is_dir():  # it may be all of them that cannot be reached, for a while
+                self.damaged[path.name] = str(error)
             raise
         return json.loads((path / _HEAD).read_text(encoding="utf-8"))
-
-    def _found_damaged(self, path: Path, error: CheckpointDamaged) -> None:
-        if path.is_dir():  # it may be all of them that cannot be reached, for a while
-            self.damaged[path.name] = str(error)
 
     def _set_aside(self) -> dict[str, str]:
         there = [name for name in self.damaged if (self.directory / name).exists()]
