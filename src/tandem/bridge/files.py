@@ -80,7 +80,9 @@ class FilesSource(EngineEnd):
         """Where the version before lies, if that was of the same form."""
         manifest = opened(path, self._mode, version)
         if len(files := {entry.file for entry in manifest.tensors.values()}) != 1:
-            return _mapped(manifest, path, self._device)  # it is empty, which is not for a bridge to judge
+            weights = _mapped(manifest, path, self._device)  # it is empty, which is not for a bridge to judge
+            check(weights, self._mode)
+            return weights
         (file,) = files
         size, kept = manifest.files[file][0], self._kept
         if kept is None or len(kept.raw) != size or kept.places.tensors != manifest.tensors:

@@ -5,7 +5,7 @@ A trainer's are the very same tensors for each version, and so the copies are, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.flat import Flat
-from tandem.bridge.outgoing import Form, forms, shaped
+from tandem.bridge.outgoing import Form, check_numbers, forms, shaped
 from tandem.bridge.wire import Places
 from tandem.ops.copying import same
-from tandem.types import Weights
+from tandem.ops.phases import Phases
+from tandem.types import Fingerprints, Weights
 
 Named = list[tuple[str, Tensor]]
 
 
 class Packed:
-    def __init__(
-        self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, ahead_bytes: int = 0
-    ) -> None:
-        """`ahead_bytes`: what lies before the first of them."""
+    def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, head: bytes) -> None:
         self._named, self._replies = named, list(replies)
         device = named[0][1].device if named else torch.device("cpu")
-        self.flat = Flat(places, max(places.size_bytes, ahead_bytes), device)
+        self.flat = Flat(places, max(places.size_bytes, len(head)), device)
+        if head:
+            self.flat.raw[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self.filling = self.flat.filling(named)
 
     def is_of(self, named: Named, replies: Sequence[Mapping[str, Any]]) -> bool:
@@ -38,7 +38,30 @@ class Packed:
         return names and same(ours, theirs) and same(self._replies, replies)
 
 
-def forms_of(weights: Weights, named: Named, replies: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Form]:
+class Laying:
+    """One version after the other, in the same place while they are of one form."""
+
+    def __init__(self, mode: str, laid_out: Callable[[Mapping[str, Form]], tuple[Places, bytes]]) -> None:
+        """`laid_out`: where tensors of these forms go, and what lies before the first of them."""
+        self._mode, self._laid_out = mode, laid_out
+        self._packed: Packed | None = None
+
+    def lay(self, weights: Weights, replies: Sequence[Mapping[str, Any]], phases: Phases) -> tuple[Flat, Fingerprints]:
+        """SyncError if it cannot be served, or holds what is no number."""
+        named = list(weights.tensors())
+        packed = self._packed
+        if packed is None or not packed.is_of(named, replies):
+            into = _forms_of(weights, named, replies, self._mode)
+            self._packed = packed = Packed(named, replies, *self._laid_out(into))
+        packed.filling.run()
+        phases.end("gather")
+        fingerprints, odd = packed.flat.looked_at()
+        phases.end("hash")
+        check_numbers(odd, weights, packed.flat.places.tensors, self._mode)
+        return packed.flat, fingerprints
+
+
+def _forms_of(weights: Weights, named: Named, replies: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Form]:
     """SyncError unless each can be served in the form that is asked for. `named`: what `weights` yielded; tensors may
     be made anew each time that they are gone through."""
     again = replace(weights, tensors=lambda: iter(named))

@@ -19,7 +19,7 @@ from tandem.bridge.flat import Flat
 from tandem.bridge.group import Group
 from tandem.bridge.lent import Lending
 from tandem.bridge.outgoing import Form, check_numbers, forms, shaped
-from tandem.bridge.packed import Packed, forms_of
+from tandem.bridge.packed import Laying
 from tandem.ops import digest
 from tandem.ops.copying import copy_all
 from tandem.ops.phases import Phases
@@ -43,7 +43,7 @@ class Packing:
         """`replies`: what engines said of themselves; more may come."""
         self._mode, self._replies = mode, replies
         self._told: tuple[list[tuple[str, Form]], wire.Places] | None = None
-        self._packed: Packed | None = None
+        self._laying = Laying(mode, lambda into: (self._places(list(into.items())), b""))
 
     def parcel(self, weights: Weights, phases: Phases) -> Parcel:
         if weights.kind == "adapter":
@@ -54,19 +54,7 @@ class Packing:
         return _Model(weights, into, self._places([(name, into[name]) for name in fingerprints]), fingerprints)
 
     def _adapter(self, weights: Weights, phases: Phases) -> Parcel:
-        """A trainer's are the very same tensors for each version: what was found out about them is kept."""
-        named = list(weights.tensors())
-        packed = self._packed
-        if packed is None or not packed.is_of(named, self._replies):
-            into = forms_of(weights, named, self._replies, self._mode)
-            places = self._places([(name, into[name]) for name, _ in named])
-            self._packed = packed = Packed(named, self._replies, places)
-        packed.filling.run()
-        phases.end("gather")
-        fingerprints, odd = packed.flat.looked_at()
-        phases.end("hash")
-        check_numbers(odd, weights, packed.flat.places.tensors, self._mode)
-        return _Adapter(packed.flat, fingerprints)
+        return _Adapter(*self._laying.lay(weights, self._replies, phases))
 
     def _places(self, told: list[tuple[str, Form]]) -> wire.Places:
         """In the order in which tensors come."""

@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from tandem.bridge.file_bytes import Writing
-from tandem.bridge.outgoing import Form, check_numbers
-from tandem.bridge.packed import Packed, forms_of
+from tandem.bridge.outgoing import Form
+from tandem.bridge.packed import Laying
 from tandem.bridge.versions import FilesBridge, header_of
 from tandem.bridge.wire import Entry, Places
 from tandem.ops.phases import Phases
@@ -35,7 +32,7 @@ class AdapterBridge(FilesBridge):
     def __init__(self, directory: Path | None = None, *, deadline_s: float = 60.0) -> None:
         """Without a directory: the machine's shared memory, readable by this user alone."""
         super().__init__((directory or memory_backed()).resolve(), deadline_s, private=True)
-        self._packed: Packed | None = None
+        self._laying = Laying(self.mode, _laid_out)
 
     def _stem(self, name: str) -> str:
         return _FILE
@@ -49,32 +46,23 @@ class AdapterBridge(FilesBridge):
         still_wanted: Callable[[], None],
         phases: Phases,
     ) -> tuple[Mapping[str, Entry], Fingerprints]:
-        named = list(weights.tensors())
-        packed = self._packed
-        if packed is None or not packed.is_of(named, self._replies):
-            self._packed = packed = self._laid_out(weights, named)
-        packed.filling.run()
-        phases.end("gather")
-        fingerprints, odd = packed.flat.looked_at()
-        phases.end("hash")
-        check_numbers(odd, weights, into, self.mode)
+        flat, fingerprints = self._laying.lay(weights, self._replies, phases)
         with (directory / _FILE).open("wb") as file, closing(Writing(still_wanted)) as writing:
-            writing.write(file.fileno(), packed.flat.raw, 0)
+            writing.write(file.fileno(), flat.raw, 0)
             writing.finish()
         phases.end("move")
-        return packed.flat.places.tensors, fingerprints
-
-    def _laid_out(self, weights: Weights, named: list[tuple[str, Tensor]]) -> Packed:
-        into = forms_of(weights, named, self._replies, self.mode)
-        header, offsets = header_of(into)
-        places = {name: Entry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
-        packed = Packed(named, self._replies, Places(places), len(header))
-        packed.flat.raw[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        return packed
+        return flat.places.tensors, fingerprints
 
     def _accompany(self, directory: Path, weights: Weights, shards: Mapping[str, Mapping[str, Form]]) -> None:
         config = json.dumps({**_PLAIN, **weights.adapter}, indent=2)
         (directory / "adapter_config.json").write_text(config, encoding="utf-8")
+
+
+def _laid_out(into: Mapping[str, Form]) -> tuple[Places, bytes]:
+    """As the file has them."""
+    header, offsets = header_of(into)
+    places = {name: Entry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
+    return Places(places), header
 
 
 def memory_backed() -> Path:
