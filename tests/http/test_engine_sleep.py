@@ -108,7 +108,7 @@ class Vllm:
             yield event[:40]
             yield event[40:]
 
-        yield SimpleNamespace(status_code=200, aiter_bytes=pieces)
+        yield SimpleNamespace(status=200, pieces=pieces)
 
     async def end(self) -> None:
         self.running = False

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tandem.engine.lanes import ONE, Lanes
+from tandem.engine.http import Answer, Broken, HttpClient, Silent
 from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
 from tandem.io.engine_wire import error_of
 from tandem.protocols import OnToken
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S, _BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
 _CONNECTIONS = 512  # files are not without end; who comes later waits for one of these
-_CONNECT_S, _WRITE_S, _STATUS_S = 5.0, 30.0, 5.0
+_STATUS_S = 5.0
 _TRIES = 3
 _LAST_WORDS_S = 0.2  # how a process ended is known a moment after its connections broke
 
@@ -47,7 +47,7 @@ class Connection:
         """By us: nothing was lost."""
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._epitaph = epitaph
-        self._lanes = _lanes(url, self._headers)
+        self._http = HttpClient(url, headers=self._headers, most=_CONNECTIONS)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
         self._loaded = False
@@ -90,7 +90,7 @@ class Connection:
         for _ in range(_TRIES):
             try:
                 return await self._unless_gone(self._stream(content, on_token))
-            except httpx.TransportError as error:
+            except Broken as error:
                 await self._must_be_there(error)
         raise EngineLost(f"engine: {self.url} breaks every connection")
 
@@ -102,35 +102,30 @@ class Connection:
     async def close(self, why: str = "engine: closed") -> None:
         self._closed.set()
         self._set_gone(why)
-        await self._lanes.close()
+        await self._http.close()
 
     # --- asking
 
     async def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, read_s: float) -> Mapping[str, Any]:
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        timeout = httpx.Timeout(connect=_CONNECT_S, read=read_s, write=_WRITE_S, pool=read_s)
         try:
-            async with self._lanes.take() as client:
-                answer = await client.request(method, route, content=content, timeout=timeout)
-        except httpx.ReadTimeout as error:
+            answer = await self._http.ask(method, route, content, within_s=read_s)
+        except Silent as error:
             raise EngineSilent(f"engine: {self.url} gave no answer to {route} within {read_s:g} s") from error
-        except httpx.TransportError as error:
+        except Broken as error:
             raise EngineLost(self._describe(error)) from error
-        return _checked(answer)
+        return _checked(self.url + route, answer)
 
     async def _stream(self, content: bytes, on_token: OnToken | None) -> Completion:
         # Tokens are the sign of life, and who waits for them may have to queue: no limit but the watch's.
-        timeout = httpx.Timeout(connect=_CONNECT_S, read=None, write=_WRITE_S, pool=None)
-        growing = _Growing(on_token)
-        async with self._lanes.take() as client:
-            async with client.stream("POST", "/engine/generate", content=content, timeout=timeout) as answer:
-                if answer.status_code != 200:
-                    await answer.aread()
-                    _checked(answer)
-                async for piece in answer.aiter_raw():
-                    growing.feed(piece)
+        growing, route = _Growing(on_token), "/engine/generate"
+        async with self._http.stream(route, content) as answer:
+            if answer.status != 200:
+                _checked(self.url + route, await answer.whole())
+            async for piece in answer.pieces():
+                growing.feed(piece)
         if growing.completion is None:
-            raise httpx.RemoteProtocolError("the answer has no end")
+            raise Broken("the answer has no end")
         return growing.completion
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
@@ -149,7 +144,7 @@ class Connection:
         finally:
             self._under_way.discard(asking)
 
-    async def _must_be_there(self, error: httpx.TransportError) -> None:
+    async def _must_be_there(self, error: Broken) -> None:
         """EngineLost unless the same engine still answers."""
         try:
             status = await self.status()
@@ -163,7 +158,7 @@ class Connection:
             raise EngineLost(self.why) from error
 
     def _describe(self, error: Exception) -> str:
-        how = self._epitaph() or f"{type(error).__name__}: {error}".rstrip(": ")
+        how = self._epitaph() or (str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
         return f"engine: {self.url} is gone: {how}"
 
     # --- the watch
@@ -208,16 +203,6 @@ class Connection:
             asking.cancel()
 
 
-def _lanes(url: str, headers: Mapping[str, str]) -> Lanes:
-    verify = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else False
-
-    def lane() -> httpx.AsyncClient:
-        # No proxy of the environment: the token is for this server alone.
-        return httpx.AsyncClient(base_url=url, headers=headers, verify=verify, trust_env=False, limits=ONE)
-
-    return Lanes(lane, _CONNECTIONS)
-
-
 class _Growing:
     """A completion, from pieces of its lines."""
 
@@ -249,15 +234,15 @@ class _Growing:
                 self._on_token(token_id, logprob, version)
 
 
-def _checked(answer: httpx.Response) -> Mapping[str, Any]:
-    otherwise = f"engine: {answer.url} answers {answer.status_code}: {answer.text[:200]}"
-    if answer.status_code == 401:
-        raise NotLetIn(f"engine: {answer.url} refuses the token")
+def _checked(url: str, answer: Answer) -> Mapping[str, Any]:
+    otherwise = f"engine: {url} answers {answer.status}: {answer.text[:200]}"
+    if answer.status == 401:
+        raise NotLetIn(f"engine: {url} refuses the token")
     try:
-        body = answer.json()
+        body = json.loads(answer.content)
     except ValueError:
         body = None
-    if answer.status_code != 200:
+    if answer.status != 200:
         raise error_of(body, otherwise)
     if not isinstance(body, dict):
         raise EngineError(otherwise)

@@ -87,7 +87,7 @@ class RemoteServer:
                     wait_s = _retry_after(response)
                 else:
                     await self._check_stream(path, response)
-                    async with aclosing(server_sent(response, self.url)) as sent:
+                    async with aclosing(server_sent(response.aiter_bytes(), self.url)) as sent:
                         async for data in sent:
                             if data == b"[DONE]":
                                 await _drain(sent)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
-import httpx
+from collections.abc import AsyncGenerator, AsyncIterable
 
 from tandem.errors import EngineError
 
@@ -12,11 +10,11 @@ ANSWER_BYTES = 4 * 2**20
 """Of one event, or of one answer that is no stream."""
 
 
-async def server_sent(response: httpx.Response, where: str) -> AsyncGenerator[bytes]:
+async def server_sent(pieces: AsyncIterable[bytes], where: str) -> AsyncGenerator[bytes]:
     """The data of each event. Not httpx's lines: those also end at U+2028, in the midst of a text that is told; and one
     without an end would fill the memory."""
     rest, data, held = b"", list[bytes](), 0
-    async for chunk in response.aiter_bytes():
+    async for chunk in pieces:
         *lines, rest = (rest + chunk).split(b"\n")
         held += len(chunk)
         for line in lines:

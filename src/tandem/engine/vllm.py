@@ -16,13 +16,11 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from tandem.engine.server_sent import server_sent
 from tandem.engine.vllm_exchange import Exchange
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
-from tandem.errors import EngineError, EngineLost
+from tandem.errors import EngineError
 from tandem.ops.sampled import MARK
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
@@ -162,25 +160,22 @@ class VllmEngine:
         return answers[0]["news"]  # the rank that vLLM itself takes tokens from
 
     async def _choices(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        try:
-            async with self._process.stream("/inference/v1/generate", request) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise EngineError(f"engine: vLLM refuses a request with {answer.status_code}: {text[:500]}")
-                if not request["stream"]:
-                    for choice in json.loads(await answer.aread())["choices"]:
-                        yield choice
-                    return
-                async for data in server_sent(answer, "engine: vLLM"):
-                    if data == b"[DONE]":
-                        continue
-                    told = json.loads(data)
-                    if "error" in told:
-                        raise EngineError(f"engine: vLLM ended a request: {told['error']}")
-                    for choice in told["choices"]:
-                        yield choice
-        except httpx.HTTPError as error:
-            raise EngineLost(f"engine: vLLM is gone: {error!r}") from error
+        async with self._process.stream("/inference/v1/generate", request) as answer:
+            if answer.status != 200:
+                text = (await answer.whole()).text
+                raise EngineError(f"engine: vLLM refuses a request with {answer.status}: {text[:500]}")
+            if not request["stream"]:
+                for choice in json.loads((await answer.whole()).content)["choices"]:
+                    yield choice
+                return
+            async for data in server_sent(answer.pieces(), "engine: vLLM"):
+                if data == b"[DONE]":
+                    continue
+                told = json.loads(data)
+                if "error" in told:
+                    raise EngineError(f"engine: vLLM ended a request: {told['error']}")
+                for choice in told["choices"]:
+                    yield choice
 
     # --- weights
 

@@ -7,6 +7,7 @@ trainer's own packages must not become vLLM's.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -20,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from tandem.engine.lanes import ONE, Lanes
+from tandem.engine.http import Broken, Coming, HttpClient, Silent
 from tandem.engine.vllm_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io import ahead
@@ -34,10 +35,11 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lor
 # GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
+_JSON = {"Content-Type": "application/json"}
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.inside.extension.TandemWorker"
-_LEAST_LANES = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
+_LEAST_CONNECTIONS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
 
 
@@ -114,7 +116,8 @@ class VllmProcess:
             log=home / "vllm.log",
             environment=self._environment(Path(self._folder.name)),
         )
-        self._lanes = Lanes(self._lane, max(_LEAST_LANES, 2 * options.max_running))
+        most = max(_LEAST_CONNECTIONS, 2 * options.max_running)
+        self._http = HttpClient(_BASE_URL, socket=self.socket, headers=_JSON, most=most)
 
     def serve(self, options: VllmOptions) -> None:
         """What it has waited for: as those before but for the model and its context."""
@@ -123,16 +126,6 @@ class VllmProcess:
 
     def _program(self) -> list[str]:
         return [_SERVER, *self.options.arguments(self.socket, self._version)]
-
-    def _lane(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            # A socket file needs no certificates, and reading them takes 18 ms for each of hundreds of connections.
-            transport=httpx.AsyncHTTPTransport(uds=str(self.socket), limits=ONE, verify=False),
-            base_url=_BASE_URL,
-            timeout=httpx.Timeout(30.0, read=None, pool=None),
-            follow_redirects=False,
-            trust_env=False,
-        )
 
     def _environment(self, folder: Path) -> dict[str, str]:
         path = folder / "path"
@@ -172,17 +165,16 @@ class VllmProcess:
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         """The answer's JSON. EngineLost if nobody is there any more, EngineError for a refusal."""
+        content = None if body is None else json.dumps(body).encode()
         try:
-            async with self._lanes.take() as client:
-                answer = await client.post(path, json=body, params=query, timeout=deadline_s)
-        except httpx.TimeoutException as error:
+            answer = await self._http.ask("POST", path, content, within_s=deadline_s, query=query)
+        except Silent as error:
             raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise EngineLost(f"engine: vLLM is gone: {error!r}: {self._child.epitaph()}") from error
-        if answer.status_code != 200:
-            raise EngineError(f"engine: vLLM answers {path} with {answer.status_code}: {answer.text[:500]}")
-        told = answer.headers.get("content-type", "").startswith("application/json")
-        return answer.json() if told else {}
+        except Broken as error:
+            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.epitaph()}") from error
+        if answer.status != 200:
+            raise EngineError(f"engine: vLLM answers {path} with {answer.status}: {answer.text[:500]}")
+        return json.loads(answer.content) if answer.kind == "application/json" else {}
 
     async def end(self) -> None:
         """What it holds is of no use any more; whoever owns it starts another."""
@@ -192,13 +184,16 @@ class VllmProcess:
         self._child.stop(grace_s=0.0)
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Any) -> AsyncIterator[httpx.Response]:
-        """The answer as it comes in, however long that takes."""
-        async with self._lanes.take() as client, client.stream("POST", path, json=body) as answer:
-            yield answer
+    async def stream(self, path: str, body: Any) -> AsyncIterator[Coming]:
+        """The answer as it comes in, however long that takes. EngineLost if nobody is there any more."""
+        try:
+            async with self._http.stream(path, json.dumps(body).encode()) as answer:
+                yield answer
+        except Broken as error:
+            raise EngineLost(f"engine: vLLM is gone: {error}") from error
 
     async def close(self) -> None:
-        await self._lanes.close()
+        await self._http.close()
         await asyncio.to_thread(self._child.stop)
         self._folder.cleanup()
 

@@ -1,0 +1,126 @@
+"""How engines are asked: HTTP over connections that are kept, answers whole or piece by piece.
+
+By aiohttp: of a core, a request takes it 0.12 ms, and httpx 0.59, and a step asks hundreds of them at once.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+
+_IDLE_S = 4.0  # less than servers keep them: none is used as it is being closed
+_CONNECT_S = 5.0
+
+
+class Broken(Exception):
+    """Nobody is there, hung up, or does not speak HTTP."""
+
+
+class Silent(Exception):
+    """It is there, and said nothing for as long as was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    kind: str
+    """Its media type."""
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+
+class Coming:
+    """An answer whose content is yet to come."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response, self.status = response, response.status
+
+    async def whole(self) -> Answer:
+        with _as_ours():
+            return Answer(self.status, self._response.content_type, await self._response.read())
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        with _as_ours():
+            async for piece in self._response.content.iter_any():
+                yield piece
+
+
+class HttpClient:
+    """Of one server. No proxy of the environment: what is asked, and the token with it, is for this server alone."""
+
+    def __init__(
+        self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
+    ) -> None:
+        """`socket`: where it listens, if that is a file. Who comes when `most` connections are in use waits."""
+        self._url, self._socket, self._most = url, socket, most
+        self._headers = {"Accept-Encoding": "identity", **(headers or {})}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        within_s: float,
+        query: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """`within_s`: what it says next may be that late."""
+        with _as_ours():
+            async with self._request(method, path, content, within_s, query) as response:
+                return await Coming(response).whole()
+
+    @asynccontextmanager
+    async def stream(self, path: str, content: bytes) -> AsyncIterator[Coming]:
+        """However long that takes. Who leaves before its end hangs up."""
+        with _as_ours():
+            async with self._request("POST", path, content, None, None) as response:
+                yield Coming(response)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _request(
+        self, method: str, path: str, content: bytes | None, within_s: float | None, query: Mapping[str, str] | None
+    ) -> Any:
+        if self._session is None:  # it belongs to the loop that runs when it is made
+            self._session = aiohttp.ClientSession(
+                connector=self._connector(), headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self._session.request(
+            method,
+            self._url + path,
+            data=content,
+            params=query,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=within_s),
+        )
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self._socket is not None:
+            return aiohttp.UnixConnector(str(self._socket), limit=self._most, keepalive_timeout=_IDLE_S)
+        verify: ssl.SSLContext | bool = True
+        if self._url.startswith("https:"):
+            verify = httpx.create_ssl_context(trust_env=False)
+        return aiohttp.TCPConnector(limit=self._most, keepalive_timeout=_IDLE_S, ssl=verify)
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.SocketTimeoutError as error:
+        raise Silent(str(error)) from error
+    except aiohttp.ClientError as error:
+        raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error

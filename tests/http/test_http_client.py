@@ -1,0 +1,179 @@
+"""How engines are asked: what can go wrong with it is one of two errors, and nobody else hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.engine.http import Broken, HttpClient, Silent
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+WHOLE = HEAD + b"Content-Length: 2\r\n\r\n{}"
+Says = Callable[[bytes, asyncio.StreamWriter], Awaitable[Any]]
+
+
+class Raw:
+    """A server that says what a test wants it to, byte by byte."""
+
+    def __init__(self, says: Says) -> None:
+        self._says = says
+        self.asked: list[bytes] = []
+        self.connections = 0
+        self.hung_up = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), b":0"
+                )
+                await reader.readexactly(int(length.split(b":")[1]))
+                self.asked.append(head)
+                await self._says(head, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.hung_up.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def asking(
+    says: Says, most: int = 4, headers: dict[str, str] | None = None
+) -> AsyncIterator[tuple[Raw, HttpClient]]:
+    raw = Raw(says)
+    server = await asyncio.start_server(raw, "127.0.0.1", 0)
+    client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", headers=headers, most=most)
+    try:
+        yield raw, client
+    finally:
+        await client.close()
+        server.close()
+
+
+def test_connections_are_kept_and_no_more_are_made_than_may_be():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.01)
+        writer.write(WHOLE)
+
+    async def check() -> None:
+        async with asking(says, most=2) as (raw, client):
+            answers = await asyncio.gather(*(client.ask("POST", "/x", b"{}", within_s=5) for _ in range(9)))
+            assert {(each.status, each.kind, each.content) for each in answers} == {(200, "application/json", b"{}")}
+            assert (len(raw.asked), raw.connections) == (9, 2)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("begun", [b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_who_says_nothing_for_too_long_is_silent(begun: bytes):
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(begun)
+        await asyncio.sleep(5)
+
+    async def check() -> None:
+        async with asking(says) as (_, client):
+            with pytest.raises(Silent):
+                await client.ask("GET", "/x", within_s=0.1)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("begun", [b"", b"220 mail.example ESMTP\r\n\r\n", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_who_hangs_up_or_speaks_something_else_is_broken(begun: bytes):
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(begun)
+        writer.close()
+
+    async def check() -> None:
+        async with asking(says) as (_, client):
+            with pytest.raises(Broken):
+                await client.ask("POST", "/x", b"{}", within_s=5)
+        nobody = HttpClient("http://127.0.0.1:9", most=1)
+        with pytest.raises(Broken):
+            await nobody.ask("GET", "/x", within_s=5)
+        await nobody.close()
+
+    asyncio.run(check())
+
+
+def test_a_stream_comes_piece_by_piece_and_who_leaves_it_hangs_up():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+        for number in range(1000):
+            writer.write(b"2\r\n%02d\r\n" % (number % 100))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async def check() -> None:
+        async with asking(says) as (raw, client):
+            async with client.stream("/x", b"{}") as answer:
+                first = await anext(aiter(answer.pieces()))
+            assert first.startswith(b"00")
+            assert len(first) < 100
+            await asyncio.wait_for(raw.hung_up.wait(), 5)
+
+    asyncio.run(check())
+
+
+def test_a_stream_that_breaks_off_is_broken():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n00\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def check() -> None:
+        async with asking(says) as (_, client):
+            with pytest.raises(Broken):
+                async with client.stream("/x", b"{}") as answer:
+                    assert [piece async for piece in answer.pieces()]
+
+    asyncio.run(check())
+
+
+def test_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch):
+    """Neither a proxy of the environment nor where a redirect points to: the token is for one server."""
+    others: list[bytes] = []
+
+    async def other(head: bytes, writer: asyncio.StreamWriter) -> None:
+        others.append(head)
+        writer.write(WHOLE)
+
+    async def check() -> None:
+        elsewhere = await asyncio.start_server(Raw(other), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{elsewhere.sockets[0].getsockname()[1]}"
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, url)
+
+        async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+            writer.write(f"HTTP/1.1 302 Found\r\nLocation: {url}/\r\nContent-Length: 0\r\n\r\n".encode())
+
+        async with asking(says, headers={"Authorization": "Bearer t"}) as (raw, client):
+            assert (await client.ask("GET", "/x", within_s=5)).status == 302
+            assert b"Authorization: Bearer t" in raw.asked[0]
+        elsewhere.close()
+
+    asyncio.run(check())
+    assert others == []
+
+
+def test_a_socket_file_is_a_server_too(tmp_path: Path):
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(WHOLE)
+
+    async def check() -> None:
+        raw = Raw(says)
+        server = await asyncio.start_unix_server(raw, tmp_path / "s")
+        client = HttpClient("http://engine", socket=tmp_path / "s", most=1)
+        assert (await client.ask("POST", "/x", query={"level": "1"}, within_s=5)).content == b"{}"
+        assert raw.asked[0].startswith(b"POST /x?level=1 HTTP/1.1\r\n")
+        await client.close()
+        server.close()
+
+    asyncio.run(check())
