@@ -85,7 +85,7 @@ class Vllm:
             case "tandem_keep" | "tandem_answer_early":
                 return {"why_not": "tokens are streamed here"}
             case "tandem_attach":
-                return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0"}
+                return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0", "why_not": {}}
             case "tandem_load":
                 self.weights, self.held, self.untouched = f"v{args[0]}", args[0], True
                 return {"seconds": {"apply": 0.01}, "arrived": True, "adapter": "a", "loaded": False, **pieces}

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from tandem.engine.server_sent import server_sent
-from tandem.engine.vllm_exchange import Exchange
+from tandem.engine.vllm_exchange import Exchange, requested
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
@@ -182,8 +182,8 @@ class VllmEngine:
     async def attach(self, source: WeightSource) -> None:
         await self._prepare()
         told = {
-            "sampled": {"requested": "kept", "engaged": not self._why_streamed, "why_not": self._why_streamed},
-            "slots": {"requested": "early", "engaged": not self._why_asked, "why_not": self._why_asked},
+            "sampled": requested("kept", self._why_streamed),
+            "slots": requested("early", self._why_asked),
         }
         await self._exchange.attach(source, told)
 

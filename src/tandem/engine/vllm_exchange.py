@@ -93,9 +93,11 @@ class Exchange:
         reply["places"] = [place for answer in answers for place in answer["places"]]
         reply["devices"] = [answer["device"] for answer in answers]
         reply |= more
+        if self._process.options.adapter_slots:
+            reply |= {way: requested(way, why_not) for way, why_not in first["why_not"].items()}
         if self._process.options.sleeps:
             why_not = self._process.options.why_awake
-            reply["sleep"] = {"requested": "free", "engaged": not why_not, "why_not": why_not}
+            reply["sleep"] = requested("free", why_not)
         if "pieces" in first:
             shapes = {name: shape for name, (_, shape) in first["layout"].items()}
             reply["base"] = whole(_pieces(answers), shapes)
@@ -367,6 +369,11 @@ class Exchange:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
+
+
+def requested(what: str, why_not: str) -> dict[str, Any]:
+    """As it is told of whatever may not be had."""
+    return {"requested": what, "engaged": not why_not, "why_not": why_not}
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:

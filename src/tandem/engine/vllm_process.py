@@ -140,6 +140,7 @@ class VllmProcess:
             **(_ON_CPU if self.options.device == "cpu" else {}),
             **(_forked(os.environ) if self.options.device != "cpu" and self.options.tensor_parallel == 1 else {}),
             **(_plain_segments(os.environ) if self.options.sleeps else {}),
+            **(_two_streams(os.environ) if self.options.device != "cpu" and self.options.adapter_slots else {}),
             **self.options.environment,
         }
 
@@ -203,6 +204,12 @@ def _forked(environment: Mapping[str, str]) -> dict[str, str]:
     with one GPU."""
     name = "VLLM_WORKER_MULTIPROC_METHOD"
     return {name: environment.get(name, "fork")}
+
+
+def _two_streams(environment: Mapping[str, str]) -> dict[str, str]:
+    """A part of what an adapter adds is computed beside the base's (inside/lora_layers.py)."""
+    name = "VLLM_LORA_ENABLE_DUAL_STREAM"
+    return {name: environment.get(name, "1")}
 
 
 def _plain_segments(environment: Mapping[str, str]) -> dict[str, str]:

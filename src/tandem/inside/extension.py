@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.errors import EngineError, SyncError, SyncTimeout
+from tandem.inside.lora_layers import compute_beside, fit_blocks
 from tandem.inside.plain import keep_weights_plain
 from tandem.inside.sampling import Kept, Reading, Unfit, keep_sampled
 from tandem.inside.slots import answer_early
 from tandem.inside.worker import Answer, Worker
 
 _log = logging.getLogger(__name__)
-
-# vLLM imports this module when it makes a worker, and offers no other moment between that and loading the model.
-keep_weights_plain()
 
 
 class TandemWorker:
@@ -30,7 +28,7 @@ class TandemWorker:
         return _answer(lambda: _of(self).vocabulary(num_ids))
 
     def tandem_attach(self, link: dict[str, Any]) -> Answer:
-        return _answer(lambda: _of(self).attach(link))
+        return _answer(lambda: {**_of(self).attach(link), "why_not": _WHY_NOT})
 
     def tandem_stage(self, version: int, patience_s: float) -> Answer:
         return _answer(lambda: _of(self).stage(version, patience_s))
@@ -120,3 +118,8 @@ def _answer(work: Callable[[], Answer]) -> Answer:
 
 def _refusal(code: str, error: Exception) -> Answer:
     return {"error": {"code": code, "message": str(error)}}
+
+
+# vLLM imports this module when it makes a worker, and offers no other moment between that and loading the model.
+keep_weights_plain()
+_WHY_NOT = {"beside": _why_not(compute_beside), "blocks": _why_not(fit_blocks)}
