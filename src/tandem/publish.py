@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CHANCE = 4  # times the limit: who is further away than that is not asked again
+_TURNS = 5  # of the event loop, until a request is out
 _PROVEN_KEPT = 128  # more than the largest max_lag
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
@@ -246,11 +247,23 @@ class Publisher:
             self._on_meeting(map)
 
     async def _meet(self, weights: Weights) -> tuple[Sent, Served]:
-        sending = asyncio.ensure_future(self._call(self._bridge.send, weights))  # first: an inline engine waits for it
-        await asyncio.sleep(0)
-        if sending.done():
-            sending.result()  # refused on this thread: nothing will come that could be loaded
-        loading = asyncio.ensure_future(self._engine.load(weights.version))
+        def send() -> asyncio.Future[Sent]:
+            return asyncio.ensure_future(self._call(self._bridge.send, weights))
+
+        def load() -> asyncio.Future[Served]:
+            return asyncio.ensure_future(self._engine.load(weights.version))
+
+        if self._call is on_this_thread:  # an inline engine finds it there
+            sending = send()
+            await asyncio.sleep(0)
+            if sending.done():
+                sending.result()  # refused: nothing will come that could be loaded
+            loading = load()
+        else:  # the question first: a thread that packs leaves the interpreter to this one every few milliseconds
+            loading = load()
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            sending = send()
         try:
             return await asyncio.gather(sending, loading)
         finally:

@@ -28,3 +28,26 @@ def test_every_pair_is_copied_whatever_its_size_type_and_layout() -> None:
     copy_all(pairs)
     for into, source in pairs:
         assert torch.equal(into.float().cpu(), source.float().cpu())
+
+
+def test_the_same_copies_again_have_the_values_of_then() -> None:
+    """On a GPU by a graph, from the second time on."""
+    sources = [torch.zeros(300, 7, device=DEVICE), torch.zeros(2 * copying._SMALL_BYTES, device=DEVICE)]
+    targets = [torch.empty(300, 7, device=DEVICE, dtype=torch.bfloat16), torch.empty_like(sources[1])]
+    again = copying.Copying(zip(targets, sources, strict=True))
+    for turn in range(4):
+        for source in sources:
+            source.fill_(turn + 1)
+        again.run()
+        assert [float(each.float().mean()) for each in targets] == [turn + 1] * 2
+    assert (again._graph is not None) == (DEVICE == "cuda")
+
+
+def test_copies_between_devices_are_made_one_by_one() -> None:
+    source = torch.ones(8)
+    again = copying.Copying([(into := torch.zeros(8, device=DEVICE), source)])
+    for turn in range(3):
+        source.fill_(turn)
+        again.run()
+        assert into.tolist() == [turn] * 8
+    assert again._graph is None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ class _Slice:
     base: Piece
 
 
+class _Reading(NamedTuple):
+    """Where in its slot an adapter lies; how that is read, what must be nothing behind it; and which parts are whole
+    tensors."""
+
+    parts: list[_Part]
+    standing: digest.Standing
+    whole: list[tuple[int, str]]
+
+
 @dataclass(slots=True)
 class _Staged:
     name: str
@@ -49,9 +58,7 @@ class _Staged:
     tensors: Mapping[str, Tensor]
     is_theirs: bool = False
     """vLLM holds these very tensors: what it would put into a slot again."""
-    reading: dict[int, tuple[list[_Part], digest.Standing]] = field(
-        default_factory=dict[int, tuple[list["_Part"], digest.Standing]]
-    )
+    reading: dict[int, _Reading] = field(default_factory=dict[int, "_Reading"])
     """By slot."""
     writing: tuple[int, list[Tensor], Copying] | None = None
     """Into which slot, and out of which tensors, as the last time."""
@@ -99,7 +106,7 @@ class LoraSlots:
 
     def served_pieces(self, name: str) -> list[PieceDigest]:
         """Read from the slot that requests for `name` use."""
-        parts, numbers = self._reading(name)[0], self.served_numbers(name)
+        parts, numbers = self._reading(name).parts, self.served_numbers(name)
         return [
             (key, top, bottom, left, right, number)
             for (key, _, top, bottom, left, right), number in zip(parts, numbers, strict=True)
@@ -108,7 +115,7 @@ class LoraSlots:
     @torch.no_grad()
     def served_numbers(self, name: str) -> list[int]:
         """The digests of those pieces alone."""
-        parts, standing = self._reading(name)
+        parts, standing, _ = self._reading(name)
         numbers = standing.take()
         if any(numbers[len(parts) :]):
             raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
@@ -116,10 +123,8 @@ class LoraSlots:
 
     def check_served(self, name: str, numbers: Sequence[int], expected: Fingerprints) -> None:
         """What was read back is what was sent, wherever this worker alone holds all of a tensor."""
-        tensors = self._staged[SCHEME + name].tensors
-        for (key, _, top, bottom, left, right), number in zip(self._reading(name)[0], numbers, strict=True):
-            if (bottom - top, right - left) == tensors[key].shape:
-                _compare(key, number, expected)
+        for index, key in self._reading(name).whole:
+            _compare(key, numbers[index], expected)
 
     def check_staged(self, name: str, expected: Fingerprints) -> None:
         """The same of one that vLLM has not loaded yet; if it is another, it is dropped."""
@@ -145,7 +150,7 @@ class LoraSlots:
         slot, sources = self._slot_of(old.name), list(tensors.values())
         if old.writing is not None and old.writing[0] == slot and same(old.writing[1], sources):
             return old.writing[2]
-        parts, _ = self._reading(old.name)
+        parts = self._reading(old.name).parts
         copying = Copying(
             [(old.tensors[name], tensor) for name, tensor in tensors.items()]
             + [(view, tensors[name][top:bottom, left:right]) for name, view, top, bottom, left, right in parts]
@@ -154,13 +159,15 @@ class LoraSlots:
             old.writing = slot, sources, copying
         return copying
 
-    def _reading(self, name: str) -> tuple[list[_Part], digest.Standing]:
-        """Where in its slot an adapter lies; and how that is read, what must be nothing behind it."""
+    def _reading(self, name: str) -> _Reading:
         staged, slot = self._staged[SCHEME + name], self._slot_of(name)
         if slot not in staged.reading:
             parts, leftovers = self._parts(staged, slot)
             pieces = [(key, view, top, left) for key, view, top, _, left, _ in parts]
-            staged.reading[slot] = parts, digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())])
+            standing = digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())])
+            sizes = [(bottom - top, right - left) for _, _, top, bottom, left, right in parts]
+            whole = [(at, part[0]) for at, part in enumerate(parts) if sizes[at] == staged.tensors[part[0]].shape]
+            staged.reading[slot] = _Reading(parts, standing, whole)
         return staged.reading[slot]
 
     def _parts(self, staged: _Staged, slot: int) -> tuple[list[_Part], list[digest.Piece]]:

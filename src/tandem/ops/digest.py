@@ -144,6 +144,8 @@ class Standing:
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
             table = _table_of(self._parts, checked=checked)
             self._table = None if table.copies else table  # what is copied is a copy of now
+        alone = self._table is None or not checked
+        self._looked_at = [part for part in self._parts if alone or part[1].dtype not in _FIRST_ODD]
 
     @torch.no_grad()
     def take(self) -> list[int]:
@@ -154,15 +156,13 @@ class Standing:
     @torch.no_grad()
     def look(self) -> tuple[list[int], list[str]]:
         """And the names of those that hold what is no number."""
-        table = self._table if self._checked else None
-        looked_at = [part for part in self._parts if table is None or part[1].dtype not in _FIRST_ODD]
         finite = Finite()
-        for name, tensor, *_ in looked_at:
+        for name, tensor, *_ in self._looked_at:
             finite.add(name, tensor)
-        if table is None:
+        if self._table is None or not self._checked:
             return self.take(), finite.odd()
-        sums, wrong = table.launch().tolist()
-        odd = [part[0] for part, each in zip(self._parts, wrong, strict=True) if each]
+        sums, wrong = self._table.launch().tolist()
+        odd = [part[0] for part, each in zip(self._parts, wrong, strict=True) if each] if any(wrong) else []
         return [number & _MASK for number in sums], [*odd, *finite.odd()]
 
 
