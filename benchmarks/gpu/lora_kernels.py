@@ -15,23 +15,22 @@ import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-os.environ["VLLM_LORA_ENABLE_DUAL_STREAM"] = "1"  # its kernels are launched as they are with it
 
 import torch
 from torch.nn.functional import linear
+from vllm.lora.ops import triton_ops
 from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
 from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 
-from tandem.inside.lora_layers import apply_beside, fitting
+from tandem.inside.lora_layers import fitting, linear_beside
 
 LAYERS, RANK, REPLAYS = 28, 16, 20
 LINEARS = {
     "qkv": (2048, (2048, 1024, 1024)), "o": (2048, (2048,)), "gate_up": (2048, (6144, 6144)), "down": (6144, (2048,)),
 }  # fmt: skip
-GPU = torch.device("cuda")
+GPU, SECOND = torch.device("cuda"), torch.cuda.Stream()
+FLAG = "VLLM_LORA_ENABLE_DUAL_STREAM"
 Config = dict[str, Any]
 Blocks = Callable[..., Config]
 
@@ -43,7 +42,6 @@ def made(*shape: int) -> torch.Tensor:
 class Layer:
     """As much of vLLM's linear layer with adapters as is computed with."""
 
-    _lora_stream: torch.cuda.Stream
     meta: tuple[Any, ...]
 
     def __init__(self, name: str, slots: int) -> None:
@@ -51,10 +49,6 @@ class Layer:
         self.base_layer = made(sum(self.output_slices), self.width)
         self.lora_a_stacked = tuple(made(slots, 1, RANK, self.width) for _ in self.output_slices)
         self.lora_b_stacked = tuple(made(slots, 1, size, RANK) for size in self.output_slices)
-        self.punica_wrapper, self._events = self, [torch.cuda.Event(), torch.cuda.Event()]
-
-    def _get_quant_method(self) -> Any:
-        return SimpleNamespace(apply=linear_of)
 
     def add_shrink(self, low: torch.Tensor, x: torch.Tensor, a: Any, scale: float) -> None:
         lora_shrink_op._lora_shrink(x, a, low, *self.meta, scale)
@@ -64,10 +58,6 @@ class Layer:
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
         return torch.empty((len(self.output_slices), len(x), RANK), dtype=torch.float32, device=GPU)
-
-
-def linear_of(weight: torch.Tensor, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    return linear(x, weight, bias)
 
 
 def base(layer: Layer, x: torch.Tensor) -> torch.Tensor:
@@ -83,14 +73,21 @@ def theirs(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 def aside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     here = torch.cuda.current_stream()
-    layer._lora_stream.wait_stream(here)
+    SECOND.wait_stream(here)
     y = base(layer, x)
-    with torch.cuda.stream(layer._lora_stream):
+    os.environ[FLAG] = "1"  # its kernels are launched in another way with it
+    with torch.cuda.stream(SECOND):
         delta, low = torch.zeros_like(y), layer.low(x)
         layer.add_shrink(low, x, layer.lora_a_stacked, 1.0)
         layer.add_expand(delta, low, layer.lora_b_stacked, layer.output_slices, False)
-    here.wait_stream(layer._lora_stream)
+    os.environ[FLAG] = "0"
+    here.wait_stream(SECOND)
     return y.add_(delta)
+
+
+def beside(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    a, b = list(layer.lora_a_stacked), list(layer.lora_b_stacked)
+    return linear_beside(triton_ops, x, layer.base_layer, None, a, b, list(layer.meta))
 
 
 def graph_us(body: Callable[[], Any]) -> float:
@@ -168,10 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     layers = {name: [Layer(name, arguments.slots) for _ in range(LAYERS)] for name in LINEARS}
-    second, original = torch.cuda.Stream(), utils.get_lora_op_configs
-    for stack in layers.values():
-        for layer in stack:
-            layer._lora_stream = second
+    original = utils.get_lora_op_configs
 
     def tell(tokens: int) -> None:
         meta = LoRAKernelMeta.make(arguments.slots, 512, GPU)
@@ -188,7 +182,7 @@ def main() -> None:
             ways[", best"] = searched(layers, tokens, original)
         inputs = {name: made(tokens, stack[0].width) for name, stack in layers.items()}
         row: dict[str, float] = {}
-        for how in (base, theirs, aside, apply_beside):
+        for how in (base, theirs, aside, beside):
             for told, blocks in ways.items():
                 use(blocks)
 
@@ -198,7 +192,7 @@ def main() -> None:
                             how(layers[name][number], x)
 
                 if how is not base or not told:
-                    row[how.__name__.removeprefix("apply_") + told] = round(graph_us(step))
+                    row[how.__name__ + told] = round(graph_us(step))
         rows[str(tokens)] = row
         print(tokens, "tokens, us:", row, flush=True)
     (Path(os.environ.get("OUT", ".")) / "lora-kernels.json").write_text(json.dumps(rows, indent=1))

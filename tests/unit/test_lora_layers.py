@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tandem.inside.lora_layers import FEW_TOKENS, compute_beside, fit_blocks, fitting
+from tandem.inside import lora_layers
+from tandem.inside.lora_layers import BESIDE_TOKENS, FEW_TOKENS, compute_beside, fit_blocks, fitting
 from tandem.inside.sampling import Unfit
 
 THEIRS = {"block_m": 7, "block_n": 16, "block_k": 256, "split_k": 64, "num_warps": 4}
@@ -40,3 +43,30 @@ def test_a_rank_is_gone_through_in_whole_blocks(rank: int, inner: int):
 def test_where_there_is_no_vllm_it_says_why_not(engage: Any):
     with pytest.raises(Unfit, match="computed otherwise"):
         engage()
+
+
+def test_as_an_operator_it_compiles_and_is_of_the_shape_that_it_says(monkeypatch: pytest.MonkeyPatch):
+    """With kernels in plain torch, and more tokens than are computed beside anything."""
+    tokens = BESIDE_TOKENS + 1
+    x, weight, bias = torch.randn(tokens, 8), torch.randn(6, 8), torch.randn(6)
+    a, b = [torch.randn(2, 1, 3, 8), torch.randn(2, 1, 3, 8)], [torch.randn(2, 1, 4, 3), torch.randn(2, 1, 2, 3)]
+
+    def shrink(x: torch.Tensor, a: list[torch.Tensor], low: torch.Tensor, slot: torch.Tensor, scale: float) -> None:
+        low.copy_(torch.stack([x @ each[int(slot), 0].T for each in a]) * scale)
+
+    def expand(low: torch.Tensor, b: list[torch.Tensor], y: torch.Tensor, slot: torch.Tensor, **_: Any) -> None:
+        y += torch.cat([part @ each[int(slot), 0].T for part, each in zip(low, b, strict=True)], -1)
+
+    ops = SimpleNamespace(lora_shrink=shrink, lora_expand=expand)
+    name = "tandem_test::linear_beside"
+    torch.library.define(name, lora_layers._SCHEMA)
+    torch.library.impl(name, "CPU")(lambda *given: lora_layers.linear_beside(ops, *given))
+    torch.library.register_fake(name)(lora_layers._shaped_as)
+    op = torch.ops.tandem_test.linear_beside.default
+    for given in (x, x[None]):
+        torch.library.opcheck(
+            op, (given, weight, bias, a, b, [torch.tensor(1)]), test_utils=["test_schema", "test_faketensor"]
+        )
+        added = torch.cat([x @ p[1, 0].T @ q[1, 0].T for p, q in zip(a, b, strict=True)], -1)
+        found = op(*asked)
+        assert torch.allclose(found.view(tokens, 6), x @ weight.T + bias + added, atol=1e-4)

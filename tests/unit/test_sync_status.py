@@ -92,7 +92,7 @@ def test_a_run_tells_its_version_its_coverage_and_its_last_proofs(tmp_path: Path
 class Workers:
     """Stands where `vllm serve` is talked to: two real workers of it, over a model that this test lays out."""
 
-    options = SimpleNamespace(sleeps=False, tensor_parallel=2)
+    options = SimpleNamespace(sleeps=False, tensor_parallel=2, adapter_slots=0)
 
     def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.inside.worker.layout_of", lambda model: layouts[model])

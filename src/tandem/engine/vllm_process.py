@@ -39,6 +39,7 @@ _JSON = {"Content-Type": "application/json"}
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.inside.extension.TandemWorker"
+_COMPILED = '{"tandem_adapters": 1}'  # what was compiled without inside/lora_layers.py is not taken from vLLM's cache
 _LEAST_CONNECTIONS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
 
@@ -88,6 +89,7 @@ class VllmOptions:
         if self.adapter_slots:
             slots, rank = str(self.adapter_slots), next(rank for rank in _RANKS if rank >= self.max_rank)
             given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
+            given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
         if is_since(version, 0, 32):  # token ids in and out have to be asked for
             given += ["--enable-scale-out"]
         if self.device != "cpu":
@@ -140,7 +142,6 @@ class VllmProcess:
             **(_ON_CPU if self.options.device == "cpu" else {}),
             **(_forked(os.environ) if self.options.device != "cpu" and self.options.tensor_parallel == 1 else {}),
             **(_plain_segments(os.environ) if self.options.sleeps else {}),
-            **(_two_streams(os.environ) if self.options.device != "cpu" and self.options.adapter_slots else {}),
             **self.options.environment,
         }
 
@@ -204,12 +205,6 @@ def _forked(environment: Mapping[str, str]) -> dict[str, str]:
     with one GPU."""
     name = "VLLM_WORKER_MULTIPROC_METHOD"
     return {name: environment.get(name, "fork")}
-
-
-def _two_streams(environment: Mapping[str, str]) -> dict[str, str]:
-    """A part of what an adapter adds is computed beside the base's (inside/lora_layers.py)."""
-    name = "VLLM_LORA_ENABLE_DUAL_STREAM"
-    return {name: environment.get(name, "1")}
 
 
 def _plain_segments(environment: Mapping[str, str]) -> dict[str, str]:
