@@ -64,9 +64,8 @@ def test_as_an_operator_it_compiles_and_is_of_the_shape_that_it_says(monkeypatch
     torch.library.register_fake(name)(lora_layers._shaped_as)
     op = torch.ops.tandem_test.linear_beside.default
     for given in (x, x[None]):
-        torch.library.opcheck(
-            op, (given, weight, bias, a, b, [torch.tensor(1)]), test_utils=["test_schema", "test_faketensor"]
-        )
+        asked = (given, weight, bias, a, b, [torch.tensor(1)])
+        torch.library.opcheck(op, asked, test_utils=["test_schema", "test_faketensor"])
         added = torch.cat([x @ p[1, 0].T @ q[1, 0].T for p, q in zip(a, b, strict=True)], -1)
         found = op(*asked)
         assert torch.allclose(found.view(tokens, 6), x @ weight.T + bias + added, atol=1e-4)
