@@ -124,7 +124,7 @@ def bits(tensors: Iterator[tuple[str, Tensor]] | Mapping[str, Tensor]) -> dict[s
     return found
 
 
-PASSES = {"disk": 1, "restart": 1, "adapter": 2, "broadcast": 2}
+PASSES = {"disk": 1, "restart": 1, "adapter": 1, "broadcast": 2}
 """How often a bridge asks for the tensors. The last time they move."""
 
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,16 @@ def read_into(path: Path, flat: Tensor) -> Tensor:
         stream.synchronize()  # the room is this thread's next one, too
 
     try:
-        begins = range(0, size, step)
-        with ThreadPoolExecutor(max(1, min(_THREADS, len(begins))), "read") as threads:
-            list(threads.map(read, begins))
+        list(_readers(os.getpid()).map(read, range(0, size, step)))
     finally:
         os.close(descriptor)
     return flat
+
+
+@cache
+def _readers(process: int) -> ThreadPoolExecutor:
+    """They stay, and their pinned memory with them. `process`: a forked one has no threads of the one before."""
+    return ThreadPoolExecutor(_THREADS, "read")
 
 
 class Writing:

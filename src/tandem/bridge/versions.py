@@ -63,7 +63,7 @@ class FilesBridge:
     def send(self, weights: Weights) -> Sent:
         if self._source is None:
             raise SyncError(f"{self.mode}: send() before source(): nobody was told where versions lie")
-        into = forms(weights, self._replies, self.mode)
+        into = self._forms(weights)
         path = Path(self._source.link["directory"]) / directory_name(weights.version)
         deadline = self._source.deadline()
         failed = f"version {weights.version} was not written to {path}"
@@ -81,7 +81,7 @@ class FilesBridge:
             raise SyncError(f"{self.mode}: {failed}: {error}; the version before stays") from error
         self._forget_old(path)
         size = sum(entry.size_bytes for entry in manifest.tensors.values())
-        return Sent(weights.version, self.mode, manifest.digests, size, phases.seconds)
+        return Sent(weights.version, self.mode, manifest.digests, size, phases.seconds, transport=self._transport)
 
     def close(self) -> None:
         if self._source is not None:
@@ -95,6 +95,15 @@ class FilesBridge:
     def _replies(self) -> Sequence[Mapping[str, Any]]:
         """What engines said of themselves."""
         return self._source.replies if self._source is not None else ()
+
+    @property
+    def _transport(self) -> Mapping[str, str]:
+        """Which way versions come, where there are several."""
+        return {}
+
+    def _forms(self, weights: Weights) -> Mapping[str, Form]:
+        """In which each tensor is served."""
+        return forms(weights, self._replies, self.mode)
 
     def _stem(self, name: str) -> str:
         """The file that a tensor belongs in, without the number of its shard."""
@@ -161,8 +170,11 @@ class FilesBridge:
     def _forget_old(self, newest: Path) -> None:
         self._written = [path for path in self._written if path != newest] + [newest]
         for path in self._written[:-_KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
+            self._forget(path)
         self._written = self._written[-_KEPT:]
+
+    def _forget(self, version: Path) -> None:
+        shutil.rmtree(version, ignore_errors=True)
 
 
 class Home:

@@ -88,7 +88,7 @@ class Exchange:
         """`more`: what the engine tells of itself besides."""
         answers = await self.workers("tandem_attach", dict(source.link))
         first = answers[0]
-        told = ("layout", "derived", "adapter_dtype", "handles", "base_memory", "versions", "digests")
+        told = ("layout", "derived", "adapter_dtype", "copied", "handles", "base_memory", "versions", "digests")
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]
         reply["devices"] = [answer["device"] for answer in answers]

@@ -92,7 +92,7 @@ class Worker:
         if source.carries == "adapter":
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
-            self._adapters.come_in_one_place = source.arrive_in_one_place()
+            self._adapters.come_in_one_place = reply["copied"] = source.arrive_in_one_place()
             # Of several workers none holds a whole adapter, to be compared where it lies.
             self._unlooked = self._world == 1 and source.looks_itself()
             reply["adapter_dtype"] = self._adapters.dtype

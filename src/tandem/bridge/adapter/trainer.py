@@ -1,6 +1,7 @@
 """adapter, the trainer's end: what PEFT saves, in memory-backed storage, in a directory of its own each version.
 
-The file is put together where the tensors are, its header with them, and written in one piece.
+The file is put together where the tensors are, its header with them, and goes there in one piece: into one of a
+version before the last two, where every engine has copied those (bridge/sheets.py), or else into a new one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from tandem.bridge.file_bytes import Writing
 from tandem.bridge.outgoing import Form
 from tandem.bridge.packed import Laying
+from tandem.bridge.sheets import Sheets
 from tandem.bridge.versions import FilesBridge, header_of
 from tandem.bridge.wire import Entry, Places
 from tandem.ops.phases import Phases
@@ -33,9 +35,29 @@ class AdapterBridge(FilesBridge):
         """Without a directory: the machine's shared memory, readable by this user alone."""
         super().__init__((directory or memory_backed()).resolve(), deadline_s, private=True)
         self._laying = Laying(self.mode, _laid_out)
+        self._sheets = Sheets(self._home.path)
+        self._why_new = "sync.directory is given: who reads it may be on another machine" if directory else ""
 
-    def _stem(self, name: str) -> str:
-        return _FILE
+    def close(self) -> None:
+        super().close()
+        self._sheets.close()
+
+    @property
+    def _transport(self) -> Mapping[str, str]:
+        return {"requested": "auto", "engaged": "new files" if (why := self._why_not_again()) else "files", "why": why}
+
+    def _why_not_again(self) -> str:
+        """Why each version is a new file; empty if it is not."""
+        if self._why_new:
+            return self._why_new
+        copied = bool(self._replies) and all(reply.get("copied") for reply in self._replies)
+        return "" if copied else "an engine may go on reading a version where it lies"
+
+    def _forms(self, weights: Weights) -> Mapping[str, Form]:
+        return {}  # found out where it is laid together, once
+
+    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
+        return {_FILE: {}}
 
     def _tensors(
         self,
@@ -47,11 +69,18 @@ class AdapterBridge(FilesBridge):
         phases: Phases,
     ) -> tuple[Mapping[str, Entry], Fingerprints]:
         flat, fingerprints = self._laying.lay(weights, self._replies, phases)
-        with (directory / _FILE).open("wb") as file, closing(Writing(still_wanted)) as writing:
-            writing.write(file.fileno(), flat.raw, 0)
-            writing.finish()
+        if self._why_not_again():
+            with (directory / _FILE).open("wb") as file, closing(Writing(still_wanted)) as writing:
+                writing.write(file.fileno(), flat.raw, 0)
+                writing.finish()
+        else:
+            self._sheets.put(flat.raw, directory / _FILE)
         phases.end("move")
         return flat.places.tensors, fingerprints
+
+    def _forget(self, version: Path) -> None:
+        self._sheets.take_back(version / _FILE)
+        super()._forget(version)
 
     def _accompany(self, directory: Path, weights: Weights, shards: Mapping[str, Mapping[str, Form]]) -> None:
         config = json.dumps({**_PLAIN, **weights.adapter}, indent=2)
