@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
 from tandem.ops.relay import Relay
 from tandem.protocols import Engine, WeightBridge
-from tandem.types import Completion, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
+from tandem.types import Completion, Fingerprints, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -276,14 +276,8 @@ class Publisher:
                 f"sync: sent version {sent.version}, the engine proves {served.version} and serves "
                 f"{self._engine.version}"
             )
-        names = sent.fingerprints.keys() | served.fingerprints.keys()
-        if odd := sorted(sent.fingerprints.keys() ^ served.fingerprints.keys()):
-            raise SyncError(f"sync: {len(odd)} of {len(names)} tensors are on one side only, as '{odd[0]}'")
-        if odd := sorted(each for each in names if sent.fingerprints[each] != served.fingerprints[each]):
-            raise SyncError(
-                f"sync: version {version}: the engine serves another '{odd[0]}' than was sent ({len(odd)} of "
-                f"{len(names)} tensors differ)"
-            )
+        if dict(sent.fingerprints) != dict(served.fingerprints):
+            raise SyncError(f"sync: version {version}: {_difference(sent.fingerprints, served.fingerprints)}")
         if not served.read_back and self._canary is None:
             raise SyncError(
                 f"sync: version {version}: the engine's memory cannot be read and there is no canary: nothing proves "
@@ -380,6 +374,14 @@ class _Heard(Relay):
     def attached(self, reply: Mapping[str, Any]) -> None:
         self._source.attached(reply)
         super().attached(reply)
+
+
+def _difference(sent: Fingerprints, served: Fingerprints) -> str:
+    names = sent.keys() | served.keys()
+    if odd := sorted(sent.keys() ^ served.keys()):
+        return f"{len(odd)} of {len(names)} tensors are on one side only, as '{odd[0]}'"
+    odd = sorted(name for name in names if sent[name] != served[name])
+    return f"the engine serves another '{odd[0]}' than was sent ({len(odd)} of {len(names)} tensors differ)"
 
 
 def _all_in_one(sent: Sent) -> str:

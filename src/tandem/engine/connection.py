@@ -10,7 +10,6 @@ must not be taken for an engine that does.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -22,7 +21,7 @@ import httpx
 
 from tandem.engine.http import Answer, Broken, HttpClient, Silent
 from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
-from tandem.io.engine_wire import error_of
+from tandem.io.engine_wire import decoded, encoded, error_of
 from tandem.protocols import OnToken
 from tandem.types import Completion, Sampling, Span
 
@@ -86,7 +85,7 @@ class Connection:
             "session": session,
             "boot_id": self.boot_id,  # one that was started anew has other weights, and the watch sees it a beat late
         }
-        content = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        content = encoded(body)
         for _ in range(_TRIES):
             try:
                 return await self._unless_gone(self._stream(content, on_token))
@@ -107,7 +106,7 @@ class Connection:
     # --- asking
 
     async def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, read_s: float) -> Mapping[str, Any]:
-        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        content = None if body is None else encoded(body)
         try:
             answer = await self._http.ask(method, route, content, within_s=read_s)
         except Silent as error:
@@ -215,7 +214,7 @@ class _Growing:
     def feed(self, piece: bytes) -> None:
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
-            told = json.loads(line)
+            told = decoded(line)
             if "ids" in told:
                 self._add(told["ids"], told["logprobs"], told["version"])
             elif "error" in told:
@@ -239,7 +238,7 @@ def _checked(url: str, answer: Answer) -> Mapping[str, Any]:
     if answer.status == 401:
         raise NotLetIn(f"engine: {url} refuses the token")
     try:
-        body = json.loads(answer.content)
+        body = decoded(answer.content)
     except ValueError:
         body = None
     if answer.status != 200:

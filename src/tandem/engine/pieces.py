@@ -30,9 +30,12 @@ class Tiling:
             )
         for name, parts in found.items():
             _check_tiling(name, parts, shapes[name])
+        self._one_each = len(found) == len(self._pieces)
 
     def fingerprints(self, numbers: Iterable[int]) -> dict[str, str]:
         """`numbers`: a digest of each piece. Where several workers hold the same piece, they must hold the same."""
+        if self._one_each:
+            return {name: text(number) for (name, _), number in zip(self._pieces, numbers, strict=True)}
         found: dict[tuple[str, Range], int] = {}
         for piece, number in zip(self._pieces, numbers, strict=True):
             if found.setdefault(piece, number) != number:

@@ -11,7 +11,6 @@ logprobs are read from there (engine/vllm_sampled.py); where not, vLLM's server 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from tandem.engine.vllm_exchange import Exchange, requested
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
+from tandem.io.engine_wire import decoded
 from tandem.ops.sampled import MARK
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
@@ -165,13 +165,13 @@ class VllmEngine:
                 text = (await answer.whole()).text
                 raise EngineError(f"engine: vLLM refuses a request with {answer.status}: {text[:500]}")
             if not request["stream"]:
-                for choice in json.loads((await answer.whole()).content)["choices"]:
+                for choice in decoded((await answer.whole()).content)["choices"]:
                     yield choice
                 return
             async for data in server_sent(answer.pieces(), "engine: vLLM"):
                 if data == b"[DONE]":
                     continue
-                told = json.loads(data)
+                told = decoded(data)
                 if "error" in told:
                     raise EngineError(f"engine: vLLM ended a request: {told['error']}")
                 for choice in told["choices"]:

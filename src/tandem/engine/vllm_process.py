@@ -7,7 +7,6 @@ trainer's own packages must not become vLLM's.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -26,6 +25,7 @@ from tandem.engine.vllm_versions import is_since, refuse_unknown_version, versio
 from tandem.errors import EngineError, EngineLost
 from tandem.io import ahead
 from tandem.io.child import Child
+from tandem.io.engine_wire import decoded, encoded
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class VllmProcess:
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         """The answer's JSON. EngineLost if nobody is there any more, EngineError for a refusal."""
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else encoded(body)
         try:
             answer = await self._http.ask("POST", path, content, within_s=deadline_s, query=query)
         except Silent as error:
@@ -176,7 +176,7 @@ class VllmProcess:
             raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.epitaph()}") from error
         if answer.status != 200:
             raise EngineError(f"engine: vLLM answers {path} with {answer.status}: {answer.text[:500]}")
-        return json.loads(answer.content) if answer.kind == "application/json" else {}
+        return decoded(answer.content) if answer.kind == "application/json" else {}
 
     async def end(self) -> None:
         """What it holds is of no use any more; whoever owns it starts another."""
@@ -189,7 +189,7 @@ class VllmProcess:
     async def stream(self, path: str, body: Any) -> AsyncIterator[Coming]:
         """The answer as it comes in, however long that takes. EngineLost if nobody is there any more."""
         try:
-            async with self._http.stream(path, json.dumps(body).encode()) as answer:
+            async with self._http.stream(path, encoded(body)) as answer:
                 yield answer
         except Broken as error:
             raise EngineLost(f"engine: vLLM is gone: {error}") from error

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeAlias, TypedDict, cast
 
+import msgspec
+
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
 from tandem.types import FinishReason, Served
 
@@ -74,4 +76,16 @@ def served_of(body: Json) -> Served:
 
 
 def line(value: Mapping[str, Any] | Tokens | End) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    return encoded(value) + b"\n"
+
+
+def encoded(value: Any) -> bytes:
+    """ValueError for what is no number: there is no JSON of it."""
+    content = msgspec.json.encode(value)
+    if b"null" in content:  # which may be how that was written
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return content
+
+
+decoded = msgspec.json.decode
+"""ValueError for what is no JSON."""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from tandem.errors import EngineError, SyncError, TandemError
-from tandem.io.engine_wire import End, Tokens, code_of, line, served_as_json
+from tandem.io.engine_wire import End, Tokens, code_of, encoded, line, served_as_json
 from tandem.serve.app import Refused, Service, as_refused, refusal, unless_gone
 from tandem.serve.engine_control import Caller, Control, LocalEngine, OpenSource
 from tandem.serve.engine_link import Allowed
@@ -188,7 +188,7 @@ class _Api:
     async def _typed(self, request: Request, work: Callable[[], Any]) -> Response:
         """Done unless the client hangs up. Errors keep their class: the client raises the same."""
         try:
-            return JSONResponse(await unless_gone(request, work()) or {})
+            return Response(encoded(await unless_gone(request, work()) or {}), media_type="application/json")
         except TandemError as error:
             raise typed(error) from error
 

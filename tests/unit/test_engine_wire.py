@@ -1,0 +1,40 @@
+"""What an engine's two ends say: what is no number is an error here, and not a null there."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from tandem.io.engine_wire import Tokens, decoded, encoded, line
+
+NESTED = {
+    "ids": [1, 2**63],
+    "logprobs": [-0.1, -1e-30],
+    "why": "null",
+    "none": None,
+    "engines": ("a", "ü\u2028"),
+    "on": True,
+}
+
+
+def test_it_is_the_json_that_everybody_reads():
+    assert json.loads(encoded(NESTED)) == json.loads(json.dumps(NESTED)) == decoded(encoded(NESTED))
+    assert b"\n" not in encoded({"text": "two\nlines"})
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("why", ["", "null"])
+def test_what_is_no_number_is_refused(odd: float, why: str):
+    for value in ({"x": odd, "why": why}, [1.0, odd], Tokens(ids=[1], logprobs=[odd], version=1)):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            encoded(value)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        line(Tokens(ids=[1, 2], logprobs=[-1.0, odd], version=1))
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"NaN", b"\xff"])
+def test_what_is_no_json_is_refused(text: bytes):
+    with pytest.raises(ValueError):
+        decoded(text)
