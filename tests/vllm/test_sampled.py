@@ -58,8 +58,7 @@ class Rig:
         """By vLLM itself."""
 
         async def ask() -> str:
-            async with self.engine._process._lanes.take() as client:
-                return (await client.get("/metrics")).text
+            return (await self.engine._process._http.ask("GET", "/metrics", within_s=10)).text
 
         lines = self.run(ask()).splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
