@@ -28,6 +28,8 @@ GPU, ENGINE = 100, 60  # bytes: of them all, and of those that sleeping frees
 class Vllm:
     """Stands where `vllm serve` is talked to. Touching weights that are not there ends it, as a GPU would."""
 
+    why_not_found_again = ""
+
     def __init__(self, device: str = "cuda") -> None:
         self.options = VllmOptions("model", "python", device=device, sleeps=True, adapter_slots=2)
         self.taken = 0

@@ -93,6 +93,7 @@ class Workers:
     """Stands where `vllm serve` is talked to: two real workers of it, over a model that this test lays out."""
 
     options = SimpleNamespace(sleeps=False, tensor_parallel=2, adapter_slots=0)
+    why_not_found_again = ""
 
     def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.inside.worker.layout_of", lambda model: layouts[model])

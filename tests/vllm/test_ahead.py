@@ -38,6 +38,9 @@ def test_it_goes_on_with_what_it_is_told(process: VllmProcess, tmp_path: Path):
     log = (tmp_path / "vllm.log").read_text()
     assert "found in sys.modules" not in log
     assert "ahead:" not in log, "everything that is to be imported ahead is there"
+    name = Path(process._name.path) if process._name else tmp_path
+    assert name.resolve() == tmp_path.resolve() != name, "vLLM knows it by its form"
+    assert f"'model': '{name}'" in log
 
 
 def test_one_that_died_while_it_waited_says_so(process: VllmProcess, tmp_path: Path):

@@ -184,6 +184,7 @@ class VllmEngine:
         told = {
             "sampled": requested("kept", self._why_streamed),
             "slots": requested("early", self._why_asked),
+            "compiled": requested("by form", self._process.why_not_found_again),
         }
         await self._exchange.attach(source, told)
 

@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tandem.engine.http import Broken, Coming, HttpClient, Silent
+from tandem.engine.vllm_name import ModelName, package_path
 from tandem.engine.vllm_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io import ahead
@@ -111,6 +112,7 @@ class VllmProcess:
         if not options.unchecked:
             refuse_unknown_version(self._version, options.python)
         self._told = Path(self._folder.name) / "what.json"
+        self._name: ModelName | None = None
         program = ["tandem.io.ahead", str(self._told), *_IMPORTS] if waits else self._program()
         self._child = Child(
             [options.python, "-m", *program],
@@ -127,14 +129,19 @@ class VllmProcess:
         ahead.tell(self._told, self._program())
 
     def _program(self) -> list[str]:
-        return [_SERVER, *self.options.arguments(self.socket, self._version)]
+        self._name = ModelName(self.options.model)
+        return [_SERVER, *replace(self.options, model=self._name.path).arguments(self.socket, self._version)]
+
+    @property
+    def why_not_found_again(self) -> str:
+        """Why what vLLM compiles for this model is not found for the next of its form; or nothing."""
+        return "no model was named" if self._name is None else self._name.why_not
 
     def _environment(self, folder: Path) -> dict[str, str]:
         path = folder / "path"
         path.mkdir()
-        (path / "tandem").symlink_to(Path(__file__).parents[1], target_is_directory=True)
         return {
-            "PYTHONPATH": str(path),
+            "PYTHONPATH": str(package_path(path)),
             "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -155,6 +162,7 @@ class VllmProcess:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url=_BASE_URL) as client:
             while time.monotonic() < until:
                 if not self.running:
+                    self.kill()
                     raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
                 try:
                     if _listens(self.socket) and client.get("/health", timeout=5.0).status_code == 200:
@@ -162,7 +170,7 @@ class VllmProcess:
                 except httpx.HTTPError:
                     pass  # not yet
                 time.sleep(_POLL_S)
-        self._child.stop(grace_s=0.0)
+        self.kill()
         raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
@@ -183,7 +191,12 @@ class VllmProcess:
         await asyncio.to_thread(self.kill)
 
     def kill(self) -> None:
-        self._child.stop(grace_s=0.0)
+        self._stop(0.0)
+
+    def _stop(self, grace_s: float = 10.0) -> None:
+        self._child.stop(grace_s)
+        if self._name is not None:
+            self._name.close()
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any) -> AsyncIterator[Coming]:
@@ -196,7 +209,7 @@ class VllmProcess:
 
     async def close(self) -> None:
         await self._http.close()
-        await asyncio.to_thread(self._child.stop)
+        await asyncio.to_thread(self._stop)
         self._folder.cleanup()
 
 
