@@ -24,6 +24,7 @@ _T = TypeVar("_T")
 BROKEN = "the transfer was broken off"
 """So begins the verdict of an engine that did not read to the end; with it the meeting ends."""
 _LOOK_S = 0.0005
+_SHORT, _AS_IT_IS = 2**16, "="  # characters; no base64 begins so
 CLOSING_S = 1.0
 WAY_OUT = "meet again with a new source(); neither process need be started anew"
 
@@ -168,10 +169,14 @@ def _unclaimed(sequence: int) -> str:
 
 
 def _packed(text: str) -> str:
+    if len(text) < _SHORT:
+        return _AS_IT_IS + text
     return base64.b64encode(zlib.compress(text.encode(), 1)).decode()  # the store takes 8 MiB at most
 
 
 def _unpacked(content: bytes) -> str:
+    if content.startswith(_AS_IT_IS.encode()):
+        return content[1:].decode()
     return zlib.decompress(base64.b64decode(content)).decode()
 
 
