@@ -171,10 +171,3 @@ def test_what_others_are_not_permitted_to_write_does_not_appear(tmp_path: Path) 
     with pytest.raises(PermissionError):
         Checkpoints(tmp_path, permit=refuse).write(1, fill(1), {})
     assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-@pytest.mark.parametrize("text", ["", "{}", "=", "ü" * 100, "x" * (2**16 - 1), "x" * 2**16, '{"a": 1}' * 100_000])
-def test_a_note_is_read_as_it_was_written(text: str) -> None:
-    packed = notes._packed(text)
-    assert notes._unpacked(packed.encode()) == text
-    assert len(packed) < 2**17
