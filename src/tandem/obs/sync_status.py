@@ -20,6 +20,11 @@ from tandem.obs.audit import proofs_of
 from tandem.obs.history import read_status
 
 MAP_FILE = "sync-map.json"
+TOLD = {
+    "sleep": "sleep", "sampled": "logprobs", "slots": "next slots", "compiled": "compiled models",
+    "beside": "adapters", "blocks": "blocks of adapters",
+}  # fmt: skip
+"""What an engine said of itself when it was attached, requested and engaged, and what it is called here."""
 STATUS_ROUTE = "/engine/status"
 _TIMEOUT_S = 10.0
 _KINDS = {dict: "object", list: "list"}
@@ -90,9 +95,7 @@ def _engine(told: Any, sent: int, damage: list[str]) -> dict[str, Any]:
         "fused": fused,
         "sharded": sharded,
         "versions": versions,
-        "sleep": _part(told, "sleep", dict, damage, needs=("requested", "engaged")),
-        "sampled": _part(told, "sampled", dict, damage, needs=("requested", "engaged")),
-        "slots": _part(told, "slots", dict, damage, needs=("requested", "engaged")),
+        **{part: _part(told, part, dict, damage, needs=("requested", "engaged")) for part in TOLD},
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.io.jsonl import finite
 from tandem.obs.audit import Audit, Finding, proof_of
-from tandem.obs.sync_status import MAP_FILE
+from tandem.obs.sync_status import MAP_FILE, TOLD
 from tandem.obs.wording import printable
 from tandem.types import Proof
 
@@ -24,8 +24,6 @@ ONE_AFTER_THE_OTHER = (
 )  # fmt: skip
 """The engine's and the canary."""
 PHASES = (*AT_THE_TRAINER, *AROUND, *ONE_AFTER_THE_OTHER)
-_HAD = {"sleep": "sleep", "sampled": "logprobs", "slots": "next slots"}
-"""What an engine said of itself when it was attached, and what it is called here."""
 _SHOWN_ROWS, _SHOWN_A_RULE = 12, 4
 _HEAD = (
     "version",
@@ -182,7 +180,7 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
         workers = f"{engine['workers']} worker{'s' if engine['workers'] != 1 else ''}"
         lines.append(f"engine {engine['boot_id'][:8]}: {workers}, {engine['tensors']} tensors in its layout{share}")
         lines += _joined_lines(engine)
-        for part, name in _HAD.items():
+        for part, name in TOLD.items():
             if told_of := engine[part]:
                 had = "engaged" if told_of.get("engaged") else f"not engaged, {told_of.get('why_not', '?')}"
                 lines.append(f"  {name} = {told_of.get('requested', '?')}: {had if 'engaged' in told_of else '?'}")

@@ -24,7 +24,10 @@ from tandem.spec.train import WarmupStage
 from tandem.types import Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
-_OF_ENGINES = {"sleep": "engine.sleep", "sampled": "logprobs of rollouts", "slots": "next slots"}
+_OF_ENGINES = {
+    "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "slots": "next slots", "compiled": "compiled models",
+    "beside": "adapters beside the base", "blocks": "blocks of adapters",
+}  # fmt: skip
 """What an engine says of itself when it is attached, and what it is called among a run's options."""
 
 
