@@ -253,22 +253,26 @@ class Publisher:
         def load() -> asyncio.Future[Served]:
             return asyncio.ensure_future(self._engine.load(weights.version))
 
-        if self._call is on_this_thread:  # an inline engine finds it there
-            sending = send()
-            await asyncio.sleep(0)
-            if sending.done():
-                sending.result()  # refused: nothing will come that could be loaded
-            loading = load()
-        else:  # the question first: a thread that packs leaves the interpreter to this one every few milliseconds
-            loading = load()
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
-            sending = send()
+        loading: asyncio.Future[Served] | None = None
         try:
+            if self._call is on_this_thread:  # an inline engine finds it there
+                sending = send()
+                await asyncio.sleep(0)
+                if sending.done():
+                    sending.result()  # refused: nothing will come that could be loaded
+                loading = load()
+            else:  # the question first: a thread that packs leaves the interpreter to this one every few milliseconds
+                loading = load()
+                for _ in range(_TURNS):
+                    await asyncio.sleep(0)
+                if loading.done():
+                    loading.result()  # refused: nobody would take what is sent
+                sending = send()
             return await asyncio.gather(sending, loading)
         finally:
-            loading.cancel()  # when the other end broke, nothing will come any more
-            await asyncio.gather(loading, return_exceptions=True)
+            if loading is not None:
+                loading.cancel()  # when the other end broke, nothing will come any more
+                await asyncio.gather(loading, return_exceptions=True)
 
     def _compare(self, sent: Sent, served: Served, version: int) -> None:
         if not sent.version == served.version == self._engine.version == version:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from bridges import bits, reply, tensors_for, weights_of
 
 from tandem.bridge.adapter import engine
 from tandem.bridge.adapter.trainer import AdapterBridge, memory_backed
+from tandem.bridge.sheets import Sheets
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.types import Sent, Weights
@@ -107,7 +111,7 @@ def test_another_form_is_another_file(both: Both):
         weights = both.engine.receive(version)
         assert fingerprints(dict(weights.tensors())) == sent.fingerprints
     assert both.file(weights).st_size < size
-    assert len(both.bridge._sheets._of_versions) + len(both.bridge._sheets._spare) == 3
+    assert len(both.bridge._sheets._held.of_versions) + len(both.bridge._sheets._held.spare) == 3
 
 
 def test_a_version_that_somebody_deleted_costs_no_other(both: Both):
@@ -118,7 +122,7 @@ def test_a_version_that_somebody_deleted_costs_no_other(both: Both):
     for version in range(5, 12):
         sent, weights = both.carry(version)
         assert fingerprints(dict(weights.tensors())) == sent.fingerprints
-    assert len(both.bridge._sheets._of_versions) + len(both.bridge._sheets._spare) == 3
+    assert len(both.bridge._sheets._held.of_versions) + len(both.bridge._sheets._held.spare) == 3
 
 
 def test_a_version_that_is_refused_leaves_the_ones_before_and_the_next_is_well(both: Both):
@@ -158,3 +162,52 @@ def test_nothing_is_left_when_it_is_closed():
     both.bridge.close()
     assert not home.exists()
     assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_a_thread_that_was_left_behind_writes_beside_the_next_one(tmp_path: Path):
+    """As a deadline leaves one: neither takes the other's file, and nothing but the disk's errors is raised."""
+    sheets, raw, wrong = Sheets(tmp_path), torch.arange(256, dtype=torch.uint8).repeat(16), list[str]()
+    was = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def write(number: int) -> None:
+        for turn in range(400):
+            sheets.put(raw + number, path := tmp_path / f"{number}-{turn}")
+            if path.read_bytes() != (raw + number).numpy().tobytes():
+                wrong.append(str(path))
+            path.unlink() if turn % 3 == 0 else sheets.take_back(path)
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for each in [threads.submit(write, number) for number in range(3)]:
+                each.result()
+    finally:
+        sys.setswitchinterval(was)
+    assert wrong == []
+    sheets.close()
+    with pytest.raises(OSError, match="closed"):
+        sheets.put(raw, tmp_path / "late")
+
+
+def test_what_is_dropped_without_being_closed_gives_its_memory_back(both: Both):
+    for version in range(1, 5):
+        both.carry(version)
+    before = len(os.listdir("/proc/self/fd"))
+    sheets = both.bridge._sheets
+    assert len(sheets._held.of_versions) + len(sheets._held.spare) == 3
+    both.bridge._sheets = Sheets(both.bridge._home.path)
+    del sheets
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before - 6  # a file's own and its mapping's
+
+
+def test_an_engine_that_joins_and_does_not_copy_ends_it(both: Both):
+    for version in range(1, 5):
+        both.carry(version)
+    both.bridge._source.attached(reply("engine-2"))  # pyright: ignore[reportOptionalMemberAccess]
+    assert both.carry(5)[0].transport["engaged"] == "new files"
+    both.carry(6)
+    both.carry(7)
+    both.carry(8)
+    assert not both.bridge._sheets._held.of_versions
+    assert not both.bridge._sheets._held.spare

@@ -27,5 +27,5 @@ def test_bytes_of_a_gpu_are_in_the_file_when_put_returns() -> None:
             if version:
                 sheets.take_back(Path(home) / f"v{version - 1}")
         assert sheets._why_not_pinned is None
-        assert all(sheet.is_pinned for _, sheet in sheets._spare)
+        assert all(sheet.is_pinned for _, sheet in sheets._held.spare)
         sheets.close()

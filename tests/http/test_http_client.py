@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandem.engine import http
 from tandem.engine.http import Broken, HttpClient, Silent
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -161,6 +162,102 @@ def test_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch):
 
     asyncio.run(check())
     assert others == []
+
+
+def test_a_large_request_comes_whole():
+    heard: list[bytes] = []
+
+    async def check() -> None:
+        async def whole(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"Content-Length: 5000000\r\n" in head
+            heard.append(await reader.readexactly(5_000_000))
+            writer.write(WHOLE)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(whole, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", most=1)
+        content = bytes(range(250)) * 20_000
+        assert (await client.ask("POST", "/x", content, within_s=20)).status == 200
+        assert heard == [content]
+        await client.close()
+        server.close()
+
+    asyncio.run(check())
+
+
+def test_a_url_may_end_in_a_slash():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(WHOLE)
+
+    async def check() -> None:
+        raw = Raw(says)
+        server = await asyncio.start_server(raw, "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", most=1)
+        await client.ask("GET", "/x", within_s=5)
+        assert raw.asked[0].startswith(b"GET /x HTTP/1.1\r\n")
+        await client.close()
+        server.close()
+
+    asyncio.run(check())
+
+
+def test_who_asks_a_client_that_is_closed_or_waits_as_it_is_closed_is_told_so():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30)
+
+    async def check() -> None:
+        async with asking(says, most=1) as (_, client):
+            asked = [asyncio.ensure_future(client.ask("GET", "/x", within_s=20)) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            await client.close()
+            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+            assert [type(each) for each in ends] == [Broken] * 3
+            with pytest.raises(Broken, match="closed"):
+                await client.ask("GET", "/x", within_s=5)
+        unasked = HttpClient("http://127.0.0.1:9", most=1)
+        await unasked.close()
+        with pytest.raises(Broken, match="closed"):
+            await unasked.ask("GET", "/x", within_s=5)
+
+    asyncio.run(check())
+
+
+def test_who_is_cancelled_is_cancelled():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30)
+
+    async def check() -> None:
+        async with asking(says) as (_, client):
+            asked = asyncio.ensure_future(client.ask("GET", "/x", within_s=20))
+            await asyncio.sleep(0.1)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(check())
+
+
+def test_a_request_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch):
+    """A server that was stopped: what it has not taken is not said yet, and nothing waits for its answer."""
+    monkeypatch.setattr(http, "_TAKEN_S", 0.3)
+
+    async def check() -> None:
+        async def nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await asyncio.sleep(30)
+            finally:
+                writer.transport.abort()
+
+        server = await asyncio.start_server(nobody, "127.0.0.1", 0, limit=1024)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", most=1)
+        with pytest.raises(Broken, match="not taken"):
+            await asyncio.wait_for(client.ask("POST", "/x", b"x" * 64_000_000, within_s=0.2), 10)
+        await client.close()
+        server.close()
+
+    asyncio.run(check())
 
 
 def test_a_socket_file_is_a_server_too(tmp_path: Path):

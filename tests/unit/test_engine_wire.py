@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 
 from tandem.io.engine_wire import Tokens, decoded, encoded, line
@@ -32,6 +33,11 @@ def test_what_is_no_number_is_refused(odd: float, why: str):
             encoded(value)
     with pytest.raises(ValueError, match="not JSON compliant"):
         line(Tokens(ids=[1, 2], logprobs=[-1.0, odd], version=1))
+
+
+@pytest.mark.parametrize("value", [{"x": np.float64(0.7)}, ["half a character \ud800"], {None: 1, True: 2}])
+def test_what_msgspec_does_not_take_is_said_all_the_same(value: object):
+    assert json.loads(encoded(value)) == json.loads(json.dumps(value))
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"NaN", b"\xff"])

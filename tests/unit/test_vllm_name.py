@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +115,35 @@ def test_where_no_name_can_be_kept_the_package_is_found_all_the_same(tmp_path: P
     (otherwise := tmp_path / "otherwise").mkdir()
     assert package_path(otherwise) == otherwise
     assert (otherwise / "tandem" / "engine" / "vllm_name.py").is_file()
+
+
+def test_who_has_no_home_starts_vllm_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    (otherwise := tmp_path / "otherwise").mkdir()
+    assert package_path(otherwise) == otherwise
+    name = ModelName(path := model(tmp_path / "one", "1"))
+    assert name.path == path
+    assert "home directory" in name.why_not
+
+
+def test_a_lock_is_given_back_with_what_held_it_and_a_forked_child_keeps_none(tmp_path: Path):
+    name = ModelName(model(tmp_path / "one", "1"))
+    path = name.path
+    child = os.fork()
+    if not child:
+        os.read(os.pipe()[0], 1)
+    try:
+        name.close()
+        name.close()
+        other = ModelName(model(tmp_path / "two", "2"))
+        assert other.path == path
+        del other
+        gc.collect()
+        assert ModelName(model(tmp_path / "three", "3")).path == path
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)

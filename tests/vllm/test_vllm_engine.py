@@ -209,10 +209,7 @@ def test_the_base_that_adapters_stand_upon_is_told(rig: Rig):
     source = bridge.source()
     rig.run(rig.engine.attach(source))
     assert source.reply["base"] == fingerprints(dict(serving.base(rig.module)))
-    assert source.reply["compiled"] == {"requested": "by form", "engaged": True, "why_not": ""}
-    for way in ("beside", "blocks"):  # how vLLM computes with an adapter; on a GPU alone it can be chosen
-        why_not = "vLLM's kernels for it are of NVIDIA's GPUs"
-        assert source.reply[way] == {"requested": way, "engaged": False, "why_not": why_not}
+    assert not {"compiled", "beside", "blocks"} & set(source.reply), "on a CPU there is nothing of the kind"
     bridge.close()
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from dataclasses import dataclass
+import threading
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ class _Sheet:
     descriptor: int
     mapped: Tensor
     is_pinned: bool = False
+    is_written: bool = False
+    """Now, by a thread, which may have been left behind."""
 
     @property
     def is_somewhere(self) -> bool:
@@ -44,51 +48,92 @@ class _Sheet:
         os.close(self.descriptor)  # the mapping goes with its tensor
 
 
+@dataclass(slots=True)
+class _Held:
+    of_versions: dict[int, _Sheet] = field(default_factory=dict[int, _Sheet])
+    """By their files' numbers, which stay when a directory is renamed."""
+    spare: list[tuple[Path, _Sheet]] = field(default_factory=list[tuple[Path, _Sheet]])
+    is_closed: bool = False
+
+    def drop(self, owner: int) -> None:
+        """What is written now is dropped by whoever writes it."""
+        if os.getpid() != owner:
+            return
+        for sheet in [*self.of_versions.values(), *(sheet for _, sheet in self.spare)]:
+            if not sheet.is_written:
+                sheet.drop()
+        self.of_versions.clear()
+        self.spare.clear()
+        self.is_closed = True
+
+
 class Sheets:
+    """Any thread may call, also one that was left behind by its deadline."""
+
     def __init__(self, home: Path) -> None:
         """`home`: where those lie that are of no version; on the file system of all others."""
         self._home = home
-        self._of_versions: dict[int, _Sheet] = {}
-        """By their files' numbers, which stay when a directory is renamed."""
-        self._spare: list[tuple[Path, _Sheet]] = []
+        self._lock = threading.Lock()
+        self._held = _Held()
+        self._end = weakref.finalize(self, self._held.drop, os.getpid())
         self._count = 0
         self._why_not_pinned: str | None = None
 
     def put(self, raw: Tensor, path: Path) -> None:
         """A new file of these bytes; they are there when this returns."""
-        for number in [number for number, sheet in self._of_versions.items() if not sheet.is_somewhere]:
-            self._of_versions.pop(number).drop()  # somebody deleted its version
-        sheet = self._another(raw.numel(), path)
-        self._of_versions[os.fstat(sheet.descriptor).st_ino] = sheet
-        sheet.mapped.copy_(raw, non_blocking=sheet.is_pinned)
-        if raw.is_cuda:
-            torch.cuda.current_stream(raw.device).synchronize()
-            if not sheet.is_pinned and self._why_not_pinned is None:
-                self._pin(sheet)
+        with self._lock:
+            if self._held.is_closed:
+                raise OSError("closed")
+            sheet = self._another(raw.numel(), path)
+            sheet.is_written = True
+            self._held.of_versions[os.fstat(sheet.descriptor).st_ino] = sheet
+        try:
+            sheet.mapped.copy_(raw, non_blocking=sheet.is_pinned)
+            if raw.is_cuda:
+                torch.cuda.current_stream(raw.device).synchronize()
+                if not sheet.is_pinned and self._why_not_pinned is None:
+                    self._pin(sheet)
+        finally:
+            with self._lock:
+                sheet.is_written = False
+                if self._held.is_closed:
+                    sheet.drop()
 
     def take_back(self, path: Path) -> None:
         """Its version is forgotten. Does nothing for a file that is no sheet."""
-        try:
-            number = path.stat().st_ino
-        except FileNotFoundError:
-            return
-        if (sheet := self._of_versions.pop(number, None)) is not None:
-            self._count += 1
-            self._spare.append((path.rename(self._home / f"spare-{self._count}"), sheet))
+        with self._lock:
+            try:
+                number = path.stat().st_ino
+            except FileNotFoundError:
+                return
+            sheet = self._held.of_versions.get(number)
+            if sheet is not None and not sheet.is_written:
+                del self._held.of_versions[number]
+                self._count += 1
+                self._held.spare.append((path.rename(self._home / f"spare-{self._count}"), sheet))
+
+    def drop_spare(self) -> None:
+        """None will be written again."""
+        with self._lock:
+            while self._held.spare:
+                self._drop_one()
 
     def close(self) -> None:
-        for sheet in [*self._of_versions.values(), *(sheet for _, sheet in self._spare)]:
-            sheet.drop()
-        self._of_versions, self._spare = {}, []
+        with self._lock:
+            self._end()
 
     def _another(self, size: int, path: Path) -> _Sheet:
-        while self._spare:
-            spare, sheet = self._spare.pop()
+        held = self._held
+        deleted = [n for n, sheet in held.of_versions.items() if not (sheet.is_written or sheet.is_somewhere)]
+        for number in deleted:  # with its version, by somebody
+            held.of_versions.pop(number).drop()
+        while held.spare:
+            spare, sheet = held.spare[-1]
             if sheet.mapped.numel() == size and sheet.is_somewhere:
                 spare.rename(path)
+                held.spare.pop()
                 return sheet
-            sheet.drop()
-            spare.unlink(missing_ok=True)
+            self._drop_one()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)  # a page that finds no room when it is written ends the process
@@ -98,6 +143,11 @@ class Sheets:
             os.close(descriptor)
             raise
         return _Sheet(descriptor, mapped)
+
+    def _drop_one(self) -> None:
+        spare, sheet = self._held.spare.pop()
+        sheet.drop()
+        spare.unlink(missing_ok=True)
 
     def _pin(self, sheet: _Sheet) -> None:
         """Once its pages are there."""

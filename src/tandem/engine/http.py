@@ -5,18 +5,22 @@ By aiohttp: of a core, a request takes it 0.12 ms, and httpx 0.59, and a step as
 
 from __future__ import annotations
 
+import asyncio
+import io
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import httpx
 
+_CLOSED = "this end was closed"
 _IDLE_S = 4.0  # less than servers keep them: none is used as it is being closed
 _CONNECT_S = 5.0
+_AT_ONCE_BYTES = 2**20  # more is written piece by piece, and others have their turn between
+_TAKEN_S = 30.0  # a request by its server
 
 
 class Broken(Exception):
@@ -62,9 +66,10 @@ class HttpClient:
         self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
     ) -> None:
         """`socket`: where it listens, if that is a file. Who comes when `most` connections are in use waits."""
-        self._url, self._socket, self._most = url, socket, most
+        self._url, self._socket, self._most = url.rstrip("/"), socket, most
         self._headers = {"Accept-Encoding": "identity", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def ask(
         self,
@@ -76,36 +81,60 @@ class HttpClient:
         query: Mapping[str, str] | None = None,
     ) -> Answer:
         """`within_s`: what it says next may be that late."""
-        with _as_ours():
-            async with self._request(method, path, content, within_s, query) as response:
+        with self._as_ours(), _as_ours():
+            try:
+                async with asyncio.timeout(_TAKEN_S + within_s):  # sock_read begins when all is sent
+                    response = await self._request(method, path, content, within_s, query)
+            except TimeoutError as error:
+                if isinstance(error, aiohttp.ClientError):
+                    raise
+                raise Broken("the request was not taken") from error
+            async with response:
                 return await Coming(response).whole()
 
     @asynccontextmanager
     async def stream(self, path: str, content: bytes) -> AsyncIterator[Coming]:
         """However long that takes. Who leaves before its end hangs up."""
-        with _as_ours():
-            async with self._request("POST", path, content, None, None) as response:
+        with self._as_ours(), _as_ours():
+            async with await self._request("POST", path, content, None, None) as response:
                 yield Coming(response)
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
-    def _request(
+    async def _request(
         self, method: str, path: str, content: bytes | None, within_s: float | None, query: Mapping[str, str] | None
-    ) -> Any:
+    ) -> aiohttp.ClientResponse:
+        if self._closed:
+            raise Broken(_CLOSED)
         if self._session is None:  # it belongs to the loop that runs when it is made
             self._session = aiohttp.ClientSession(
                 connector=self._connector(), headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
             )
-        return self._session.request(
-            method,
-            self._url + path,
-            data=content,
-            params=query,
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=within_s),
-        )
+        try:
+            return await self._session.request(
+                method,
+                self._url + path,
+                data=content if content is None or len(content) <= _AT_ONCE_BYTES else io.BytesIO(content),
+                params=query,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=within_s),
+            )
+        except ValueError as error:  # of the URL
+            raise Broken(str(error)) from error
+
+    @contextmanager
+    def _as_ours(self) -> Iterator[None]:
+        """Who waits for a connection as it is closed is cancelled, though nobody cancelled them."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and not (task and task.cancelling()):
+                raise Broken(_CLOSED) from None
+            raise
 
     def _connector(self) -> aiohttp.BaseConnector:
         if self._socket is not None:

@@ -184,8 +184,9 @@ class VllmEngine:
         told = {
             "sampled": requested("kept", self._why_streamed),
             "slots": requested("early", self._why_asked),
-            "compiled": requested("by form", self._process.why_not_found_again),
         }
+        if not self._process.options.eager:
+            told["compiled"] = requested("by form", self._process.why_not_found_again)
         await self._exchange.attach(source, told)
 
     async def load(self, version: int) -> Served:

@@ -93,7 +93,7 @@ class Exchange:
         reply["places"] = [place for answer in answers for place in answer["places"]]
         reply["devices"] = [answer["device"] for answer in answers]
         reply |= more
-        if self._process.options.adapter_slots:
+        if self._process.options.adapter_slots and self._process.options.device != "cpu":
             reply |= {way: requested(way, why_not) for way, why_not in first["why_not"].items()}
         if self._process.options.sleeps:
             why_not = self._process.options.why_awake

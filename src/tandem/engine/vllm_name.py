@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
+import platform
+import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
 _MOST = 64  # engines of one form on one machine, each of other weights
 
 
@@ -21,11 +27,12 @@ def package_path(otherwise: Path) -> Path:
     """A directory that holds a link to this package, and nothing else. `otherwise`: an empty one, if none can be made
     under a name that stays."""
     package = Path(__file__).parents[1]
-    path = _home() / f"package-{hashlib.blake2b(str(package).encode(), digest_size=8).hexdigest()}"
     try:
+        path = _home() / f"package-{hashlib.blake2b(str(package).encode(), digest_size=8).hexdigest()}"
         path.mkdir(parents=True, exist_ok=True)
         _turn(path / "tandem", package)
-    except OSError:
+    except (OSError, RuntimeError) as error:
+        _log.warning("vLLM compiles anew what it has compiled: no name of this package can be kept: %s", error)
         path = otherwise
         _turn(path / "tandem", package)
     return path
@@ -34,24 +41,25 @@ def package_path(otherwise: Path) -> Path:
 class ModelName:
     def __init__(self, model: str) -> None:
         self.path, self.why_not = model, ""
-        self._lock: int | None = None
+        self._unlock: Callable[[], object] | None = None
         try:
             config = (Path(model) / "config.json").read_bytes()
         except OSError as error:
             self.why_not = f"its form is not known: {error}" if Path(model).exists() else "it is no directory here"
             return
-        stem = _home() / hashlib.blake2b(config, digest_size=8).hexdigest()
+        # Locks of another machine may not be seen, where both have one home.
+        form = hashlib.blake2b(config + platform.node().encode(), digest_size=8).hexdigest()
         try:
+            stem = _home() / form
             stem.parent.mkdir(parents=True, exist_ok=True)
             self._take(stem, Path(model).resolve())
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home of this user is
             self.why_not = f"no link can be made there: {error}"
 
     def close(self) -> None:
         """Others may turn it to their weights."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._unlock is not None:
+            self._unlock()
 
     def _take(self, stem: Path, target: Path) -> None:
         for number in range(_MOST):
@@ -59,7 +67,7 @@ class ModelName:
             lock = os.open(link.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 if _is_ours(lock, link, target):
-                    self.path, self._lock = str(link), lock
+                    self.path, self._unlock = str(link), weakref.finalize(self, _unlocked, lock)
                     return
             except BaseException:
                 os.close(lock)
@@ -82,11 +90,17 @@ def _is_ours(lock: int, link: Path, target: Path) -> bool:
 def _turn(link: Path, target: Path) -> None:
     if link.is_symlink() and link.readlink() == target:
         return
-    beside = link.with_name(f".{link.name}.{os.getpid()}")
+    beside = link.with_name(f".{link.name}.{os.getpid()}.{threading.get_ident()}")
     beside.unlink(missing_ok=True)
     beside.symlink_to(target)
     beside.replace(link)
 
 
 def _home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "vllm"
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "tandem" / "vllm"
+
+
+def _unlocked(lock: int) -> None:
+    fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may hold it, too
+    os.close(lock)

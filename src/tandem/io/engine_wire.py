@@ -81,8 +81,11 @@ def line(value: Mapping[str, Any] | Tokens | End) -> bytes:
 
 def encoded(value: Any) -> bytes:
     """ValueError for what is no number: there is no JSON of it."""
-    content = msgspec.json.encode(value)
-    if b"null" in content:  # which may be how that was written
+    try:
+        content = msgspec.json.encode(value)
+    except (TypeError, UnicodeEncodeError):  # numpy's numbers, halves of a character
+        content = b"null"
+    if b"null" in content:  # which may be how what is no number was written
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     return content
 

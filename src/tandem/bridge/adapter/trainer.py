@@ -70,6 +70,7 @@ class AdapterBridge(FilesBridge):
     ) -> tuple[Mapping[str, Entry], Fingerprints]:
         flat, fingerprints = self._laying.lay(weights, self._replies, phases)
         if self._why_not_again():
+            self._sheets.drop_spare()
             with (directory / _FILE).open("wb") as file, closing(Writing(still_wanted)) as writing:
                 writing.write(file.fileno(), flat.raw, 0)
                 writing.finish()
