@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,11 @@ class _Sheet:
         except RuntimeError as error:
             return str(error)
         self.is_pinned = int(code) == 0
-        return "" if self.is_pinned else f"{code}"
+        if self.is_pinned:
+            return ""
+        with suppress(RuntimeError):  # or else the next launch raises it
+            torch.zeros(1, device="cuda")
+        return f"{code}"
 
     def drop(self) -> None:
         if self.is_pinned:
