@@ -24,18 +24,20 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import httpx
 from standing import checkpoint_of
 
-from tandem.engine.lanes import ONE, Lanes
+from tandem.engine.http import HttpClient
 from tandem.engine.owned import Owned
 from tandem.engine.pool import EnginePool
 from tandem.engine.server import ServerEngine
+from tandem.engine.server_sent import server_sent
+from tandem.io.engine_wire import decoded, encoded
 from tandem.protocols import Engine
 from tandem.recipes import build_alone
 from tandem.types import Completion, Sampling
 
 PROMPT, FINAL_ONLY = 128, 2
+ROUTE, JSON = "/inference/v1/generate", {"Content-Type": "application/json"}
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -76,12 +78,9 @@ class Ways:
     def __init__(self, engine: Engine, socket: str, arguments: argparse.Namespace) -> None:
         self.engine, self.tokens = engine, arguments.tokens
         self.num_ids = vocabulary(arguments.checkpoint)
-        self.lanes = Lanes(lambda: self._lane(socket), arguments.requests)
+        # As runs ask it: what is compared is what is asked for.
+        self.vllm = HttpClient("http://vllm", socket=Path(socket), headers=JSON, most=arguments.requests)
         self.told = 0
-
-    def _lane(self, socket: str) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(uds=socket, limits=ONE, verify=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None, trust_env=False)
 
     async def run(self, index: int, seed: int) -> Completion:
         sampling = Sampling(max_tokens=self.tokens, temperature=1.0, seed=seed)
@@ -94,10 +93,10 @@ class Ways:
         ids: list[int] = []
         logprobs: list[float] = []
         body = self._body(index, seed, logprobs=0)
-        async with self.lanes.take() as client, client.stream("POST", "/inference/v1/generate", json=body) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    (choice,) = json.loads(line[6:])["choices"]
+        async with self.vllm.stream(ROUTE, encoded(body)) as answer:
+            async for data in server_sent(answer.pieces(), "vLLM"):
+                if data != b"[DONE]":
+                    (choice,) = decoded(data)["choices"]
                     ids += choice["token_ids"]
                     logprobs += [each["logprob"] for each in choice["logprobs"]["content"]]
         return Completion(ids, logprobs, [], "length")
@@ -109,8 +108,7 @@ class Ways:
         return await self._in_one_piece(self._body(index, seed, stream=False, output_kind=FINAL_ONLY))
 
     async def _in_one_piece(self, body: Any) -> Completion:
-        async with self.lanes.take() as client:
-            (choice,) = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
+        (choice,) = decoded((await self.vllm.ask("POST", ROUTE, encoded(body), within_s=600)).content)["choices"]
         content = (choice["logprobs"] or {}).get("content") or []
         return Completion(choice["token_ids"], [each["logprob"] for each in content], [], "length")
 
