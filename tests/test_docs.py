@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -193,12 +195,54 @@ def test_python_in_the_docs_is_python_and_imports_what_there_is(page: Path, bloc
             assert there, f"{page.name}: {module}.{name.strip()}"
 
 
-def test_the_page_of_every_field_is_as_the_classes_are():
-    place = importlib.util.spec_from_file_location("make_spec", ROOT / "docs" / "make_spec.py")
+def maker(name: str) -> Any:
+    """A program of docs/."""
+    place = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert place is not None
     assert place.loader is not None
-    make_spec = importlib.util.module_from_spec(place)
-    place.loader.exec_module(make_spec)
+    module = importlib.util.module_from_spec(place)
+    sys.modules[name] = module  # its dataclasses ask for it
+    place.loader.exec_module(module)
+    return module
+
+
+def test_every_table_of_figures_has_a_picture_of_its_numbers():
+    make_pictures = maker("make_pictures")
+    page = (ROOT / "docs" / "PERFORMANCE.md").read_text()
+    drawn = make_pictures.pictures(page)
+    there = {path.stem: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert there == drawn, "run: python docs/make_pictures.py"
+    tables = make_pictures.tables(page)
+    assert len(tables) > 30
+    for table in tables:
+        assert re.match(r"<!-- (picture: [\w.-]+|no picture: \w+)", table.asked), (
+            f"not drawn, and not why: {table.head}"
+        )
+        if asked := re.match(r"<!-- picture: ([\w.-]+)", table.asked):
+            assert table.after == f"![The same as bars](pictures/{asked[1]}.svg)"
+    assert len(drawn) == sum(table.asked.startswith("<!-- picture:") for table in tables), "two of one name"
+    for name, picture in drawn.items():
+        widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', picture)]
+        assert max(widths) > 100, name
+        assert len(widths) > 1, name
+        ElementTree.fromstring(picture)
+
+
+@pytest.mark.parametrize(
+    ("cell", "value", "between"),
+    [
+        ("**7.98** (7.70 to 8.73)", 7.98, (7.7, 8.73)), ("17.5 to 19.6", 17.5, (17.5, 19.6)), ("≤ 9.5", 9.5, None),
+        ("1,292 (1,255 to 1,384)", 1292, (1255, 1384)), ("−0.001", -0.001, None), ("", None, None),
+        ("**20.1** (18.5-21.3)", 20.1, (18.5, 21.3)), ("beside the GPU", None, None), ("3.0 % (3 to 4)", 3, (3, 4)),
+    ],
+)  # fmt: skip
+def test_a_cell_is_read_as_it_is_meant(cell: str, value: float | None, between: tuple[float, float] | None):
+    make_pictures = maker("make_pictures")
+    assert (make_pictures.number(cell), make_pictures.spread(cell)) == (value, between)
+
+
+def test_the_page_of_every_field_is_as_the_classes_are():
+    make_spec = maker("make_spec")
     page = (ROOT / "docs" / "spec.md").read_text()
     assert page == make_spec.text(), "run: python docs/make_spec.py"
     for key in ("max_lag", "eval_share", "spread_floor", "targets", "kv_gib", "confidence"):

@@ -196,6 +196,13 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 async def of_one(engine: ServerEngine, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     ways = Ways(engine, (arguments.home / "0" / "socket").read_text(), arguments)
+    try:
+        await of_each_way(ways, arguments, found)
+    finally:
+        await ways.vllm.close()
+
+
+async def of_each_way(ways: Ways, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     for number, name in enumerate(["run", *arguments.ways.split(",")]):  # the first one warms up
         ask = getattr(ways, name)
         rows = [await timed(ask, arguments.requests, 10 * number + again + 1) for again in range(arguments.times)]
