@@ -1,0 +1,85 @@
+"""A peer's step of GRPO, of steps.py's shape on the same GPU: `python benchmarks/gpu/trl_step.py --shape qwen3-0.6b`.
+
+TRL with vLLM in its process (`colocate`), all weights in bf16, 32 prompts of 8 answers of 512 tokens, no KL; what its
+trainer logs of each step, without the first, and the most that was taken of the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from standing import checkpoint_of
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from tandem.recipes.shapes import SHAPES
+
+
+class Watch(TrainerCallback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.most = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            self.most = max(self.most, (total - free) / 2**30)
+        self.seconds.append(time.perf_counter() - self.began)
+        print(f"step {len(self.seconds)}: {self.seconds[-1]:.2f} s", flush=True)
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    return [sum(each in "aeiou" for each in text) / max(len(text), 1) for text in completions]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=32, help="answers a micro-batch")
+    parser.add_argument("--share", type=float, default=0.25, help="of the GPU's memory, for vLLM")
+    parser.add_argument("--liger", action="store_true")
+    arguments = parser.parse_args()
+    checkpoint = checkpoint_of(arguments)
+    cuda = arguments.device == "cuda"
+    config = GRPOConfig(
+        output_dir="/tmp/trl", max_steps=arguments.steps, per_device_train_batch_size=arguments.rows,
+        gradient_accumulation_steps=8 * arguments.groups // arguments.rows, num_generations=8, beta=0.0,
+        max_completion_length=arguments.tokens, temperature=1.0, learning_rate=1e-6, bf16=cuda, use_cpu=not cuda,
+        use_vllm=cuda, vllm_mode="colocate", vllm_gpu_memory_utilization=arguments.share,
+        use_liger_kernel=arguments.liger, gradient_checkpointing=True, report_to="none", save_strategy="no", logging_steps=1,
+        model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"},
+    )  # fmt: skip
+    count = arguments.groups * arguments.steps
+    prompts = Dataset.from_list([{"prompt": f"Say number {number} in words."} for number in range(count)])
+    watch = Watch()
+    trainer = GRPOTrainer(
+        model=str(checkpoint), reward_funcs=vowels, args=config, train_dataset=prompts,
+        processing_class=AutoTokenizer.from_pretrained(checkpoint), callbacks=[watch],
+    )  # fmt: skip
+    trainer.train()
+    steps = watch.seconds[1:]
+    row = {"shape": checkpoint.name, "seconds": watch.seconds, "gib": watch.most, "log": trainer.state.log_history}
+    (Path(os.environ.get("OUT", ".")) / "trl-step.json").write_text(json.dumps(row, indent=1, default=str))
+    middle, between = statistics.median(steps), f"{min(steps):.2f}-{max(steps):.2f}"
+    print(f"{checkpoint.name}: {middle:.2f} s a step ({between}), {watch.most:.1f} GiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
