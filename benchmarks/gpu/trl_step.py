@@ -63,8 +63,8 @@ def main() -> None:
         gradient_accumulation_steps=8 * arguments.groups // arguments.rows, num_generations=8, beta=0.0,
         max_completion_length=arguments.tokens, temperature=1.0, learning_rate=1e-6, bf16=cuda, use_cpu=not cuda,
         use_vllm=cuda, vllm_mode="colocate", vllm_gpu_memory_utilization=arguments.share,
-        use_liger_kernel=arguments.liger, gradient_checkpointing=True, report_to="none", save_strategy="no", logging_steps=1,
-        model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"},
+        use_liger_kernel=arguments.liger, gradient_checkpointing=True, report_to="none", save_strategy="no",
+        logging_steps=1, model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"},
     )  # fmt: skip
     count = arguments.groups * arguments.steps
     prompts = Dataset.from_list([{"prompt": f"Say number {number} in words."} for number in range(count)])
