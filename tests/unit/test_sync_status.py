@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tandem.engine.vllm import VllmEngine
+from tandem.engine.vllm_process import VllmOptions
 from tandem.errors import EngineError, RunError, SpecError
 from tandem.inside.layout import Layout, Piece
 from tandem.inside.worker import Worker
@@ -92,7 +93,7 @@ def test_a_run_tells_its_version_its_coverage_and_its_last_proofs(tmp_path: Path
 class Workers:
     """Stands where `vllm serve` is talked to: two real workers of it, over a model that this test lays out."""
 
-    options = SimpleNamespace(sleeps=False, tensor_parallel=2, adapter_slots=0)
+    options = VllmOptions("model", "python", tensor_parallel=2)
     why_not_found_again = ""
 
     def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
