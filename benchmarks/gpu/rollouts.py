@@ -37,7 +37,7 @@ from tandem.recipes import build_alone
 from tandem.types import Completion, Sampling
 
 PROMPT, FINAL_ONLY = 128, 2
-ROUTE, JSON = "/inference/v1/generate", {"Content-Type": "application/json"}
+ROUTE = "/inference/v1/generate"
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -79,7 +79,7 @@ class Ways:
         self.engine, self.tokens = engine, arguments.tokens
         self.num_ids = vocabulary(arguments.checkpoint)
         # As runs ask it: what is compared is what is asked for.
-        self.vllm = HttpClient("http://vllm", socket=Path(socket), headers=JSON, most=arguments.requests)
+        self.vllm = HttpClient("http://vllm", socket=Path(socket), most=arguments.requests)
         self.told = 0
 
     async def run(self, index: int, seed: int) -> Completion:

@@ -44,7 +44,7 @@ class Connection:
         self.gone, self.why = asyncio.Event(), ""
         self.left = False
         """By us: nothing was lost."""
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._headers = {"Authorization": f"Bearer {token}"}
         self._epitaph = epitaph
         self._http = HttpClient(url, headers=self._headers, most=_CONNECTIONS)
         self._under_way: set[asyncio.Task[Any]] = set()

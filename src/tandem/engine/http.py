@@ -44,30 +44,28 @@ class Answer:
 
 
 class Coming:
-    """An answer whose content is yet to come."""
+    """An answer whose content is yet to come. What goes wrong with it is told by the `stream` that it is of."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response, self.status = response, response.status
 
     async def whole(self) -> Answer:
-        with _as_ours():
-            return Answer(self.status, self._response.content_type, await self._response.read())
+        return Answer(self.status, self._response.content_type, await self._response.read())
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        with _as_ours():
-            async for piece in self._response.content.iter_any():
-                yield piece
+    def pieces(self) -> AsyncIterator[bytes]:
+        return self._response.content.iter_any()
 
 
 class HttpClient:
-    """Of one server. No proxy of the environment: what is asked, and the token with it, is for this server alone."""
+    """Of one server that takes JSON. No proxy of the environment: what is asked, and the token with it, is for this
+    server alone."""
 
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
     ) -> None:
         """`socket`: where it listens, if that is a file. Who comes when `most` connections are in use waits."""
         self._url, self._socket, self._most = url.rstrip("/"), socket, most
-        self._headers = {"Accept-Encoding": "identity", **(headers or {})}
+        self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -81,7 +79,7 @@ class HttpClient:
         query: Mapping[str, str] | None = None,
     ) -> Answer:
         """`within_s`: what it says next may be that late."""
-        with self._as_ours(), _as_ours():
+        with self._as_ours():
             try:
                 async with asyncio.timeout(_TAKEN_S + within_s):  # sock_read begins when all is sent
                     response = await self._request(method, path, content, within_s, query)
@@ -95,7 +93,7 @@ class HttpClient:
     @asynccontextmanager
     async def stream(self, path: str, content: bytes) -> AsyncIterator[Coming]:
         """However long that takes. Who leaves before its end hangs up."""
-        with self._as_ours(), _as_ours():
+        with self._as_ours():
             async with await self._request("POST", path, content, None, None) as response:
                 yield Coming(response)
 
@@ -127,10 +125,13 @@ class HttpClient:
 
     @contextmanager
     def _as_ours(self) -> Iterator[None]:
-        """Who waits for a connection as it is closed is cancelled, though nobody cancelled them."""
         try:
             yield
-        except asyncio.CancelledError:
+        except aiohttp.SocketTimeoutError as error:
+            raise Silent(str(error)) from error
+        except aiohttp.ClientError as error:
+            raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+        except asyncio.CancelledError:  # who waits for a connection as this end is closed, though nobody cancelled them
             task = asyncio.current_task()
             if self._closed and not (task and task.cancelling()):
                 raise Broken(_CLOSED) from None
@@ -143,13 +144,3 @@ class HttpClient:
         if self._url.startswith("https:"):
             verify = httpx.create_ssl_context(trust_env=False)
         return aiohttp.TCPConnector(limit=self._most, keepalive_timeout=_IDLE_S, ssl=verify)
-
-
-@contextmanager
-def _as_ours() -> Iterator[None]:
-    try:
-        yield
-    except aiohttp.SocketTimeoutError as error:
-        raise Silent(str(error)) from error
-    except aiohttp.ClientError as error:
-        raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error

@@ -24,7 +24,7 @@ _MOST = 64  # engines of one form on one machine, each of other weights
 
 
 def package_path(otherwise: Path) -> Path:
-    """A directory that holds a link to this package, and nothing else. `otherwise`: an empty one, if none can be made
+    """A directory that holds a link to this package, and nothing else. `otherwise`: where it is made if it cannot be
     under a name that stays."""
     package = Path(__file__).parents[1]
     try:
@@ -34,6 +34,7 @@ def package_path(otherwise: Path) -> Path:
     except (OSError, RuntimeError) as error:
         _log.warning("vLLM compiles anew what it has compiled: no name of this package can be kept: %s", error)
         path = otherwise
+        path.mkdir(exist_ok=True)
         _turn(path / "tandem", package)
     return path
 

@@ -36,7 +36,6 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lor
 # GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
-_JSON = {"Content-Type": "application/json"}
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.inside.extension.TandemWorker"
@@ -121,7 +120,7 @@ class VllmProcess:
             environment=self._environment(Path(self._folder.name)),
         )
         most = max(_LEAST_CONNECTIONS, 2 * options.max_running)
-        self._http = HttpClient(_BASE_URL, socket=self.socket, headers=_JSON, most=most)
+        self._http = HttpClient(_BASE_URL, socket=self.socket, most=most)
 
     def serve(self, options: VllmOptions) -> None:
         """What it has waited for: as those before but for the model and its context."""
@@ -138,10 +137,8 @@ class VllmProcess:
         return "no model was named" if self._name is None else self._name.why_not
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        path = folder / "path"
-        path.mkdir()
         return {
-            "PYTHONPATH": str(package_path(path)),
+            "PYTHONPATH": str(package_path(folder / "path")),
             "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
