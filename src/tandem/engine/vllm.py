@@ -16,12 +16,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from tandem.engine.server_sent import server_sent
-from tandem.engine.vllm_exchange import Exchange
+from tandem.engine.vllm_exchange import Exchange, requested
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
 from tandem.io.engine_wire import decoded
-from tandem.ops.options import requested
 from tandem.ops.sampled import MARK
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span

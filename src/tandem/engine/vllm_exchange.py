@@ -28,7 +28,6 @@ from tandem.engine.vllm_gate import Gate
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
-from tandem.ops.options import requested
 from tandem.ops.phases import Phases
 from tandem.protocols import WeightSource
 from tandem.types import Fingerprints, Served
@@ -370,6 +369,11 @@ class Exchange:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
+
+
+def requested(what: str, why_not: str) -> dict[str, Any]:
+    """As it is told of whatever may not be had."""
+    return {"requested": what, "engaged": not why_not, "why_not": why_not}
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tandem.ops.finite import Finite
-from tandem.ops.options import requested
 from tandem.ops.phases import Phases
 
 Piece = tuple[str, Tensor, int, int]
@@ -233,7 +232,8 @@ def fused(device: torch.device) -> dict[str, Any]:
     """Whether the digests of tensors there are computed all at once, as an option of a run; nothing on a CPU."""
     if device.type != "cuda":
         return {}
-    return requested(True, why_not_fused())
+    why_not = why_not_fused()
+    return {"requested": True, "engaged": not why_not, "why_not": why_not}
 
 
 @cache
