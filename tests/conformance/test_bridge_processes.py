@@ -144,9 +144,22 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    theirs = ("copying", "devices", "digest", "finite", "phases")
+    theirs = ("copying", "devices", "digest", "finite", "phases", "replay")
     allowed = {"", ".errors", ".types", ".ops", ".bridge", *(f".ops.{name}" for name in theirs)}
-    ours = ("aside", "deadline", "end", "file_bytes", "files", "flat", "group", "lent", "notes", "seat", "wire")
+    ours = (
+        "ahead",
+        "aside",
+        "deadline",
+        "end",
+        "file_bytes",
+        "files",
+        "flat",
+        "group",
+        "lent",
+        "notes",
+        "seat",
+        "wire",
+    )
     allowed |= {f".bridge.{name}" for name in (*ours, "shared", "shared.cuda", "shared.memory")}
     allowed |= {f".bridge.{mode}{part}" for mode in COPYING for part in ("", ".engine")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()

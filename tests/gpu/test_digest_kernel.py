@@ -39,6 +39,9 @@ def parts_of(dtype: torch.dtype) -> list[digest.Piece]:
         ("vector", matrix[0], 9, 0),
         ("column", matrix[:, 3], 0, 0),
         ("narrow", random(dtype, 130, 16).to(DEVICE), 0, 0),
+        ("narrow and long", random(dtype, 1100, 16).to(DEVICE), 3, 2),
+        ("narrow and unaligned", random(dtype, 270, 60).to(DEVICE)[:, 1:58], 0, 5),
+        ("a fourth", random(dtype, 70, 200).to(DEVICE), 2**33, 0),
         ("cube", random(dtype, 4, 6, 8).to(DEVICE).transpose(1, 2), 1, 2),
         ("scalar", matrix[5, 5], 0, 0),
     ]
@@ -83,3 +86,19 @@ def test_what_the_stream_wrote_before_is_what_is_read() -> None:
         found = digest.piece(tensor, "t")
     torch.cuda.synchronize()
     assert found == digest.piece(torch.full((4096, 4096), 50.0, dtype=torch.bfloat16), "t")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+def test_what_is_read_again_is_what_is_there_by_then() -> None:
+    """By a graph, from the second time on; on whichever stream it is asked for."""
+    tensors = {name: torch.zeros(300, 40 + n, device=DEVICE, dtype=torch.bfloat16) for n, name in enumerate("abc")}
+    standing = digest.Standing(((name, tensor, 0, 0) for name, tensor in tensors.items()), checked=True)
+    for turn in range(4):
+        with torch.cuda.stream(torch.cuda.Stream() if turn % 2 else torch.cuda.current_stream()):
+            for number, tensor in enumerate(tensors.values()):
+                tensor.fill_(turn + number)
+            tensors["b"][7, 7] = float("nan") if turn == 3 else 1.0
+            numbers, odd = standing.look()
+        assert numbers == [digest.piece(tensor.cpu(), name) for name, tensor in tensors.items()]
+        assert odd == (["b"] if turn == 3 else [])
+        assert standing._again._replay.is_graph == (turn > 0)

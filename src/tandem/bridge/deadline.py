@@ -43,11 +43,11 @@ class Deadline:
         return SyncTimeout(f"{self._mode}: {what_failed} within {self._seconds:g} s")
 
     def until(self, done: Callable[[], bool], what_failed: str, *, every_s: float = 0.002) -> None:
-        pause_s = min(5e-5, every_s)  # a transfer of a few milliseconds should not wait for the next look
+        began = time.monotonic()
         while not done():
             self.check(what_failed)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, every_s)
+            # Late by a fifth of the wait: a transfer of a few milliseconds should not wait for the next look.
+            time.sleep(min(max(5e-5, (time.monotonic() - began) / 5), every_s))
 
     def call(self, function: Callable[[], _T], what_failed: str) -> _T:
         """Its result, or its error. When time is up its thread is left behind; it must not touch anything shared."""
@@ -63,9 +63,12 @@ class Deadline:
 
         self.check(what_failed)
         _hand().work.put(run)
+        self.wait(ended, what_failed)
+        return future.result()
+
+    def wait(self, ended: threading.Event, what_failed: str) -> None:
         while not ended.wait(min(_LOOK_S, self.left_s)):
             self.check(what_failed)
-        return future.result()
 
 
 class _Hand:

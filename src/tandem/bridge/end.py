@@ -48,6 +48,9 @@ class EngineEnd:
         digest it on arrival would say the same twice. Whether that is left to it now."""
         return False
 
+    def look_ahead(self, rank: int = 0) -> None:
+        """Whoever says that has copied the adapter that it received last, and will ask for another."""
+
     def close(self) -> None:
         """Whoever waits stops waiting."""
         self._given_up.set()
@@ -55,5 +58,5 @@ class EngineEnd:
     def _need(self, key: str, kind: type[Any]) -> Any:
         return need(self.link, key, kind, f"{self._mode}: the link")
 
-    def deadline(self) -> Deadline:
-        return Deadline(self._mode, self._deadline_s, self._given_up)
+    def deadline(self, seconds: float | None = None) -> Deadline:
+        return Deadline(self._mode, seconds or self._deadline_s, self._given_up)

@@ -16,7 +16,8 @@ Nobody can hang in memory that is lent. So a version of one bucket, for one work
 
     *  the flat bytes are written into the room
     T  <seq>/manifest, <seq>/unclaimed   as above; the manifest says `filled`
-    E  deletes <seq>/unclaimed and reads the room; or finds that the trainer, who had given up, did: the next may come
+    E  deletes <seq>/unclaimed and reads the room; or finds that the trainer, who had given up, did: the next may come.
+       It may have read the room before it (ahead.py)
     E  <seq>/done/<rank>       as above, or why it does not come
     T  <seq>/go                to a worker that cannot map the room alone: whether that version comes by another way
 """
@@ -24,7 +25,7 @@ Nobody can hang in memory that is lent. So a version of one bucket, for one work
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from tandem.bridge.ahead import Ahead, Found
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.end import EngineEnd
 from tandem.bridge.flat import Flat
@@ -42,6 +44,8 @@ from tandem.bridge.notes import BROKEN, CLOSING_S, WAY_OUT, Meeting, Notes, as_s
 from tandem.bridge.wire import Manifest, Places, check
 from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
+
+_LISTENING_S = 3600.0  # for a version that nobody has asked for yet
 
 
 class GroupSource(EngineEnd):
@@ -80,6 +84,10 @@ class GroupSource(EngineEnd):
             version, self.carries, self.deadline(), in_one_place=in_one_place, looks_itself=looks_itself
         )
 
+    def look_ahead(self, rank: int = 0) -> None:
+        if self._in_one_place and (seat := self._seats.get(rank)) is not None:
+            seat.look_ahead(self.deadline(_LISTENING_S), self.deadline)
+
     def close(self) -> None:
         super().close()
         for seat in self._seats.values():
@@ -97,6 +105,8 @@ class _Seat:
         self._borrowed: Borrowed | None = None
         self._places: Places | None = None
         self._kept: Flat | None = None
+        self._listening: Notes | None = None
+        self._ahead: Ahead | None = None
         self._seen, self._ended = 0, ""
 
     def receive(
@@ -109,12 +119,19 @@ class _Seat:
                 raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
             if self._notes is None:
                 self._notes = Notes(self._meeting, self._connect(failed, deadline), mine=False)
-            sequence, manifest, flat = self._agree(self._notes, version, carries, failed, deadline)
+            sequence, manifest, flat, is_here = self._agree(self._notes, version, carries, failed, deadline)
             if in_one_place:
                 self._kept = flat
-            self._take(self._notes, sequence, manifest, flat.raw, deadline)
+            if not is_here:
+                self._take(self._notes, sequence, manifest, flat.raw, deadline)
             return self._confirm(self._notes, sequence, manifest, flat, deadline, looked_at=not looks_itself)
         finally:
+            self._lock.release()
+
+    def look_ahead(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> None:
+        if self._lock.acquire(blocking=False):
+            if self._ahead is None and self._borrowed is not None:
+                self._ahead = Ahead(lambda: self._find(listening, a_deadline), self._device)
             self._lock.release()
 
     def close(self) -> None:
@@ -135,24 +152,13 @@ class _Seat:
 
     def _agree(
         self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline
-    ) -> tuple[int, Manifest, Flat]:
-        """The announcement of that version, once everybody is there, and memory for what will come."""
+    ) -> tuple[int, Manifest, Flat, bool]:
+        """The announcement of that version, once everybody is there, and memory for what will come; or in which it is
+        already."""
         mode = self._meeting.mode
-
-        def places(checksum: str) -> Places:
-            if self._places is None or self._places.checksum != checksum:
-                text = notes.read(f"places/{checksum}", failed, deadline)
-                self._places = Places.from_text(text, checksum, mode)
-            return self._places
-
         while True:
-            sequence, text = self._next(notes, failed, deadline)
-            try:
-                manifest = Manifest.from_text(text, mode, places)
-            except SyncError as error:
-                for key in ("answer", "done"):  # it does not say which one is waited for
-                    self._say(notes, f"{sequence}/{key}", str(error), deadline)
-                raise
+            sequence, manifest, copied = self._next(notes, failed, deadline)
+            self._kept = copied or self._kept
             answer, unmapped, flat = "", "", None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
@@ -176,7 +182,7 @@ class _Seat:
             if answer and manifest.version >= version:
                 raise SyncError(f"{mode}: {answer}")
             if flat is not None and (manifest.filled or not notes.read(f"{sequence}/go", failed, deadline)):
-                return sequence, manifest, flat
+                return sequence, manifest, flat, flat is copied
 
     def _room(self, manifest: Manifest) -> Flat:
         """In the memory of the version before, if that is as large, and nobody needs it any more."""
@@ -201,14 +207,57 @@ class _Seat:
         else:
             self._borrowed = None
 
-    def _next(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, str]:
-        """The newest announcement, if this end has not seen it."""
+    def _next(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, Manifest, Flat | None]:
+        """The newest announcement, if this end has not seen it; or one that was copied, which may be an older one."""
+        if self._ahead is not None:
+            found = self._ahead.found(failed, deadline)
+            self._ahead = None
+            if self._ended:
+                raise SyncError(f"{self._meeting.mode}: {failed}: {self._ended}; {WAY_OUT}")
+            if found is not None:
+                self._seen = found.sequence
+                return found
+        latest, text = self._newest(notes, failed, deadline)
+        self._seen = latest
+        try:
+            return latest, self._read(notes, text, failed, deadline), None
+        except SyncError as error:
+            for key in ("answer", "done"):  # it does not say which one is waited for
+                self._say(notes, f"{latest}/{key}", str(error), deadline)
+            raise
+
+    def _newest(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, str]:
         latest, text = notes.newest(self._seen, failed, deadline)
         if latest < 0:
             self._end(text, broken=False)
             raise SyncError(f"{self._meeting.mode}: {failed}: {text}; {WAY_OUT}")
-        self._seen = latest
         return latest, text
+
+    def _read(self, notes: Notes, text: str, failed: str, deadline: Deadline) -> Manifest:
+        mode = self._meeting.mode
+
+        def places(checksum: str) -> Places:
+            if self._places is None or self._places.checksum != checksum:
+                text = notes.read(f"places/{checksum}", failed, deadline)
+                self._places = Places.from_text(text, checksum, mode)
+            return self._places
+
+        return Manifest.from_text(text, mode, places)
+
+    def _find(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> Found:
+        """By a connection of its own: a store's client has one lock, and holds it while it waits."""
+        failed = "the next version was not announced"
+        if self._listening is None:
+            self._listening = Notes(self._meeting, self._connect(failed, a_deadline()), mine=False)
+        latest, text = self._newest(self._listening, failed, listening)
+        deadline = a_deadline()
+        manifest = self._read(self._listening, text, failed, deadline)
+        if not manifest.filled:
+            raise SyncError(f"{self._meeting.mode}: it has to be answered first")
+        self._borrow(manifest)
+        flat = self._room(manifest)
+        self._copy(self._carrier(self._listening, latest, manifest, deadline), manifest, flat.raw, failed, deadline)
+        return Found(latest, manifest, flat)
 
     def _take(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
         failed = f"version {manifest.version} did not arrive whole"
@@ -222,10 +271,15 @@ class _Seat:
 
         with told(self._meeting.mode, failed, break_off):
             carrier = self._carrier(notes, sequence, manifest, deadline)
-            with carrier.aside():
-                for bucket in buckets_of(flat, manifest.bucket_bytes):
-                    carrier.broadcast(bucket, deadline)
-                carrier.finish(failed, deadline)
+            self._copy(carrier, manifest, flat, failed, deadline)
+
+    def _copy(
+        self, carrier: Group | Borrowing, manifest: Manifest, flat: Tensor, failed: str, deadline: Deadline
+    ) -> None:
+        with carrier.aside():
+            for bucket in buckets_of(flat, manifest.bucket_bytes):
+                carrier.broadcast(bucket, deadline)
+            carrier.finish(failed, deadline)
 
     def _carrier(self, notes: Notes, sequence: int, manifest: Manifest, deadline: Deadline) -> Group | Borrowing:
         device = self._device_of(manifest)

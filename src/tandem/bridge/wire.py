@@ -20,6 +20,8 @@ from tandem.ops import digest
 from tandem.types import Fingerprints, WeightKind, Weights
 
 FORMAT = 3
+_HEAD = f'{{"format": {FORMAT}, "checksum": "'
+_HEAD_CHARS = len(_HEAD) + 32 + len('", ')
 _ALIGNED = 16
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -147,8 +149,8 @@ class Manifest:
             content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
         else:
             content |= {"tensors": places.checksum, "digests": list(self.digests.values())}
-        text = _written(content)
-        return f'{{"format": {FORMAT}, "checksum": "{checksum(text.encode())}", {text[1:]}'
+        text = json.dumps(content)[1:]
+        return f'{_HEAD}{checksum(text.encode())}", {text}'
 
     @classmethod
     def from_text(cls, text: str, mode: str, places: Callable[[str], Places] | None = None) -> Manifest:
@@ -160,7 +162,7 @@ class Manifest:
             raise SyncError(f"{mode}: the manifest is no JSON: it is damaged, or another program wrote it") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
-        if content.pop("checksum", None) != checksum(_written(content).encode()):
+        if content.pop("checksum", None) != checksum(text[_HEAD_CHARS:].encode()):
             raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
         apart = None if places is None else places(content["tensors"])
         if apart is None:
@@ -205,7 +207,3 @@ def listed(names: list[str], most: int = 3) -> str:
 
 def _entries(told: Mapping[str, Any]) -> dict[str, Entry]:
     return {name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in told.items()}
-
-
-def _written(content: Mapping[str, Any]) -> str:
-    return json.dumps(content)

@@ -123,6 +123,8 @@ class Worker:
                 self._overwrite(arrived, phases)
             case "adapter":
                 answer = self._into_slot(arrived, into, phases)
+                assert self._source is not None
+                self._source.look_ahead(self._rank)
         if weights.kind != "adapter":
             self._version = version
         if weights.kind == "full" and not later:

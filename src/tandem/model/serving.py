@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.model.quantized import exact, quantized_parts
+from tandem.ops.replay import Replay
 from tandem.ops.tensors import live_tensors
 
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -59,7 +60,7 @@ class Standing:
 
     B is scaled already, so that every engine computes with the very same numbers: in float32, in memory that is kept.
     Hundreds of tensors made for each version take longer than their bytes; and every call of torch lets go of the
-    interpreter, which a thread gets back only when the others let it. So there are two.
+    interpreter, which a thread gets back only when the others let it. So there are two, and on a GPU one.
     """
 
     def __init__(self, found: Sequence[Adapted]) -> None:
@@ -70,6 +71,7 @@ class Standing:
         self._where: list[int] = []
         self._scaled: list[Tensor] = []
         self._served: list[tuple[str, Tensor]] = []
+        self._scaling: Replay | None = None
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,10 +80,13 @@ class Standing:
         if where != self._where:
             self._make()
             self._where = where
-        if self._scaled:
-            _foreach_copy(self._scaled, self._trained[1::2])
-            _foreach_mul(self._scaled, self._scales)
+        if self._scaling is not None:
+            self._scaling.run()
         return iter(self._served)
+
+    def _scale(self) -> None:
+        _foreach_copy(self._scaled, self._trained[1::2])
+        _foreach_mul(self._scaled, self._scales)
 
     def _make(self) -> None:
         """Parameters lie elsewhere than they did."""
@@ -89,6 +94,10 @@ class Standing:
         pairs = zip(self._trained[::2], self._scaled, strict=True)
         tensors = [tensor for a, scaled in pairs for tensor in (a.detach(), scaled)]
         self._served = list(zip(self._names, tensors, strict=True))
+        devices = {tensor.device for tensor in tensors}
+        if devices:  # copies of one device to itself: what crosses may have to wait
+            device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+            self._scaling = Replay(self._scale, device, "scalings of an adapter")
 
 
 def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,11 @@
 """Many copies as few launches: of small tensors, a launch each takes longer than the bytes.
 
 On a CPU it is one call where there were hundreds: each lets go of the interpreter, and may wait to get it back. On a
-GPU, whoever copies the same again replays a graph of it: to hand over a thousand addresses takes a millisecond.
+GPU, whoever copies the same again replays a graph of it.
 """
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.ops.replay import Replay
+
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-_log = logging.getLogger(__name__)
 _SMALL_BYTES = 2**20  # a larger one is sooner copied by itself, at the memory's own speed
 
 
@@ -36,33 +36,11 @@ class Copying:
         self._small = list(small.values())
         devices = {tensor.device for pair in self._large for tensor in pair}
         devices |= {tensors[0].device for each in self._small for tensors in each}
-        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        self._has_run = False
-        self._graph: torch.cuda.CUDAGraph | None = None
+        device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # between two a copy may wait
+        self._replay = Replay(self._copy, device, "copies")
 
     def run(self) -> None:
-        if self._has_run and self._graph is None and self._device.type == "cuda":
-            self._capture()
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._copy()
-        self._has_run = True
-
-    def _capture(self) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # others go on with theirs
-                try:
-                    self._copy()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            _log.warning("copies are launched one by one: no graph could be made of them: %s", error)
-            self._device = torch.device("cpu")  # and none will be tried
-        else:
-            self._graph = graph
+        self._replay.run()
 
     @torch.no_grad()
     def _copy(self) -> None:

@@ -132,26 +132,25 @@ def text(number: int) -> str:
 
 
 class Standing:
-    """Digests of tensors that stay where they are, taken again and again: on a GPU one launch and one wait, after a
-    table that was made once."""
+    """Digests of tensors that stay where they are, taken again and again, by one thread at a time: on a GPU one launch
+    and one wait, after a table that was made once."""
 
     def __init__(self, parts: Iterable[Piece], *, checked: bool = False) -> None:
         """`checked`: `look` will be asked."""
         self._parts = list(parts)
         self._checked = checked
-        self._table: Any = None
+        self._again: Any = None
         on_gpu = bool(self._parts) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
-            table = _table_of(self._parts, checked=checked)
-            self._table = None if table.copies else table  # what is copied is a copy of now
-        alone = self._table is None or not checked
+            self._again = _again(_table_of(self._parts, checked=checked))
+        alone = self._again is None or not checked
         self._looked_at = [part for part in self._parts if alone or part[1].dtype not in _FIRST_ODD]
 
     @torch.no_grad()
     def take(self) -> list[int]:
-        if self._table is None:
+        if self._again is None:
             return pieces(self._parts)
-        return [number & _MASK for number in self._table.launch()[0].tolist()]
+        return [number & _MASK for number in self._again.sums()[0]]
 
     @torch.no_grad()
     def look(self) -> tuple[list[int], list[str]]:
@@ -159,9 +158,9 @@ class Standing:
         finite = Finite()
         for name, tensor, *_ in self._looked_at:
             finite.add(name, tensor)
-        if self._table is None or not self._checked:
+        if self._again is None or not self._checked:
             return self.take(), finite.odd()
-        sums, wrong = self._table.launch().tolist()
+        sums, wrong = self._again.sums()
         odd = [part[0] for part, each in zip(self._parts, wrong, strict=True) if each] if any(wrong) else []
         return [number & _MASK for number in sums], [*odd, *finite.odd()]
 
@@ -263,6 +262,13 @@ def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
 
     limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in parts] if checked else None
     return digest_triton.Table([_for_kernel(part) for part in parts], parts[0][1].device, limits)
+
+
+def _again(table: Any) -> Any:
+    """None where it is of a copy: that is of now."""
+    from tandem.ops import digest_triton  # triton exists where a GPU is
+
+    return None if table.copies else digest_triton.Again(table)
 
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:

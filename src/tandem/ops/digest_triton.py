@@ -1,7 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 """The sums of ops/digest.py over any number of matrices: each byte is read once, where it lies.
 
-One launch for each width of element. A program adds up a tile of one matrix: which one and where is in a table.
+One launch for each width of element and of tile. A program adds up a tile of one matrix: which one and where is in a
+table.
 Only imported where tensors are on a GPU.
 """
 
@@ -17,10 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.ops.replay import Replay
+
 if TYPE_CHECKING:
     from tandem.ops.digest import Matrix, Plain
 
-_ROWS, _COLS = 64, 1024  # of a tile
+_LANES = 1024  # elements at a time, of one row or of many
+_COLS = (16, 64, 256, _LANES)  # of a tile; half of an adapter's tensors are as wide as its rank
 NO_LIMIT = 2**62
 
 
@@ -35,7 +39,7 @@ class Table:
         self._held = list[object]()  # until they have been read: some are copies
         self.copies = False
         self._checks, self._num = limits is not None, len(matrices)
-        entries: defaultdict[tuple[int, bool], list[Sequence[int]]] = defaultdict(list)
+        entries: defaultdict[tuple[int, bool, int], list[Sequence[int]]] = defaultdict(list)
         for index, matrix in enumerate(matrices):
             if len(matrix) == 9:
                 place, width, rows, cols, pitch, *weights = matrix
@@ -47,34 +51,60 @@ class Table:
                 pitch = integers_RC.stride(0) if rows > 1 else 0
             aligned = ((cols | pitch) * width | place) % 16 == 0  # each row, so that 16 bytes are read at a time
             limit = limits[index] if limits is not None else NO_LIMIT
-            entries[width, aligned].append((place, rows, cols, pitch, *weights, index, limit))
+            across = next((each for each in _COLS if cols <= each), _LANES)
+            entries[width, aligned, across].append((place, rows, cols, pitch, *weights, index, limit))
         table, counts = array("q"), array("q")
-        self._launches = list[tuple[int, int, int, bool]]()
+        self._launches = list[tuple[int, int, int, bool, int]]()
         num_tiles = 0
-        for (width, aligned), group in entries.items():
+        for (width, aligned, across), group in entries.items():
             first = num_tiles
             for entry in group:
                 table.extend((*entry, num_tiles))
-                counts.append(-(-entry[1] // _ROWS) * -(-entry[2] // _COLS))
+                counts.append(-(-entry[1] // _rows(across)) * -(-entry[2] // across))
                 num_tiles += counts[-1]
-            self._launches.append((first, num_tiles, width, aligned))
+            self._launches.append((first, num_tiles, width, aligned, across))
         owners = torch.repeat_interleave(torch.frombuffer(counts, dtype=torch.int64), output_size=num_tiles)
         told = torch.cat((torch.frombuffer(table, dtype=torch.int64), owners))
         # From pinned memory: else it would wait for the kernels before it, those of the table before among them.
         pinned = told.pin_memory() if device.type == "cuda" else told
         self._told, self._num_entries = pinned.to(device, non_blocking=True), len(table)
 
-    def launch(self) -> torch.Tensor:
+    def launch(self) -> Tensor:
         """Row 0: the sums, modulo 2**64, as signed numbers. Row 1: 1 where an element does not count, else 0."""
+        out = torch.zeros((2, self._num), dtype=torch.int64, device=self._told.device)
+        self.add_to(out)
+        return out
+
+    def add_to(self, out: Tensor) -> None:
         told, num = self._told, self._num
-        out = torch.zeros((2, num), dtype=torch.int64, device=told.device)
         with torch.cuda.device_of(told):
-            for first, end, width, aligned in self._launches:
+            for first, end, width, aligned, across in self._launches:
                 _add_up[(end - first,)](
                     told, told[self._num_entries :], out, num, first,
-                    WIDTH=width, ALIGNED=aligned, CHECK=self._checks, ROWS=_ROWS, COLS=_COLS, num_warps=2,
+                    WIDTH=width, ALIGNED=aligned, CHECK=self._checks, ROWS=_rows(across), COLS=across, LANES=_LANES,
+                    num_warps=2,
                 )  # fmt: skip
-        return out
+
+
+class Again:
+    """The sums of one table, as often as they are asked for, by one caller at a time."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._out = table.launch()
+        self._here = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=True)
+        self._replay = Replay(self._launch, self._out.device, "digests")
+
+    def sums(self) -> list[list[int]]:
+        """As `Table.launch` has them. Waits."""
+        self._replay.run()
+        torch.cuda.current_stream(self._out.device).synchronize()
+        return self._here.tolist()
+
+    def _launch(self) -> None:
+        self._out.zero_()
+        self._table.add_to(self._out)
+        self._here.copy_(self._out, non_blocking=True)
 
 
 def _lengthwise(matrix: Matrix) -> Matrix:
@@ -86,6 +116,11 @@ def _lengthwise(matrix: Matrix) -> Matrix:
     if step != 1 or (integers_RC.shape[1] == 1 and pitch == 1):
         return type(matrix)(integers_RC.t(), col_seed, row_seed, col_start, row_start)
     return type(matrix)(integers_RC, row_seed, col_seed, row_start, col_start)
+
+
+def _rows(cols: int) -> int:
+    """Of a tile that is so wide."""
+    return 64 if cols == _LANES else 16 * _LANES // cols
 
 
 @triton.jit
@@ -100,6 +135,7 @@ def _weight(seed, at):
 def _add_up(
     table, owners, out, num, first,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, CHECK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     tile = first + tl.program_id(0)
     mine = table + tl.load(owners + tile) * 11  # numbers of an entry
@@ -119,15 +155,21 @@ def _add_up(
         pitch = tl.multiple_of(pitch, 16 // WIDTH)
     across = tl.cdiv(cols, COLS)
     top = (tile - first_tile) // across * ROWS
-    at = (tile - first_tile) % across * COLS + tl.arange(0, COLS)
+    lane = tl.arange(0, LANES)
+    at = (tile - first_tile) % across * COLS + lane % COLS
     inside = at < cols
     # A weight's halves apart: two multiplications of 32 bits for each element instead of one of 64.
-    low = tl.zeros([COLS], dtype=tl.uint64)
-    high = tl.zeros([COLS], dtype=tl.uint32)
-    largest = tl.zeros([COLS], dtype=tl.uint32)
-    for row in tl.range(top, tl.minimum(top + ROWS, rows), loop_unroll_factor=4):
+    low = tl.zeros([LANES], dtype=tl.uint64)
+    high = tl.zeros([LANES], dtype=tl.uint32)
+    largest = tl.zeros([LANES], dtype=tl.uint32)
+    for first_row in tl.range(top, tl.minimum(top + ROWS, rows), LANES // COLS, loop_unroll_factor=4):
+        if COLS == LANES:
+            row, there = first_row, inside
+        else:
+            row = first_row + lane // COLS
+            there = inside & (row < rows)
         weight = _weight(row_seed, row_start + row)
-        value = tl.load(start + row * pitch + at, mask=inside, other=0).to(tl.uint32)
+        value = tl.load(start + row * pitch + at, mask=there, other=0).to(tl.uint32)
         low += value.to(tl.uint64) * (weight & 0xFFFFFFFF)
         high += value * (weight >> 32).to(tl.uint32)
         if CHECK:

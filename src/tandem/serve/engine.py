@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import EngineError, SyncError, TandemError
 from tandem.io.engine_wire import End, Tokens, code_of, encoded, line, served_as_json
-from tandem.serve.app import Refused, Service, as_refused, refusal, unless_gone
+from tandem.serve.app import HotRoute, Refused, Service, as_refused, refusal, unless_gone
 from tandem.serve.engine_control import Caller, Control, LocalEngine, OpenSource
 from tandem.serve.engine_link import Allowed
 from tandem.serve.openai import Renderer, openai_service
@@ -53,11 +53,12 @@ def engine_service(
     api = _Api(control, context, num_ids)
     router = APIRouter()
     router.add_api_route("/engine/status", api.status, methods=["GET"])
-    for name in ("generate", "attach", "load", "sleep", "wake", "digest"):
+    for name in ("attach", "sleep", "wake", "digest"):
         router.add_api_route(f"/engine/{name}", getattr(api, name), methods=["POST"])
     router.include_router(openai.router)
+    hot = [HotRoute("/engine/generate", api.generate), HotRoute("/engine/load", api.load)]
     limits = {**openai.limits, "generations_at_a_time": _MAX_GENERATIONS, "lease_s": int(_MAX_LEASE_S)}
-    return Service("tandem engine serve", router, limits, openai.registry, control.close, control.why_unfit)
+    return Service("tandem engine serve", router, limits, openai.registry, control.close, control.why_unfit, hot=hot)
 
 
 # --- what may be asked

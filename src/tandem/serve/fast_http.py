@@ -1,5 +1,5 @@
-"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with a bound on what comes before a body, and
-whoever waits for a body woken once it is there."""
+"""HTTP by a parser in C: uvicorn's, with a bound on what comes before a body. Whoever waits for a body is woken when
+it is there, or a large piece of it."""
 
 from __future__ import annotations
 

@@ -40,6 +40,9 @@ class SharedEnd:
     def arrive_in_one_place(self) -> bool:
         return False  # nothing arrives
 
+    def look_ahead(self, rank: int = 0) -> None:
+        """There is nothing to be looked for: it is here."""
+
     def looks_itself(self) -> bool:
         return False
 

@@ -1,0 +1,183 @@
+"""The next version is looked for before anybody asks for it, and nothing is other than without that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+from bridges import as_served, bits, carry, meet, weights_of
+
+from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
+from tandem.bridge.lent import Borrowing
+from tandem.errors import SyncError, SyncTimeout
+from tandem.inside.sources import EngineEnd, open_source
+
+OURS = "next version"  # the name of the thread that looks
+
+
+class Pair:
+    """Both ends, after the first version. The engine's deadline is longer than the trainer's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, deadline_s: float = 10.0) -> None:
+        self.bridge = AdapterBroadcastBridge(deadline_s=deadline_s, backend="ipc")
+        self.engine: EngineEnd = open_source(dict(meet(self.bridge).link) | {"deadline_s": 20.0})
+        self.engine.arrive_in_one_place()
+        self.copies: list[str] = []
+        copy = Borrowing.broadcast
+
+        def counted(carrier: Any, *args: Any) -> None:
+            copy(carrier, *args)
+            self.copies.append(threading.current_thread().name)
+
+        monkeypatch.setattr(Borrowing, "broadcast", counted)
+        assert self.carry(1) == bits(as_served("adapter", 1))
+        self.copies.clear()
+
+    def carry(self, version: int) -> dict[str, str]:
+        _, (received,) = carry(self.bridge, self.engine, weights_of(version, "adapter"))
+        return bits(received.tensors())
+
+    def store(self) -> Any:
+        host: Any = self.bridge._host_of
+        return host._notes.store
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    both = Pair(monkeypatch)
+    yield both
+    both.engine.close()
+    both.bridge.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.005)
+
+
+def lookers() -> int:
+    return sum(thread.name == OURS for thread in threading.enumerate())
+
+
+def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        for version in (2, 3, 4):
+            pair.engine.look_ahead()
+            sending = threads.submit(pair.bridge.send, weights_of(version, "adapter"))
+            until(lambda: pair.copies)
+            until(lambda: not lookers())
+            assert pair.store().check([f"{version}/unclaimed"])
+            assert not sending.done()
+            assert bits(pair.engine.receive(version).tensors()) == bits(as_served("adapter", version))
+            sending.result(timeout=10)
+            assert pair.copies == [OURS]
+            pair.copies.clear()
+
+
+def test_it_arrives_in_the_same_place(pair: Pair) -> None:
+    pair.engine.look_ahead()
+    _, (second,) = carry(pair.bridge, pair.engine, weights_of(2, "adapter"))
+    pair.engine.look_ahead()
+    _, (third,) = carry(pair.bridge, pair.engine, weights_of(3, "adapter"))
+    assert all(a is b for (_, a), (_, b) in zip(second.tensors(), third.tensors(), strict=True))
+
+
+def test_a_copy_of_what_the_trainer_took_back_is_of_no_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(monkeypatch, deadline_s=1.0)
+    pair.engine.look_ahead()
+    with pytest.raises(SyncTimeout, match="receiver 0 did not come"):
+        pair.bridge.send(weights_of(2, "adapter"))
+    assert pair.copies == [OURS]
+    with ThreadPoolExecutor(1) as threads:
+        again = threads.submit(pair.bridge.send, weights_of(2, "adapter", as_served("adapter", 7)))
+        assert bits(pair.engine.receive(2).tensors()) == bits(as_served("adapter", 7))
+        again.result(timeout=10)
+    pair.engine.close()
+    pair.bridge.close()
+
+
+def test_of_another_version_than_is_asked_for_nothing_is_taken(pair: Pair) -> None:
+    pair.engine.look_ahead()
+    with ThreadPoolExecutor(2) as threads:
+        sending = threads.submit(pair.bridge.send, weights_of(2, "adapter"))
+        until(lambda: pair.copies)
+        asked = threads.submit(pair.engine.receive, 3)
+        with pytest.raises(SyncError, match="asked for version 3, sent was 2"):
+            sending.result(timeout=10)
+        pair.bridge.send(weights_of(3, "adapter"))
+        assert bits(asked.result(timeout=10).tensors()) == bits(as_served("adapter", 3))
+
+
+def test_what_goes_wrong_ahead_goes_wrong_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle, failed = Borrowing.settle, list[str]()
+
+    def fails(self: Any, *args: Any) -> None:
+        if threading.current_thread().name == OURS:
+            failed.append(OURS)
+            raise RuntimeError("the device fell off")
+        settle(self, *args)
+
+    monkeypatch.setattr(Borrowing, "settle", fails)
+    for version in (2, 3):
+        pair.engine.look_ahead()
+        assert pair.carry(version) == bits(as_served("adapter", version))
+    assert failed == [OURS] * 2
+
+
+def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(monkeypatch)
+    engine: Any = pair.engine
+    engine._deadline_s = 0.5
+    pair.engine.look_ahead()
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(SyncTimeout, match=r"version 2 was not sent within 0\.5 s"):
+            pair.engine.receive(2)
+        assert time.monotonic() - began < 3
+    engine._deadline_s = 20.0
+    assert pair.carry(2) == bits(as_served("adapter", 2))
+    assert pair.copies == [OURS]
+    pair.engine.close()
+    pair.bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("whose", "why"), [("engine", "it was closed"), ("bridge", "closed this meeting|partner was lost")]
+)
+def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str) -> None:
+    pair.engine.look_ahead()
+    seat = cast("Any", pair.engine)._seats[0]
+    until(lambda: seat._listening)
+    getattr(pair, whose).close()
+    until(lambda: not lookers())
+    with pytest.raises(SyncError, match=why):
+        pair.engine.receive(2)
+
+
+def test_several_workers_agree_first_as_ever() -> None:
+    bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
+    source: Any = meet(bridge, num_receivers=2)
+    source.arrive_in_one_place()
+    for version in (1, 2, 3):
+        _, received = carry(bridge, source, weights_of(version, "adapter"), ranks=(0, 1))
+        assert [bits(each.tensors()) for each in received] == [bits(as_served("adapter", version))] * 2
+        for rank in (0, 1):
+            source.look_ahead(rank)
+    bridge.close()
+
+
+def test_who_has_copied_nothing_yet_is_not_looked_for(pair: Pair) -> None:
+    """Before the first version it is not known which way they come."""
+    engine = open_source(dict(meet(pair.bridge).link))
+    engine.arrive_in_one_place()
+    engine.look_ahead()
+    assert not lookers()
+    _, (received,) = carry(pair.bridge, engine, weights_of(1, "adapter"))
+    assert bits(received.tensors()) == bits(as_served("adapter", 1))
+    engine.close()
