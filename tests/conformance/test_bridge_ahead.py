@@ -16,7 +16,7 @@ from tandem.bridge.lent import Borrowing
 from tandem.errors import SyncError, SyncTimeout
 from tandem.inside.sources import EngineEnd, open_source
 
-OURS = "next version"  # the name of the thread that looks
+AHEAD = "sync"  # the name of the threads that look
 
 
 class Pair:
@@ -41,6 +41,9 @@ class Pair:
         _, (received,) = carry(self.bridge, self.engine, weights_of(version, "adapter"))
         return bits(received.tensors())
 
+    def has_looked(self) -> bool:
+        return cast("Any", self.engine)._seats[0]._ahead._ended.is_set()
+
     def store(self) -> Any:
         host: Any = self.bridge._host_of
         return host._notes.store
@@ -61,22 +64,20 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def lookers() -> int:
-    return sum(thread.name == OURS for thread in threading.enumerate())
-
-
-def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair) -> None:
+@pytest.mark.parametrize("looks_itself", [False, True])
+def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair, looks_itself: bool) -> None:
+    if looks_itself:
+        pair.engine.looks_itself()
     with ThreadPoolExecutor(1) as threads:
         for version in (2, 3, 4):
             pair.engine.look_ahead()
             sending = threads.submit(pair.bridge.send, weights_of(version, "adapter"))
-            until(lambda: pair.copies)
-            until(lambda: not lookers())
+            until(pair.has_looked)
             assert pair.store().check([f"{version}/unclaimed"])
             assert not sending.done()
             assert bits(pair.engine.receive(version).tensors()) == bits(as_served("adapter", version))
             sending.result(timeout=10)
-            assert pair.copies == [OURS]
+            assert pair.copies == [AHEAD]
             pair.copies.clear()
 
 
@@ -93,7 +94,7 @@ def test_a_copy_of_what_the_trainer_took_back_is_of_no_worth(monkeypatch: pytest
     pair.engine.look_ahead()
     with pytest.raises(SyncTimeout, match="receiver 0 did not come"):
         pair.bridge.send(weights_of(2, "adapter"))
-    assert pair.copies == [OURS]
+    assert pair.copies == [AHEAD]
     with ThreadPoolExecutor(1) as threads:
         again = threads.submit(pair.bridge.send, weights_of(2, "adapter", as_served("adapter", 7)))
         assert bits(pair.engine.receive(2).tensors()) == bits(as_served("adapter", 7))
@@ -114,12 +115,31 @@ def test_of_another_version_than_is_asked_for_nothing_is_taken(pair: Pair) -> No
         assert bits(asked.result(timeout=10).tensors()) == bits(as_served("adapter", 3))
 
 
+def test_a_copy_that_is_not_what_was_sent_is_refused_and_the_trainer_hears_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Borrowing.broadcast
+
+    def spoilt(carrier: Any, into: Any, deadline: Any) -> None:
+        copy(carrier, into, deadline)
+        into[3] ^= 1
+
+    monkeypatch.setattr(Borrowing, "broadcast", spoilt)
+    pair.engine.look_ahead()
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(pair.bridge.send, weights_of(2, "adapter"))
+        with pytest.raises(SyncError, match="is not what was sent"):
+            pair.engine.receive(2)
+        with pytest.raises(SyncError, match=r"version 2 was refused: receiver 0: .* is not what was sent"):
+            sending.result(timeout=10)
+
+
 def test_what_goes_wrong_ahead_goes_wrong_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     settle, failed = Borrowing.settle, list[str]()
 
     def fails(self: Any, *args: Any) -> None:
-        if threading.current_thread().name == OURS:
-            failed.append(OURS)
+        if threading.current_thread().name == AHEAD:
+            failed.append(AHEAD)
             raise RuntimeError("the device fell off")
         settle(self, *args)
 
@@ -127,7 +147,7 @@ def test_what_goes_wrong_ahead_goes_wrong_for_nobody(pair: Pair, monkeypatch: py
     for version in (2, 3):
         pair.engine.look_ahead()
         assert pair.carry(version) == bits(as_served("adapter", version))
-    assert failed == [OURS] * 2
+    assert failed == [AHEAD] * 2
 
 
 def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +162,7 @@ def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monke
         assert time.monotonic() - began < 3
     engine._deadline_s = 20.0
     assert pair.carry(2) == bits(as_served("adapter", 2))
-    assert pair.copies == [OURS]
+    assert pair.copies == [AHEAD]
     pair.engine.close()
     pair.bridge.close()
 
@@ -155,7 +175,7 @@ def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str) -> Non
     seat = cast("Any", pair.engine)._seats[0]
     until(lambda: seat._listening)
     getattr(pair, whose).close()
-    until(lambda: not lookers())
+    until(pair.has_looked)
     with pytest.raises(SyncError, match=why):
         pair.engine.receive(2)
 
@@ -177,7 +197,7 @@ def test_who_has_copied_nothing_yet_is_not_looked_for(pair: Pair) -> None:
     engine = open_source(dict(meet(pair.bridge).link))
     engine.arrive_in_one_place()
     engine.look_ahead()
-    assert not lookers()
+    assert not cast("Any", engine)._seats
     _, (received,) = carry(pair.bridge, engine, weights_of(1, "adapter"))
     assert bits(received.tensors()) == bits(as_served("adapter", 1))
     engine.close()

@@ -13,6 +13,7 @@ from tandem.errors import SyncError
 from tandem.inside.layout import Layout, Piece
 from tandem.inside.lora_slots import SCHEME, LoraSlots
 from tandem.inside.worker import Worker
+from tandem.ops import digest
 from tandem.ops.copying import Copying
 from tandem.ops.digest import fingerprints
 from tandem.types import Weights
@@ -26,9 +27,13 @@ class Source:
 
     def __init__(self) -> None:
         self.coming: list[Weights] = []
+        self.looks = 0
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         return self.coming.pop()
+
+    def look_ahead(self, rank: int = 0) -> None:
+        self.looks += 1
 
 
 class Engine:
@@ -111,9 +116,10 @@ def test_a_byte_that_changed_after_it_was_sent_is_found_in_the_slot_and_what_is_
     with pytest.raises(SyncError, match=f"what arrived of '{B}' is not what was sent"):
         engine.load(spoiled(tensors), expected, old)
     assert engine.slots.served_pieces(served) == before
+    assert engine.source.looks == 2  # after those that were taken
     answer = engine.load(tensors, expected, old)  # the slot may be written again
     assert (answer["adapter"], answer["loaded"]) == (old, True)
-    assert dict(zip((A, B), (f"{number:016x}" for number in answer["numbers"]), strict=True)) == expected
+    assert dict(zip((A, B), digest.parted(answer["digests"]), strict=True)) == expected
 
 
 def test_a_slot_that_was_not_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +137,7 @@ def test_a_worker_that_holds_a_part_compares_what_it_holds_whole() -> None:
     tensors, expected = an_adapter(1)
     name = engine.load(tensors, expected)["adapter"]
     engine.as_vllm_does(name)
-    numbers = engine.slots.served_numbers(name)
-    engine.slots.check_served(name, [numbers[0], 0], expected)
+    digests = digest.texts(engine.slots.served_numbers(name))
+    engine.slots.check_served(name, [digests[0], ""], expected)
     with pytest.raises(SyncError, match=f"'{A}' is not what was sent"):
-        engine.slots.check_served(name, [0, 0], expected)
+        engine.slots.check_served(name, ["", ""], expected)

@@ -12,12 +12,12 @@ from tandem.ops import digest
 SHAPES = {"a": [4, 6], "b": [3]}
 
 
-def pieces_of(a: torch.Tensor, b: torch.Tensor) -> tuple[list[list[object]], list[int]]:
+def pieces_of(a: torch.Tensor, b: torch.Tensor) -> tuple[list[list[object]], list[str]]:
     """As two workers hold them: `a` by rows, `b` both."""
     parts = [("a", 0, 2), ("b", 0, 3), ("a", 2, 4), ("b", 0, 3)]
     cols = {"a": 6, "b": 1}
     numbers = [digest.piece({"a": a, "b": b}[name][top:bottom], name, top) for name, top, bottom in parts]
-    return [[name, top, bottom, 0, cols[name]] for name, top, bottom in parts], numbers
+    return [[name, top, bottom, 0, cols[name]] for name, top, bottom in parts], digest.texts(numbers)
 
 
 def test_digests_of_a_version_are_those_of_whole_tensors_again_and_again():
@@ -30,15 +30,15 @@ def test_digests_of_a_version_are_those_of_whole_tensors_again_and_again():
 
 
 def test_workers_that_hold_one_piece_hold_the_same():
-    boxes, numbers = pieces_of(torch.ones(4, 6), torch.ones(3))
+    boxes, digests = pieces_of(torch.ones(4, 6), torch.ones(3))
     with pytest.raises(SyncError, match="serve different weights as 'b'"):
-        Tiling(boxes, SHAPES).fingerprints([*numbers[:3], numbers[3] + 1])
+        Tiling(boxes, SHAPES).fingerprints([*digests[:3], digest.text(int(digests[3], 16) + 1)])
 
 
 def test_a_digest_too_few_is_none_of_the_others():
-    boxes, numbers = pieces_of(torch.ones(4, 6), torch.ones(3))
+    boxes, digests = pieces_of(torch.ones(4, 6), torch.ones(3))
     with pytest.raises(ValueError, match="shorter"):
-        Tiling(boxes, SHAPES).fingerprints(numbers[:3])
+        Tiling(boxes, SHAPES).fingerprints(digests[:3])
 
 
 @pytest.mark.parametrize(

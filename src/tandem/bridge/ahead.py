@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.bridge.deadline import Deadline
+from tandem.bridge.deadline import Deadline, leave_to_a_thread
 from tandem.bridge.flat import Flat
 from tandem.bridge.wire import Manifest
 
@@ -30,13 +30,11 @@ class Found(NamedTuple):
 
 
 class Ahead:
-    """On a thread of its own."""
-
     def __init__(self, find: Callable[[], Found], device: torch.device) -> None:
         self._find, self._device = find, device
         self._found: Found | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="next version", daemon=True).start()
+        leave_to_a_thread(self._run)
 
     def found(self, what_failed: str, deadline: Deadline) -> Found | None:
         """Waits for it. None: something went wrong, and whoever looks himself finds out what."""
@@ -46,7 +44,7 @@ class Ahead:
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread begins with the first one
+                torch.cuda.set_device(self._device)  # a thread begins with the first one, or had another
             self._found = self._find()
         except Exception as error:  # noqa: BLE001 - nobody has asked yet
             _log.debug("the next version was not found ahead: %s", error)

@@ -42,4 +42,4 @@ class Flat:
         return self._named(numbers), odd
 
     def _named(self, numbers: list[int]) -> Fingerprints:
-        return {name: digest.text(number) for name, number in zip(self.tensors, numbers, strict=True)}
+        return dict(zip(self.tensors, digest.texts(numbers), strict=True))

@@ -129,10 +129,17 @@ class Notes:
 
         return self._call(found, what_failed, deadline)
 
-    def claim(self, sequence: int, what_failed: str, deadline: Deadline) -> bool:
+    def claim(self, sequence: int, what_failed: str, deadline: Deadline, *, and_say: str = "") -> bool:
         """One end alone has it: an engine, which is about to read what was announced, or the trainer, which takes it
-        back, and may write there again."""
-        return self._call(lambda: self.store.delete_key(_unclaimed(sequence)), what_failed, deadline)
+        back, and may write there again. `and_say`: that note at once, of an engine that has read it."""
+
+        def claimed() -> bool:
+            is_ours = self.store.delete_key(_unclaimed(sequence))
+            if is_ours and and_say:
+                self.store.set(and_say, _packed(""))
+            return is_ours
+
+        return self._call(claimed, what_failed, deadline)
 
     def _call(self, function: Callable[[], _T], what_failed: str, deadline: Deadline) -> _T:
         with as_sync_errors(self._mode, what_failed, deadline):

@@ -119,12 +119,20 @@ class _Seat:
                 raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
             if self._notes is None:
                 self._notes = Notes(self._meeting, self._connect(failed, deadline), mine=False)
-            sequence, manifest, flat, is_here = self._agree(self._notes, version, carries, failed, deadline)
+            notes, looked_at = self._notes, not looks_itself
+            sequence, manifest, flat, is_here = self._agree(
+                notes, version, carries, failed, deadline, looked_at=looked_at
+            )
             if in_one_place:
                 self._kept = flat
             if not is_here:
-                self._take(self._notes, sequence, manifest, flat.raw, deadline)
-            return self._confirm(self._notes, sequence, manifest, flat, deadline, looked_at=not looks_itself)
+                self._take(notes, sequence, manifest, flat.raw, deadline)
+            weights = Weights(
+                version, manifest.kind, lambda: iter(flat), adapter=manifest.adapter, expected=manifest.digests
+            )
+            if looked_at or not is_here:
+                self._confirm(notes, sequence, weights, flat, deadline, looked_at=looked_at)
+            return weights
         finally:
             self._lock.release()
 
@@ -151,19 +159,23 @@ class _Seat:
             return deadline.call(self._meeting.connect, failed)
 
     def _agree(
-        self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline
+        self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline, *, looked_at: bool
     ) -> tuple[int, Manifest, Flat, bool]:
-        """The announcement of that version, once everybody is there, and memory for what will come; or in which it is
-        already."""
+        """The announcement of that version, once everybody is there, and memory for what will come. Or it is there
+        already, and confirmed, unless it is to be looked at."""
         mode = self._meeting.mode
         while True:
             sequence, manifest, copied = self._next(notes, failed, deadline)
-            self._kept = copied or self._kept
-            answer, unmapped, flat = "", "", None
+            done, answer, unmapped, flat = f"{sequence}/done/{self._rank}", "", "", None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
             elif manifest.kind != carries:
                 answer = f"'{carries}' weights are expected, not '{manifest.kind}'"
+            elif copied is not None:
+                if notes.claim(sequence, failed, deadline, and_say="" if looked_at else done):
+                    return sequence, manifest, copied, True
+                self._kept = copied
+                continue
             elif manifest.filled and not notes.claim(sequence, failed, deadline):
                 continue
             else:
@@ -175,14 +187,13 @@ class _Seat:
                 except RuntimeError as error:  # here, and not while the others are already sending
                     answer = f"no memory for {manifest.size_bytes} bytes beside the old version: {first_line(error)}"
             if answer or not manifest.filled:
-                key = "done" if manifest.filled else "answer"
-                notes.write(f"{sequence}/{key}/{self._rank}", answer, deadline)
+                notes.write(done if manifest.filled else f"{sequence}/answer/{self._rank}", answer, deadline)
             if unmapped and notes.read(f"{sequence}/go", failed, deadline) == AGAIN:
                 continue
             if answer and manifest.version >= version:
                 raise SyncError(f"{mode}: {answer}")
             if flat is not None and (manifest.filled or not notes.read(f"{sequence}/go", failed, deadline)):
-                return sequence, manifest, flat, flat is copied
+                return sequence, manifest, flat, False
 
     def _room(self, manifest: Manifest) -> Flat:
         """In the memory of the version before, if that is as large, and nobody needs it any more."""
@@ -292,15 +303,8 @@ class _Seat:
         return self._group
 
     def _confirm(
-        self, notes: Notes, sequence: int, manifest: Manifest, flat: Flat, deadline: Deadline, *, looked_at: bool
-    ) -> Weights:
-        weights = Weights(
-            manifest.version,
-            manifest.kind,
-            lambda: iter(flat),
-            adapter=manifest.adapter,
-            expected=manifest.digests,
-        )
+        self, notes: Notes, sequence: int, weights: Weights, flat: Flat, deadline: Deadline, *, looked_at: bool
+    ) -> None:
         try:
             if looked_at:
                 check(weights, self._meeting.mode, flat.fingerprints())
@@ -308,7 +312,6 @@ class _Seat:
             self._say(notes, f"{sequence}/done", str(error), deadline)
             raise
         notes.write(f"{sequence}/done/{self._rank}", "", deadline)
-        return weights
 
     def _say(self, notes: Notes, key: str, what_is_wrong: str, deadline: Deadline) -> None:
         """To the sender, if it still listens; here it is raised in any case."""

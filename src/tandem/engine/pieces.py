@@ -32,22 +32,22 @@ class Tiling:
             _check_tiling(name, parts, shapes[name])
         self._one_each = len(found) == len(self._pieces)
 
-    def fingerprints(self, numbers: Iterable[int]) -> dict[str, str]:
-        """`numbers`: a digest of each piece. Where several workers hold the same piece, they must hold the same."""
+    def fingerprints(self, digests: Iterable[str]) -> dict[str, str]:
+        """`digests`: of each piece. Where several workers hold the same piece, they must hold the same."""
         if self._one_each:
-            return {name: text(number) for (name, _), number in zip(self._pieces, numbers, strict=True)}
-        found: dict[tuple[str, Range], int] = {}
-        for piece, number in zip(self._pieces, numbers, strict=True):
-            if found.setdefault(piece, number) != number:
+            return {name: digest for (name, _), digest in zip(self._pieces, digests, strict=True)}
+        found: dict[tuple[str, Range], str] = {}
+        for piece, digest in zip(self._pieces, digests, strict=True):
+            if found.setdefault(piece, digest) != digest:
                 name, place = piece
                 raise SyncError(f"engine: its workers serve different weights as '{name}', in rows and columns {place}")
-        digests = combine((name, number) for (name, _), number in found.items())
-        return {name: text(number) for name, number in digests.items()}
+        whole = combine((name, int(digest, 16)) for (name, _), digest in found.items())
+        return {name: text(number) for name, number in whole.items()}
 
 
 def whole(pieces: Sequence[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """`pieces`: as above, and then the digest."""
-    return Tiling(pieces, shapes).fingerprints(int(piece[5]) for piece in pieces)
+    return Tiling(pieces, shapes).fingerprints(text(int(piece[5])) for piece in pieces)
 
 
 def _check_tiling(name: str, parts: Iterable[Range], shape: Sequence[int]) -> None:

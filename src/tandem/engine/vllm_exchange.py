@@ -28,6 +28,7 @@ from tandem.engine.vllm_gate import Gate
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
+from tandem.ops.digest import parted, text
 from tandem.ops.phases import Phases
 from tandem.protocols import WeightSource
 from tandem.types import Fingerprints, Served
@@ -218,7 +219,7 @@ class Exchange:
         phases.end("load")
         tiling = self._tilings.get(name)
         if loaded[0]["loaded"] and tiling is not None:
-            served = tiling.fingerprints(number for answer in loaded for number in answer["numbers"])
+            served = tiling.fingerprints(each for answer in loaded for each in parted(answer["digests"]))
         else:
             served = await self._first_in_slot(name, slot, deadline_s, phases, loaded=loaded[0]["loaded"])
         if self._gate.restarts:
@@ -243,7 +244,7 @@ class Exchange:
         pieces = _pieces(answers)
         self._tilings[name] = Tiling(pieces, answers[0]["shapes"])
         phases.end("digest")
-        return self._tilings[name].fingerprints(int(piece[5]) for piece in pieces)
+        return self._tilings[name].fingerprints(text(int(piece[5])) for piece in pieces)
 
     async def _loaded_adapter(self, version: int, slot: str, deadline_s: float) -> list[dict[str, Any]]:
         """It is let into a slot in the very call that finds it there; several workers first wait for each other."""

@@ -121,17 +121,19 @@ class LoraSlots:
             raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
         return numbers[: len(parts)]
 
-    def check_served(self, name: str, numbers: Sequence[int], expected: Fingerprints) -> None:
+    def check_served(self, name: str, digests: Sequence[str], expected: Fingerprints) -> None:
         """What was read back is what was sent, wherever this worker alone holds all of a tensor."""
         for index, key in self._reading(name).whole:
-            _compare(key, numbers[index], expected)
+            if digests[index] != expected.get(key):
+                raise _another(key, digests[index], expected)
 
     def check_staged(self, name: str, expected: Fingerprints) -> None:
         """The same of one that vLLM has not loaded yet; if it is another, it is dropped."""
         tensors = self._staged[SCHEME + name].tensors
         try:
-            for key, number in zip(tensors, digest.pieces((k, t, 0, 0) for k, t in tensors.items()), strict=True):
-                _compare(key, number, expected)
+            for key, found in digest.fingerprints(tensors).items():
+                if found != expected.get(key):
+                    raise _another(key, found, expected)
         except SyncError:
             self.drop(name)
             raise
@@ -280,12 +282,11 @@ def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list
     return slices
 
 
-def _compare(name: str, number: int, expected: Fingerprints) -> None:
-    if (found := digest.text(number)) != expected.get(name):
-        raise SyncError(
-            f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
-            f"{expected.get(name)}; the version before goes on being served: send this one again"
-        )
+def _another(name: str, found: str, expected: Fingerprints) -> SyncError:
+    return SyncError(
+        f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
+        f"{expected.get(name)}; the version before goes on being served: send this one again"
+    )
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.device]]:

@@ -238,10 +238,10 @@ class Worker:
                 slots.check_staged(name, expected)
                 phases.end("digest")
             return {"adapter": name, "loaded": False}
-        numbers = slots.served_numbers(name)  # of the same pieces as `adapter` told of it
-        slots.check_served(name, numbers, expected)
+        digests = digest.texts(slots.served_numbers(name))  # of the same pieces as `adapter` told of it
+        slots.check_served(name, digests, expected)
         phases.end("digest")
-        return {"adapter": name, "loaded": True, "numbers": numbers}
+        return {"adapter": name, "loaded": True, "digests": "".join(digests)}
 
     # --- the single copy
 

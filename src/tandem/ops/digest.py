@@ -131,6 +131,15 @@ def text(number: int) -> str:
     return f"{number:016x}"
 
 
+def texts(numbers: Iterable[int]) -> list[str]:
+    return [f"{number:016x}" for number in numbers]  # half the time of a call for each
+
+
+def parted(joined: str) -> list[str]:
+    """Of texts that were sent as one: hundreds of numbers of JSON take longer."""
+    return [joined[at : at + 16] for at in range(0, len(joined), 16)]
+
+
 class Standing:
     """Digests of tensors that stay where they are, taken again and again, by one thread at a time: on a GPU one launch
     and one wait, after a table that was made once."""
@@ -167,7 +176,7 @@ class Standing:
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     numbers = pieces((name, tensor, 0, 0) for name, tensor in tensors.items())
-    return {name: text(number) for name, number in zip(tensors, numbers, strict=True)}
+    return dict(zip(tensors, texts(numbers), strict=True))
 
 
 def fingerprinted(
