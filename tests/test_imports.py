@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,6 +166,16 @@ def test_no_import_points_up_or_sideways():
 def test_every_part_of_the_package_has_a_layer():
     on_disk = {part_of(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py")}
     assert on_disk - LAYER.keys() == set()
+
+
+def test_the_page_of_concepts_has_every_layer_in_this_order():
+    page = (Path(__file__).parents[1] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", page, re.M))
+    told = {part: int(number) for number, row in rows.items() for part in re.findall(r"`(\w+)`", row)}
+    order = sorted(told, key=lambda part: told[part])
+    ours = {part: LAYER[part] for part in LAYER if not part.startswith(("cli_", "__"))}
+    assert told.keys() == ours.keys()
+    assert [ours[part] for part in order] == sorted(ours.values())
 
 
 def test_the_reader_sees_the_imports_that_are_there():
@@ -381,5 +392,6 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
         "ops/digest_triton.py",
         "ops/finite.py",
         "ops/phases.py",
+        "ops/replay.py",
         "ops/sampled.py",
     }, ours
