@@ -188,7 +188,7 @@ def test_it_tells_how_logprobs_leave_an_engine(tmp_path: Path):
     sampled = {"requested": "kept", "engaged": False, "why_not": "other steps"}
     engines = [{"boot_id": "boot-1", "layout": LAYOUT, "sampled": sampled}]
     told = status_text(of_run(make_run(tmp_path / "run", engines=engines)))
-    assert "logprobs = kept: not engaged, other steps" in told
+    assert "logprobs of rollouts = kept: not engaged, other steps" in told
 
 
 def test_a_map_of_another_engine_than_the_last_proof_is_said_to_be_one(tmp_path: Path):

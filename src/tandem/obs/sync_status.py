@@ -21,10 +21,11 @@ from tandem.obs.history import read_status
 
 MAP_FILE = "sync-map.json"
 TOLD = {
-    "sleep": "sleep", "sampled": "logprobs", "slots": "next slots", "compiled": "compiled models",
-    "beside": "adapters", "blocks": "blocks of adapters",
+    "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "slots": "next slots", "compiled": "compiled models",
+    "beside": "adapters beside the base", "blocks": "blocks of adapters",
 }  # fmt: skip
-"""What an engine said of itself when it was attached, requested and engaged, and what it is called here."""
+"""What an engine said of itself when it was attached, requested and engaged, and what it is called, here and among a
+run's options."""
 STATUS_ROUTE = "/engine/status"
 _TIMEOUT_S = 10.0
 _KINDS = {dict: "object", list: "list"}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.loop import run_loop
+from tandem.obs.sync_status import TOLD
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes import build, build_engine
 from tandem.recipes.supervised import checked_rows, due, recordings_of, supervised_stage
@@ -24,11 +25,6 @@ from tandem.spec.train import WarmupStage
 from tandem.types import Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
-_OF_ENGINES = {
-    "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "slots": "next slots", "compiled": "compiled models",
-    "beside": "adapters beside the base", "blocks": "blocks of adapters",
-}  # fmt: skip
-"""What an engine says of itself when it is attached, and what it is called among a run's options."""
 
 
 class RlRun:
@@ -102,7 +98,7 @@ class RlRun:
 
     def _met(self, meeting: Mapping[str, Any]) -> None:
         self.run.met(meeting)
-        for part, name in _OF_ENGINES.items():
+        for part, name in TOLD.items():
             told = next((engine[part] for engine in meeting["engines"] if engine.get(part)), None)
             if told is not None and part not in self._noted:
                 self._noted.add(part)
