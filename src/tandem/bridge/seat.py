@@ -137,7 +137,7 @@ class _Seat:
             self._lock.release()
 
     def look_ahead(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> None:
-        if self._lock.acquire(blocking=False):
+        if self._meeting.world_size == 2 and self._lock.acquire(blocking=False):  # several workers have to agree first
             if self._ahead is None and self._borrowed is not None:
                 self._ahead = Ahead(lambda: self._find(listening, a_deadline), self._device)
             self._lock.release()
