@@ -16,6 +16,7 @@ from tandem.rollout import wire
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import QueueLimits
 from tandem.serve.app import create_app
+from tandem.serve.fast_http import FastHttp
 from tandem.serve.rollouts import BODY_BYTES, rollouts_service
 from tandem.serve.run import Listen, Server
 
@@ -53,7 +54,7 @@ def serving_rollouts(data_dir: Path, *, body_bytes: int = BODY_BYTES, **limits: 
     listen = Listen(data_dir)
     queue = RolloutQueue(data_dir, QueueLimits(**({"reserve_bytes": 0} | limits)))
     app = create_app(rollouts_service(queue), token=listen.token(), hosts=listen.hosts, body_bytes=body_bytes)
-    server = Server(app, listen, tell=lambda _: None)
+    server = Server(app, listen, tell=lambda _: None, http=FastHttp)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

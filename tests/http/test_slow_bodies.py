@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -18,15 +18,15 @@ from fastapi import APIRouter, Request
 from served import wait_until
 
 from tandem.serve import app as door
-from tandem.serve import fast_http
 from tandem.serve.app import Service, create_app
+from tandem.serve.fast_http import FastHttp
 from tandem.serve.run import Listen, Server
 
 CAP = 4 * 2**20  # of one body; of sixteen times that much there is room
 
 
 @contextmanager
-def serving(data_dir: Path) -> Iterator[httpx.Client]:
+def serving(data_dir: Path, *, fast: bool = True) -> Iterator[httpx.Client]:
     router = APIRouter()
 
     async def size(request: Request) -> dict[str, int]:
@@ -37,7 +37,7 @@ def serving(data_dir: Path) -> Iterator[httpx.Client]:
     service = Service("s", router, gzip=True, patient_paths=frozenset({"/theirs"}))
     listen = Listen(data_dir)
     app = create_app(service, token=listen.token(), hosts=listen.hosts, body_bytes=CAP)
-    server = Server(app, listen, tell=lambda _: None)
+    server = Server(app, listen, tell=lambda _: None, http=FastHttp if fast else None)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -75,22 +75,38 @@ CHUNKED = ("Transfer-Encoding: chunked",)
 PLAIN = (f"Content-Length: {CAP}",)
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["httptools", "h11"])
 @pytest.mark.parametrize(
     ("headers", "body"),
     [(GZIP, b"0123456789"), (CHUNKED, b"2\r\n{}\r\n"), (PLAIN, b"{")],
     ids=["gzip", "chunked", "plain"],
 )
 def test_stalled_bodies_do_not_keep_others_out_and_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...], body: bytes
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...], body: bytes, fast: bool
 ):
     monkeypatch.setattr(door, "_STALL_S", 2.0)
-    with serving(tmp_path) as http, ExitStack() as open_until:
+    with serving(tmp_path, fast=fast) as http, ExitStack() as open_until:
         stalled = [begun(http, path, body, *headers) for path in ("/native", "/theirs") for _ in range(16)]
         for client in stalled:
             open_until.enter_context(client)
         time.sleep(0.3)
         assert http.post("/native", content=b" " * CAP).json() == {"size": CAP}
         assert [status(client) for client in stalled] == [408] * 16 + [503] * 16
+
+
+@pytest.mark.parametrize("trailer", [b"a: " + b"b" * 2**16, b"a: b\r\n" * 2**13], ids=["long", "many"])
+def test_what_comes_behind_a_body_has_a_bound(tmp_path: Path, trailer: bytes):
+    with serving(tmp_path) as http, begun(http, "/native", b"2\r\n{}\r\n0\r\n", *CHUNKED) as client:
+        with suppress(ConnectionError):
+            for _ in range(64):
+                client.sendall(trailer)
+                time.sleep(0.01)
+        client.settimeout(5)
+        with suppress(ConnectionResetError):
+            assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+        assert http.post("/native", content=b"{}").json() == {"size": 2}
+    with serving(tmp_path) as http, begun(http, "/native", b"2\r\n{}\r\n0\r\na: b\r\n\r\n", *CHUNKED) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_that_only_trickles_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,8 +153,7 @@ def test_forty_packed_posts_at_a_time_over_a_slow_line_all_pass(tmp_path: Path, 
 
 def test_where_a_4xx_loses_groups_a_body_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(door, "_STALL_S", 5.0)
-    monkeypatch.setattr(fast_http, "_PIECE_BYTES", 1)  # the door counts what it was handed
-    with serving(tmp_path) as http, ExitStack() as open_until:
+    with serving(tmp_path, fast=False) as http, ExitStack() as open_until:
         for _ in range(17):  # 15/16 of each
             open_until.enter_context(begun(http, "/native", b" " * (CAP - CAP // 16), *PLAIN))
         time.sleep(2.0)

@@ -13,6 +13,7 @@ from tandem.obs.rollouts_status import READY_FILE
 from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
+from tandem.serve.fast_http import FastHttp
 from tandem.serve.rollouts import BODY_BYTES, rollouts_service
 from tandem.serve.rollouts_atropos import atropos_routes
 from tandem.serve.run import Listen, serve_forever
@@ -45,7 +46,7 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
     if insecure_no_auth:
         _log.warning(_NO_AUTH)
         print(_NO_AUTH, flush=True)
-    serve_forever(app, listen)
+    serve_forever(app, listen, http=FastHttp)
 
 
 def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:

@@ -1,5 +1,8 @@
-"""HTTP by a parser in C: uvicorn's, with a bound on what comes before a body. Whoever waits for a body is woken when
-it is there, or a large piece of it."""
+"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with a bound on what comes before a body and
+behind it, and whoever waits for a body woken once it is there.
+
+It drops the body of a request that offers HTTP/2, as some clients do: not for services that anybody may ask.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ class FastHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes, self._in_head, self._ended = 0, True, False
+        self._body_bytes = 0
         self._parts: list[bytes] = []
         self._part_bytes, self._handed_s = 0, 0.0
 
     def data_received(self, data: bytes) -> None:
-        in_head, self._ended = self._in_head, False
+        in_head, body_bytes, self._ended = self._in_head, self._body_bytes, False
         super().data_received(data)
-        if in_head and self._in_head and not self._ended:
+        if self._in_head == in_head and self._body_bytes == body_bytes and not self._ended:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("The request's head is too large.")
@@ -30,13 +34,18 @@ class FastHttp(HttpToolsProtocol):
         self._head_bytes, self._in_head = 0, True
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # nobody asks for what comes behind a body
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head, self._handed_s = False, self.loop.time()
+        self._head_bytes, self._in_head, self._handed_s = 0, False, self.loop.time()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """The door reads a body whole: to wake it at each piece that the network made, and to copy what is there so
         far, is work for nothing."""
+        self._body_bytes += len(body)
         if self.cycle.response_complete:
             return
         self._parts.append(body)

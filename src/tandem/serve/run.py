@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import ipaddress
 import os
@@ -20,7 +21,6 @@ from fastapi import FastAPI
 
 from tandem.errors import SpecError
 from tandem.io import atomic
-from tandem.serve.fast_http import FastHttp
 
 _GRACE_S = 5  # for open answers to end; then they are cut. Together with closing the service: within 10 s of SIGTERM
 _IDLE_S = 30  # that a connection may wait for its next request: longer than clients of ours keep one
@@ -90,10 +90,13 @@ class Listen:
 
 
 class Server(uvicorn.Server):
-    def __init__(self, app: FastAPI, listen: Listen, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, app: FastAPI, listen: Listen, tell: Callable[[str], None], http: type[asyncio.Protocol] | None = None
+    ) -> None:
+        """`http`: what reads requests; h11 unless a service needs a faster one."""
         super().__init__(
             uvicorn.Config(
-                app, http=FastHttp, ws="none", lifespan="on", log_config=None, access_log=False,
+                app, http=http or "h11", ws="none", lifespan="on", log_config=None, access_log=False,
                 server_header=False, proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=_IDLE_S,
             )
@@ -140,8 +143,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve_forever(app: FastAPI, listen: Listen, *, tell: Callable[[str], None] = print) -> None:
+def serve_forever(
+    app: FastAPI,
+    listen: Listen,
+    *,
+    tell: Callable[[str], None] = print,
+    http: type[asyncio.Protocol] | None = None,
+) -> None:
     """Returns after SIGTERM or Ctrl-C, within 10 s."""
     gc.collect()
     gc.freeze()  # modules and routes stay: to look at them all again, now and then, would hold every request up
-    Server(app, listen, tell).run()
+    Server(app, listen, tell, http).run()
