@@ -184,7 +184,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest cut": (lambda d: cut(d / "tandem.json"), "is no JSON"),
     "manifest changed": (first_digest, "its checksum does not fit its content"),
     "manifest of bytes": (lambda d: (d / "tandem.json").write_bytes(b"\xff\xfe\xff"), "is no text"),
-    "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 3"),
+    "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 4"),
     "manifest that leads outside": (outside, "not a file of its own directory"),
     "manifest that leads beyond a file": (beyond, "the manifest places"),
     "another version under this name": (

@@ -89,10 +89,11 @@ def test_what_the_stream_wrote_before_is_what_is_read() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
-def test_what_is_read_again_is_what_is_there_by_then() -> None:
-    """By a graph, from the second time on; on whichever stream it is asked for."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_read_again_is_what_is_there_by_then(alone: bool) -> None:
+    """By a graph, from the second time on, if nobody else computes; on whichever stream it is asked for."""
     tensors = {name: torch.zeros(300, 40 + n, device=DEVICE, dtype=torch.bfloat16) for n, name in enumerate("abc")}
-    standing = digest.Standing(((name, tensor, 0, 0) for name, tensor in tensors.items()), checked=True)
+    standing = digest.Standing(((name, tensor, 0, 0) for name, tensor in tensors.items()), checked=True, alone=alone)
     for turn in range(4):
         with torch.cuda.stream(torch.cuda.Stream() if turn % 2 else torch.cuda.current_stream()):
             for number, tensor in enumerate(tensors.values()):
@@ -101,4 +102,14 @@ def test_what_is_read_again_is_what_is_there_by_then() -> None:
             numbers, odd = standing.look()
         assert numbers == [digest.piece(tensor.cpu(), name) for name, tensor in tensors.items()]
         assert odd == (["b"] if turn == 3 else [])
-        assert standing._again._replay.is_graph == (turn > 0)
+        assert standing._again._replay.is_graph == (alone and turn > 0)
+
+
+def test_what_would_be_of_a_copy_is_looked_up_each_time() -> None:
+    numbers = torch.arange(24, dtype=torch.int64, device=DEVICE).view(4, 6)
+    cube = torch.arange(24, dtype=torch.float32, device=DEVICE).view(2, 3, 4).transpose(1, 2)
+    for tensor in (numbers[:, :3], cube):
+        standing = digest.Standing([("t", tensor, 0, 0)])
+        for value in (1, 2):
+            tensor.fill_(value)
+            assert standing.take() == [digest.piece(tensor.cpu(), "t")]

@@ -156,6 +156,7 @@ class _Host:
         self._end("it was closed", broken=False)
         # Receivers wait for the next announcement: it comes, and says that there will be none.
         self._notes.close(self._sequence, "the trainer closed this meeting", Deadline(self._meeting.mode, CLOSING_S))
+        self._notes.linger()
         self._lock.release()
 
     def _tell_places(self, places: wire.Places, deadline: Deadline) -> None:

@@ -58,5 +58,5 @@ class EngineEnd:
     def _need(self, key: str, kind: type[Any]) -> Any:
         return need(self.link, key, kind, f"{self._mode}: the link")
 
-    def deadline(self, seconds: float | None = None) -> Deadline:
-        return Deadline(self._mode, seconds or self._deadline_s, self._given_up)
+    def deadline(self) -> Deadline:
+        return Deadline(self._mode, self._deadline_s, self._given_up)

@@ -18,12 +18,15 @@ from tandem.types import Fingerprints
 
 
 class Flat:
-    def __init__(self, places: Places, size_bytes: int, device: torch.device) -> None:
-        """`size_bytes`: what is there in all, as whoever sends it has announced it."""
+    def __init__(self, places: Places, size_bytes: int, device: torch.device, *, alone: bool = False) -> None:
+        """`size_bytes`: what is there in all, as whoever sends it has announced it. `alone`: as ops/replay.py has it;
+        an engine samples while a version arrives."""
         self.places = places
         self.raw = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.tensors = {name: entry.view(self.raw) for name, entry in places.tensors.items()}
-        self._standing = digest.Standing(((name, tensor, 0, 0) for name, tensor in self.tensors.items()), checked=True)
+        self._standing = digest.Standing(
+            ((name, tensor, 0, 0) for name, tensor in self.tensors.items()), checked=True, alone=alone
+        )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())

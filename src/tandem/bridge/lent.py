@@ -146,6 +146,8 @@ class Borrowing(Aside):
         if not self._filled and (why := self._notes.read(f"{self._sequence}/lent/{bucket}", failed, deadline)):
             raise SyncError(f"{failed}: {why}")
         into.copy_(self._memory.rooms[bucket % len(self._memory.rooms)][: len(into)])
+        if self._stream is not None:
+            into.record_stream(self._stream)  # given up in the middle, it is nobody else's before the copy has ended
         self.settle(failed, deadline)  # it may be written into as soon as this is said
         if not self._filled:
             self._notes.write(taken, "", deadline)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import socket
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,6 +109,12 @@ class Notes:
         told = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": _packed(why)}
         self._tell(told, "the meeting was not closed", deadline)
 
+    def linger(self) -> None:
+        """By the trainer, after `close`: its store stays until whoever waits there has read why."""
+        timer = threading.Timer(CLOSING_S, lambda store: None, [self.store])
+        timer.daemon = True
+        timer.start()
+
     def _tell(self, notes: Mapping[str, str], what_failed: str, deadline: Deadline) -> None:
         """By one call. The store takes them in this order, and the last ones later if they come in another packet: what
         others wait for is the last."""
@@ -136,6 +143,7 @@ class Notes:
         def claimed() -> bool:
             is_ours = self.store.delete_key(_unclaimed(sequence))
             if is_ours and and_say:
+                deadline.check(what_failed)  # whoever asked is told that it failed: the trainer must not hear otherwise
                 self.store.set(and_say, _packed(""))
             return is_ours
 

@@ -26,7 +26,7 @@ class Packed:
     def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, head: bytes) -> None:
         self._named, self._replies = named, list(replies)
         device = named[0][1].device if named else torch.device("cpu")
-        self.flat = Flat(places, max(places.size_bytes, len(head)), device)
+        self.flat = Flat(places, max(places.size_bytes, len(head)), device, alone=True)
         if head:
             self.flat.raw[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self.filling = self.flat.filling(named)

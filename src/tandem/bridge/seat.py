@@ -17,7 +17,7 @@ Nobody can hang in memory that is lent. So a version of one bucket, for one work
     *  the flat bytes are written into the room
     T  <seq>/manifest, <seq>/unclaimed   as above; the manifest says `filled`
     E  deletes <seq>/unclaimed and reads the room; or finds that the trainer, who had given up, did: the next may come.
-       It may have read the room before it (ahead.py)
+       It may have read the room before it (lookahead.py)
     E  <seq>/done/<rank>       as above, or why it does not come
     T  <seq>/go                to a worker that cannot map the room alone: whether that version comes by another way
 """
@@ -28,18 +28,18 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from tandem.bridge.ahead import Ahead, Found
 from tandem.bridge.deadline import Deadline
 from tandem.bridge.end import EngineEnd
 from tandem.bridge.flat import Flat
 from tandem.bridge.group import Group
 from tandem.bridge.lent import AGAIN, UNMAPPED, Borrowed, Borrowing
+from tandem.bridge.lookahead import Found, LookAhead
 from tandem.bridge.notes import BROKEN, CLOSING_S, WAY_OUT, Meeting, Notes, as_sync_errors, first_line, told
 from tandem.bridge.wire import Manifest, Places, check
 from tandem.errors import SyncError
@@ -86,12 +86,21 @@ class GroupSource(EngineEnd):
 
     def look_ahead(self, rank: int = 0) -> None:
         if self._in_one_place and (seat := self._seats.get(rank)) is not None:
-            seat.look_ahead(self.deadline(_LISTENING_S), self.deadline)
+            seat.look_ahead(Deadline(self._mode, _LISTENING_S, self._given_up), self.deadline)
 
     def close(self) -> None:
         super().close()
         for seat in self._seats.values():
             seat.close()
+
+
+class _Agreed(NamedTuple):
+    """An announcement, and memory for what will come; or in which it is already, claimed."""
+
+    sequence: int
+    manifest: Manifest
+    flat: Flat
+    is_here: bool
 
 
 class _Seat:
@@ -106,7 +115,7 @@ class _Seat:
         self._places: Places | None = None
         self._kept: Flat | None = None
         self._listening: Notes | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: LookAhead | None = None
         self._seen, self._ended = 0, ""
 
     def receive(
@@ -137,15 +146,19 @@ class _Seat:
             self._lock.release()
 
     def look_ahead(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> None:
-        if self._meeting.world_size == 2 and self._lock.acquire(blocking=False):  # several workers have to agree first
+        if self._meeting.world_size > 2 or not self._lock.acquire(blocking=False):
+            return  # several workers have to agree first; or one that gave up still receives
+        try:
             if self._ahead is None and self._borrowed is not None:
-                self._ahead = Ahead(lambda: self._find(listening, a_deadline), self._device)
+                self._ahead = LookAhead(lambda: self._find(listening, a_deadline), self._device)
+        finally:
             self._lock.release()
 
     def close(self) -> None:
         """After the source was given up, so that whoever receives is about to end."""
         if self._lock.acquire(timeout=CLOSING_S):
             self._end("it was closed", broken=False)
+            self._ahead = self._kept = None
             self._lock.release()
 
     def _end(self, why: str, *, broken: bool) -> None:
@@ -160,12 +173,13 @@ class _Seat:
 
     def _agree(
         self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline, *, looked_at: bool
-    ) -> tuple[int, Manifest, Flat, bool]:
-        """The announcement of that version, once everybody is there, and memory for what will come. Or it is there
-        already, and confirmed, unless it is to be looked at."""
+    ) -> _Agreed:
+        """The announcement of that version, once everybody is there. What is here already is confirmed, unless it is to
+        be looked at."""
         mode = self._meeting.mode
         while True:
             sequence, manifest, copied = self._next(notes, failed, deadline)
+            self._kept = copied or self._kept
             done, answer, unmapped, flat = f"{sequence}/done/{self._rank}", "", "", None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
@@ -173,8 +187,7 @@ class _Seat:
                 answer = f"'{carries}' weights are expected, not '{manifest.kind}'"
             elif copied is not None:
                 if notes.claim(sequence, failed, deadline, and_say="" if looked_at else done):
-                    return sequence, manifest, copied, True
-                self._kept = copied
+                    return _Agreed(sequence, manifest, copied, is_here=True)
                 continue
             elif manifest.filled and not notes.claim(sequence, failed, deadline):
                 continue
@@ -193,7 +206,7 @@ class _Seat:
             if answer and manifest.version >= version:
                 raise SyncError(f"{mode}: {answer}")
             if flat is not None and (manifest.filled or not notes.read(f"{sequence}/go", failed, deadline)):
-                return sequence, manifest, flat, False
+                return _Agreed(sequence, manifest, flat, is_here=False)
 
     def _room(self, manifest: Manifest) -> Flat:
         """In the memory of the version before, if that is as large, and nobody needs it any more."""
@@ -249,8 +262,8 @@ class _Seat:
 
         def places(checksum: str) -> Places:
             if self._places is None or self._places.checksum != checksum:
-                text = notes.read(f"places/{checksum}", failed, deadline)
-                self._places = Places.from_text(text, checksum, mode)
+                told = notes.read(f"places/{checksum}", failed, deadline)
+                self._places = Places.from_text(told, checksum, mode)
             return self._places
 
         return Manifest.from_text(text, mode, places)

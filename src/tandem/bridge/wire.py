@@ -19,7 +19,7 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.types import Fingerprints, WeightKind, Weights
 
-FORMAT = 3
+FORMAT = 4
 _HEAD = f'{{"format": {FORMAT}, "checksum": "'
 _HEAD_CHARS = len(_HEAD) + 32 + len('", ')
 _ALIGNED = 16

@@ -124,16 +124,14 @@ class LoraSlots:
     def check_served(self, name: str, digests: Sequence[str], expected: Fingerprints) -> None:
         """What was read back is what was sent, wherever this worker alone holds all of a tensor."""
         for index, key in self._reading(name).whole:
-            if digests[index] != expected.get(key):
-                raise _another(key, digests[index], expected)
+            _compare(key, digests[index], expected)
 
     def check_staged(self, name: str, expected: Fingerprints) -> None:
         """The same of one that vLLM has not loaded yet; if it is another, it is dropped."""
         tensors = self._staged[SCHEME + name].tensors
         try:
             for key, found in digest.fingerprints(tensors).items():
-                if found != expected.get(key):
-                    raise _another(key, found, expected)
+                _compare(key, found, expected)
         except SyncError:
             self.drop(name)
             raise
@@ -166,7 +164,8 @@ class LoraSlots:
         if slot not in staged.reading:
             parts, leftovers = self._parts(staged, slot)
             pieces = [(key, view, top, left) for key, view, top, _, left, _ in parts]
-            standing = digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())])
+            # Between two steps of vLLM, on the thread that takes them.
+            standing = digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())], alone=True)
             sizes = [(bottom - top, right - left) for _, _, top, bottom, left, right in parts]
             whole = [(at, part[0]) for at, part in enumerate(parts) if sizes[at] == staged.tensors[part[0]].shape]
             staged.reading[slot] = _Reading(parts, standing, whole)
@@ -282,11 +281,12 @@ def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list
     return slices
 
 
-def _another(name: str, found: str, expected: Fingerprints) -> SyncError:
-    return SyncError(
-        f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
-        f"{expected.get(name)}; the version before goes on being served: send this one again"
-    )
+def _compare(name: str, found: str, expected: Fingerprints) -> None:
+    if found != expected.get(name):
+        raise SyncError(
+            f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
+            f"{expected.get(name)}; the version before goes on being served: send this one again"
+        )
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.device]]:

@@ -30,6 +30,7 @@ Piece = tuple[str, Tensor, int, int]
 
 _log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
+_TEXT = "016x"
 _CHUNK = {"cpu": 2**17}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
 _TOGETHER = {"cuda": 2**29}  # bytes of tensors that may have been made for their digest alone
 _FIRST_ODD = {
@@ -128,11 +129,11 @@ def changes(parts: Sequence[Change]) -> list[int]:
 
 def text(number: int) -> str:
     """A digest as a fingerprint."""
-    return f"{number:016x}"
+    return format(number, _TEXT)
 
 
 def texts(numbers: Iterable[int]) -> list[str]:
-    return [f"{number:016x}" for number in numbers]  # half the time of a call for each
+    return [format(number, _TEXT) for number in numbers]
 
 
 def parted(joined: str) -> list[str]:
@@ -144,14 +145,14 @@ class Standing:
     """Digests of tensors that stay where they are, taken again and again, by one thread at a time: on a GPU one launch
     and one wait, after a table that was made once."""
 
-    def __init__(self, parts: Iterable[Piece], *, checked: bool = False) -> None:
-        """`checked`: `look` will be asked."""
+    def __init__(self, parts: Iterable[Piece], *, checked: bool = False, alone: bool = False) -> None:
+        """`checked`: `look` will be asked. `alone`: as ops/replay.py has it."""
         self._parts = list(parts)
         self._checked = checked
         self._again: Any = None
         on_gpu = bool(self._parts) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
-            self._again = _again(_table_of(self._parts, checked=checked))
+            self._again = _again(self._parts, checked=checked, alone=alone)
         alone = self._again is None or not checked
         self._looked_at = [part for part in self._parts if alone or part[1].dtype not in _FIRST_ODD]
 
@@ -270,14 +271,18 @@ def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in parts] if checked else None
-    return digest_triton.Table([_for_kernel(part) for part in parts], parts[0][1].device, limits)
+    matrices = [_for_kernel(part) for part in parts]
+    table = digest_triton.Table(matrices, parts[0][1].device, limits)
+    table.copies |= any(_is_copy(each, part[1]) for each, part in zip(matrices, parts, strict=True))
+    return table
 
 
-def _again(table: Any) -> Any:
-    """None where it is of a copy: that is of now."""
+def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
+    """None where any of it is a copy: that is of now."""
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
-    return None if table.copies else digest_triton.Again(table)
+    table = _table_of(parts, checked=checked)
+    return None if table.copies else digest_triton.Again(table, alone=alone)
 
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:
@@ -320,6 +325,12 @@ def _for_kernel(part: Piece) -> Matrix | Plain:
         return _matrix(part)
     pitch = pitch if rows > 1 else 0
     return Plain(tensor.data_ptr(), width, rows, cols, pitch, ~seed, seed, row_start, col_start)
+
+
+def _is_copy(matrix: Matrix | Plain, tensor: Tensor) -> bool:
+    if isinstance(matrix, Plain):
+        return False
+    return matrix.integers_RC.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
 @lru_cache(2**16)

@@ -38,7 +38,7 @@ class Table:
         its top bit, is none that counts."""
         self._held = list[object]()  # until they have been read: some are copies
         self.copies = False
-        self._checks, self._num = limits is not None, len(matrices)
+        self._checks, self.num, self.device = limits is not None, len(matrices), device
         entries: defaultdict[tuple[int, bool, int], list[Sequence[int]]] = defaultdict(list)
         for index, matrix in enumerate(matrices):
             if len(matrix) == 9:
@@ -71,12 +71,12 @@ class Table:
 
     def launch(self) -> Tensor:
         """Row 0: the sums, modulo 2**64, as signed numbers. Row 1: 1 where an element does not count, else 0."""
-        out = torch.zeros((2, self._num), dtype=torch.int64, device=self._told.device)
+        out = torch.zeros((2, self.num), dtype=torch.int64, device=self.device)
         self.add_to(out)
         return out
 
     def add_to(self, out: Tensor) -> None:
-        told, num = self._told, self._num
+        told, num = self._told, self.num
         with torch.cuda.device_of(told):
             for first, end, width, aligned, across in self._launches:
                 _add_up[(end - first,)](
@@ -89,11 +89,12 @@ class Table:
 class Again:
     """The sums of one table, as often as they are asked for, by one caller at a time."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *, alone: bool) -> None:
+        """`alone`: as ops/replay.py has it."""
         self._table = table
-        self._out = table.launch()
+        self._out = torch.empty((2, table.num), dtype=torch.int64, device=table.device)
         self._here = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=True)
-        self._replay = Replay(self._launch, self._out.device, "digests")
+        self._replay = Replay(self._launch, self._out.device, "digests", alone=alone)
 
     def sums(self) -> list[list[int]]:
         """As `Table.launch` has them. Waits."""

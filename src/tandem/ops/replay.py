@@ -1,6 +1,8 @@
 """The same launches again and again, in memory that stays: on a GPU from the second time on one launch, of a graph.
 
-To hand over a thousand addresses takes a millisecond, and a kernel of Triton's a tenth of one.
+To hand over a thousand addresses takes a millisecond, and a kernel of Triton's a tenth of one. While a graph is made,
+no other thread of the process may draw random numbers on that GPU: torch lets its generator take part. So whoever may
+be beside one that samples or trains does without.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ _log = logging.getLogger(__name__)
 
 
 class Replay:
-    def __init__(self, launch: Callable[[], None], device: torch.device, what: str) -> None:
+    def __init__(self, launch: Callable[[], None], device: torch.device, what: str, *, alone: bool = True) -> None:
         """`launch`: enqueues on the current stream of that device, and neither allocates nor waits there once it has
-        run. `what`: is launched one by one if no graph can be made of it."""
+        run. `what`: is launched one by one if no graph can be made of it. `alone`: no other thread draws random numbers
+        there meanwhile."""
         self._launch, self._device, self._what = launch, device, what
-        self._has_run, self._tried = False, device.type != "cuda"
+        self._has_run, self._tried = False, device.type != "cuda" or not alone
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property

@@ -17,6 +17,7 @@ import torch
 from tandem.bridge.deadline import Deadline, leave_to_a_thread
 from tandem.bridge.flat import Flat
 from tandem.bridge.wire import Manifest
+from tandem.errors import SyncError
 
 _log = logging.getLogger(__name__)
 
@@ -29,24 +30,26 @@ class Found(NamedTuple):
     flat: Flat
 
 
-class Ahead:
+class LookAhead:
     def __init__(self, find: Callable[[], Found], device: torch.device) -> None:
-        self._find, self._device = find, device
+        self._device = device
         self._found: Found | None = None
         self._ended = threading.Event()
-        leave_to_a_thread(self._run)
+        leave_to_a_thread(lambda: self._run(find))
 
     def found(self, what_failed: str, deadline: Deadline) -> Found | None:
         """Waits for it. None: something went wrong, and whoever looks himself finds out what."""
         deadline.wait(self._ended, what_failed)
         return self._found
 
-    def _run(self) -> None:
+    def _run(self, find: Callable[[], Found]) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread begins with the first one, or had another
-            self._found = self._find()
-        except Exception as error:  # noqa: BLE001 - nobody has asked yet
-            _log.debug("the next version was not found ahead: %s", error)
+            self._found = find()
+        except SyncError:
+            """None came, or none that could be copied."""
+        except RuntimeError as error:
+            _log.warning("a version was not copied before it was asked for: %s", error)
         finally:
             self._ended.set()
