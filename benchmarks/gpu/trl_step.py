@@ -1,8 +1,8 @@
 """A peer's step of GRPO, of steps.py's shape on the same GPU: `python benchmarks/gpu/trl_step.py --shape qwen3-0.6b`.
 
 TRL with vLLM in its process (`colocate`), all weights in bf16, 32 prompts of 8 answers of 512 tokens, no KL; what its
-trainer logs of each step, without the first, and the most that was taken of the GPU. TRL's own packages must come before
-vLLM's on the path, for both bring a `dill`.
+trainer logs of each step, without the first, and the most that was taken of the GPU. TRL's own packages must come
+before vLLM's on the path, for both bring a `dill`.
 """
 
 from __future__ import annotations
