@@ -185,12 +185,12 @@ class _Seat:
                 answer = f"asked for version {version}, sent was {manifest.version}"
             elif manifest.kind != carries:
                 answer = f"'{carries}' weights are expected, not '{manifest.kind}'"
+            elif manifest.filled and not notes.claim(
+                sequence, failed, deadline, and_say="" if looked_at or copied is None else done
+            ):
+                continue
             elif copied is not None:
-                if notes.claim(sequence, failed, deadline, and_say="" if looked_at else done):
-                    return _Agreed(sequence, manifest, copied, is_here=True)
-                continue
-            elif manifest.filled and not notes.claim(sequence, failed, deadline):
-                continue
+                return _Agreed(sequence, manifest, copied, is_here=True)
             else:
                 try:
                     self._borrow(manifest)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem.errors import SyncError
-from tandem.ops.digest import combine, text
+from tandem.ops.digest import combine, text, texts
 
 Range = tuple[int, int, int, int]
 """Rows from and to, columns from and to."""
@@ -47,7 +47,11 @@ class Tiling:
 
 def whole(pieces: Sequence[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """`pieces`: as above, and then the digest."""
-    return Tiling(pieces, shapes).fingerprints(text(int(piece[5])) for piece in pieces)
+    return Tiling(pieces, shapes).fingerprints(digests_of(pieces))
+
+
+def digests_of(pieces: Sequence[Sequence[Any]]) -> list[str]:
+    return texts(int(piece[5]) for piece in pieces)
 
 
 def _check_tiling(name: str, parts: Iterable[Range], shape: Sequence[int]) -> None:

@@ -23,12 +23,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tandem.engine.pieces import Tiling, whole
+from tandem.engine.pieces import Tiling, digests_of, whole
 from tandem.engine.vllm_gate import Gate
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
-from tandem.ops.digest import parted, text
+from tandem.ops.digest import parted
 from tandem.ops.phases import Phases
 from tandem.protocols import WeightSource
 from tandem.types import Fingerprints, Served
@@ -244,7 +244,7 @@ class Exchange:
         pieces = _pieces(answers)
         self._tilings[name] = Tiling(pieces, answers[0]["shapes"])
         phases.end("digest")
-        return self._tilings[name].fingerprints(text(int(piece[5])) for piece in pieces)
+        return self._tilings[name].fingerprints(digests_of(pieces))
 
     async def _loaded_adapter(self, version: int, slot: str, deadline_s: float) -> list[dict[str, Any]]:
         """It is let into a slot in the very call that finds it there; several workers first wait for each other."""

@@ -94,10 +94,8 @@ class Standing:
         pairs = zip(self._trained[::2], self._scaled, strict=True)
         tensors = [tensor for a, scaled in pairs for tensor in (a.detach(), scaled)]
         self._served = list(zip(self._names, tensors, strict=True))
-        devices = {tensor.device for tensor in tensors}
-        if devices:  # copies of one device to itself: what crosses may have to wait
-            device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-            self._scaling = Replay(self._scale, device, "scalings of an adapter")
+        if tensors:
+            self._scaling = Replay(self._scale, {tensor.device for tensor in tensors}, "scalings of an adapter")
 
 
 def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:

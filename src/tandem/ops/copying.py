@@ -36,8 +36,7 @@ class Copying:
         self._small = list(small.values())
         devices = {tensor.device for pair in self._large for tensor in pair}
         devices |= {tensors[0].device for each in self._small for tensors in each}
-        device = devices.pop() if len(devices) == 1 else torch.device("cpu")  # between two a copy may wait
-        self._replay = Replay(self._copy, device, "copies")
+        self._replay = Replay(self._copy, devices, "copies")
 
     def run(self) -> None:
         self._replay.run()

@@ -153,8 +153,8 @@ class Standing:
         on_gpu = bool(self._parts) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
             self._again = _again(self._parts, checked=checked, alone=alone)
-        alone = self._again is None or not checked
-        self._looked_at = [part for part in self._parts if alone or part[1].dtype not in _FIRST_ODD]
+        all_of_them = self._again is None or not checked
+        self._looked_at = [part for part in self._parts if all_of_them or part[1].dtype not in _FIRST_ODD]
 
     @torch.no_grad()
     def take(self) -> list[int]:
@@ -271,18 +271,17 @@ def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in parts] if checked else None
-    matrices = [_for_kernel(part) for part in parts]
-    table = digest_triton.Table(matrices, parts[0][1].device, limits)
-    table.copies |= any(_is_copy(each, part[1]) for each, part in zip(matrices, parts, strict=True))
-    return table
+    return digest_triton.Table([_for_kernel(part) for part in parts], parts[0][1].device, limits)
 
 
 def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
     """None where any of it is a copy: that is of now."""
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
-    table = _table_of(parts, checked=checked)
-    return None if table.copies else digest_triton.Again(table, alone=alone)
+    table, theirs = _table_of(parts, checked=checked), {part[1].untyped_storage().data_ptr() for part in parts}
+    if any(read.untyped_storage().data_ptr() not in theirs for read in table.held):
+        return None
+    return digest_triton.Again(table, alone=alone)
 
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:
@@ -325,12 +324,6 @@ def _for_kernel(part: Piece) -> Matrix | Plain:
         return _matrix(part)
     pitch = pitch if rows > 1 else 0
     return Plain(tensor.data_ptr(), width, rows, cols, pitch, ~seed, seed, row_start, col_start)
-
-
-def _is_copy(matrix: Matrix | Plain, tensor: Tensor) -> bool:
-    if isinstance(matrix, Plain):
-        return False
-    return matrix.integers_RC.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
 @lru_cache(2**16)

@@ -2,8 +2,7 @@
 """The sums of ops/digest.py over any number of matrices: each byte is read once, where it lies.
 
 One launch for each width of element and of tile. A program adds up a tile of one matrix: which one and where is in a
-table.
-Only imported where tensors are on a GPU.
+table. Only imported where tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -36,8 +35,7 @@ class Table:
     ) -> None:
         """All on that device, and there until they have been read. `limits`: from which number on an element, without
         its top bit, is none that counts."""
-        self._held = list[object]()  # until they have been read: some are copies
-        self.copies = False
+        self.held = list[Tensor]()  # until they have been read: some are copies
         self._checks, self.num, self.device = limits is not None, len(matrices), device
         entries: defaultdict[tuple[int, bool, int], list[Sequence[int]]] = defaultdict(list)
         for index, matrix in enumerate(matrices):
@@ -45,8 +43,7 @@ class Table:
                 place, width, rows, cols, pitch, *weights = matrix
             else:
                 integers_RC, *weights = _lengthwise(matrix)
-                self._held.append(integers_RC)
-                self.copies |= integers_RC.data_ptr() != cast("Tensor", matrix[0]).data_ptr()
+                self.held.append(integers_RC)
                 (rows, cols), place, width = integers_RC.shape, integers_RC.data_ptr(), integers_RC.element_size()
                 pitch = integers_RC.stride(0) if rows > 1 else 0
             aligned = ((cols | pitch) * width | place) % 16 == 0  # each row, so that 16 bytes are read at a time
@@ -94,7 +91,7 @@ class Again:
         self._table = table
         self._out = torch.empty((2, table.num), dtype=torch.int64, device=table.device)
         self._here = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=True)
-        self._replay = Replay(self._launch, self._out.device, "digests", alone=alone)
+        self._replay = Replay(self._launch, {self._out.device}, "digests", alone=alone)
 
     def sums(self) -> list[list[int]]:
         """As `Table.launch` has them. Waits."""

@@ -8,7 +8,7 @@ be beside one that samples or trains does without.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 
@@ -16,17 +16,16 @@ _log = logging.getLogger(__name__)
 
 
 class Replay:
-    def __init__(self, launch: Callable[[], None], device: torch.device, what: str, *, alone: bool = True) -> None:
-        """`launch`: enqueues on the current stream of that device, and neither allocates nor waits there once it has
-        run. `what`: is launched one by one if no graph can be made of it. `alone`: no other thread draws random numbers
-        there meanwhile."""
-        self._launch, self._device, self._what = launch, device, what
-        self._has_run, self._tried = False, device.type != "cuda" or not alone
+    def __init__(
+        self, launch: Callable[[], None], devices: Set[torch.device], what: str, *, alone: bool = True
+    ) -> None:
+        """`launch`: works on these. Of one GPU it enqueues on the current stream, and neither allocates nor waits there
+        once it has run; what goes from one device to another may wait. `what`: is launched one by one if no graph can
+        be made of it. `alone`: no other thread draws random numbers there meanwhile."""
+        self._launch, self._what = launch, what
+        self._device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
+        self._has_run, self._tried = False, self._device.type != "cuda" or not alone
         self._graph: torch.cuda.CUDAGraph | None = None
-
-    @property
-    def is_graph(self) -> bool:
-        return self._graph is not None
 
     def run(self) -> None:
         if self._has_run and not self._tried:
