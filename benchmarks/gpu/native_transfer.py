@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from standing import checkpoint_of
+from standing import ask_for_checkpoint, checkpoint_of
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
 
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.recipes import build_alone
-from tandem.recipes.shapes import SHAPES
 
 WARM, ROUNDS = 2, 8
 NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')
@@ -79,9 +78,7 @@ async def measure(process: VllmProcess, tensors: dict[str, torch.Tensor]) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--device", default="cuda")
+    ask_for_checkpoint(parser)
     parser.add_argument("--gpu", type=int, default=1, help="vLLM's")
     parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--share", type=float, default=0.4)

@@ -14,8 +14,15 @@ import torch
 from tandem.bridge.adapter.trainer import memory_backed
 from tandem.io.child import Child
 from tandem.recipes import build_engine
-from tandem.recipes.shapes import random_checkpoint
+from tandem.recipes.shapes import SHAPES, random_checkpoint
 from tandem.spec.engine import VllmEngineSpec
+
+
+def ask_for_checkpoint(parser: argparse.ArgumentParser, shape: str = "qwen3-0.6b") -> None:
+    """What `checkpoint_of` reads. `shape`: the one that is meant if none is named."""
+    parser.add_argument("--shape", default=shape, choices=list(SHAPES))
+    parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
+    parser.add_argument("--device", default="cuda")
 
 
 def checkpoint_of(arguments: argparse.Namespace) -> Path:

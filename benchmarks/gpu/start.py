@@ -21,12 +21,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from standing import checkpoint_of
+from standing import ask_for_checkpoint, checkpoint_of
 
 from tandem.engine.vllm import VllmEngine
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.recipes import build_alone
-from tandem.recipes.shapes import SHAPES
 from tandem.types import Sampling
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
@@ -94,10 +93,8 @@ def measure(way: str, checkpoint: Path, arguments: argparse.Namespace) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ways", nargs="+", choices=list(WAYS))
-    parser.add_argument("--shape", default="qwen3-1.7b", choices=list(SHAPES))
-    parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
+    ask_for_checkpoint(parser, "qwen3-1.7b")
     parser.add_argument("--python", default=build_alone.default_python())
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--adapters", type=int, default=0, help="slots")
     parser.add_argument("--tokens", type=int, default=0, help="of each request, to see what decoding lost")

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from standing import checkpoint_of, standing
+from standing import ask_for_checkpoint, checkpoint_of, standing
 
 import tandem
 from tandem.errors import TandemError
 from tandem.ops.footprint import DeviceMemory
 from tandem.recipes import build_alone
-from tandem.recipes.shapes import SHAPES
 from tandem.spec.load import parse_spec
 
 PROVING = ("hash", "verify", "check", "digest", "prove", "canary")
@@ -135,9 +134,7 @@ def beside_one_engine(cases: list[str], checkpoint: Path, arguments: argparse.Na
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="+")
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
-    parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
-    parser.add_argument("--device", default="cuda")
+    ask_for_checkpoint(parser)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from standing import checkpoint_of, standing
+from standing import ask_for_checkpoint, checkpoint_of, standing
 from sync import difference, gap
 
 from tandem.engine.server import ServerEngine, Standing
 from tandem.errors import TandemError
 from tandem.recipes import build, build_alone, build_engine
-from tandem.recipes.shapes import SHAPES
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
 
@@ -194,9 +193,7 @@ def told(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modes", nargs="+")
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
-    parser.add_argument("--checkpoint", type=Path, help="instead of a shape")
-    parser.add_argument("--device", default="cuda")
+    ask_for_checkpoint(parser)
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
     parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--share", type=float, default=0.4, help="of the GPU's memory, for vLLM")

@@ -12,22 +12,23 @@ import json
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from standing import checkpoint_of
+from standing import ask_for_checkpoint, checkpoint_of
+from steps import taken_gib
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tandem.recipes.shapes import SHAPES
+from tandem.ops.footprint import DeviceMemory
 
 
 class Watch(TrainerCallback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.most = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.began = time.perf_counter()
@@ -35,8 +36,6 @@ class Watch(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            free, total = torch.cuda.mem_get_info()
-            self.most = max(self.most, (total - free) / 2**30)
         self.seconds.append(time.perf_counter() - self.began)
         print(f"step {len(self.seconds)}: {self.seconds[-1]:.2f} s", flush=True)
 
@@ -47,9 +46,7 @@ def vowels(completions: list[str], **_: Any) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--device", default="cuda")
+    ask_for_checkpoint(parser)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
@@ -69,17 +66,18 @@ def main() -> None:
     )  # fmt: skip
     count = arguments.groups * arguments.steps
     prompts = Dataset.from_list([{"prompt": f"Say number {number} in words."} for number in range(count)])
-    watch = Watch()
-    trainer = GRPOTrainer(
-        model=str(checkpoint), reward_funcs=vowels, args=config, train_dataset=prompts,
-        processing_class=AutoTokenizer.from_pretrained(checkpoint), callbacks=[watch],
-    )  # fmt: skip
-    trainer.train()
-    steps = watch.seconds[1:]
-    row = {"shape": checkpoint.name, "seconds": watch.seconds, "gib": watch.most, "log": trainer.state.log_history}
+    watch, before_gib = Watch(), taken_gib()
+    with DeviceMemory() if torch.cuda.is_available() else nullcontext() as memory:
+        trainer = GRPOTrainer(
+            model=str(checkpoint), reward_funcs=vowels, args=config, train_dataset=prompts,
+            processing_class=AutoTokenizer.from_pretrained(checkpoint), callbacks=[watch],
+        )  # fmt: skip
+        trainer.train()
+    steps, peak_gib = watch.seconds[1:], before_gib + (memory.extra_bytes / 2**30 if memory else 0.0)
+    row = {"shape": checkpoint.name, "seconds": watch.seconds, "gib": peak_gib, "log": trainer.state.log_history}
     (Path(os.environ.get("OUT", ".")) / "trl-step.json").write_text(json.dumps(row, indent=1, default=str))
     middle, between = statistics.median(steps), f"{min(steps):.2f}-{max(steps):.2f}"
-    print(f"{checkpoint.name}: {middle:.2f} s a step ({between}), {watch.most:.1f} GiB", flush=True)
+    print(f"{checkpoint.name}: {middle:.2f} s a step ({between}), {peak_gib:.1f} GiB", flush=True)
 
 
 if __name__ == "__main__":
