@@ -294,11 +294,11 @@ def test_what_the_trainer_took_back_is_read_by_nobody_who_comes_late(monkeypatch
     seen, go_on, claims, read = threading.Event(), threading.Event(), list[bool](), list[int]()
     claim, borrow = Notes.claim, Borrowing.broadcast
 
-    def late(self: Any, *args: Any) -> bool:
+    def late(self: Any, *args: Any, **more: Any) -> bool:
         if not self._mine and not claims:
             seen.set()
             assert go_on.wait(20)
-        claimed = claim(self, *args)
+        claimed = claim(self, *args, **more)
         if not self._mine:
             claims.append(claimed)
         return claimed
