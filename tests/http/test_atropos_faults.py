@@ -60,13 +60,14 @@ def test_a_batch_that_a_trainer_did_not_read_to_its_end_comes_again(client: Clie
         client.post("/scored_data", each)
     assert seeds(client.get("/batch")["batch"]) == first["scores"][:1]
     url = httpx.URL(str(client.http.base_url))
-    for _ in range(2):
+    for waits_s in (0.0, 0.5):  # in the latter there is time to note that all but the end went out
         with socket.socket() as hasty:
             hasty.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             hasty.connect((url.host, url.port))
             token = client.http.headers["authorization"]
             hasty.sendall(f"GET /batch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {token}\r\n\r\n".encode())
             hasty.recv(100)
+            time.sleep(waits_s)
         wait_until(lambda: not client.atropos.busy)
     assert seeds(client.get("/batch")["batch"]) == second["scores"][:1]
     assert client.get("/status")["current_step"] == 1

@@ -23,6 +23,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -231,7 +232,7 @@ class _HandOver(Response):
         gone = asyncio.create_task(_hung_up(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for piece in _joined(self.pieces):
+            for piece in chain(_joined(self.pieces), (b"",)):  # the empty one waits until the system took all others
                 async with asyncio.timeout(_READ_S):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await asyncio.sleep(0)
