@@ -76,6 +76,13 @@ async def measure(process: VllmProcess, tensors: dict[str, torch.Tensor]) -> dic
     }
 
 
+async def measured(process: VllmProcess, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    try:
+        return await measure(process, tensors)
+    finally:
+        await process.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     ask_for_checkpoint(parser)
@@ -96,7 +103,7 @@ def main() -> None:
         files = sorted(checkpoint.glob("*.safetensors"))
         tensors = {name: tensor.to(arguments.device) for file in files for name, tensor in load_file(file).items()}
         process.wait_ready(300)
-        row = asyncio.run(measure(process, tensors))
+        row = asyncio.run(measured(process, tensors))
     finally:
         process.kill()
     low, middle, high = row["paused_ms"]

@@ -2,7 +2,8 @@
 
 TRL with vLLM in its process (`colocate`), all weights in bf16, 32 prompts of 8 answers of 512 tokens, no KL; what its
 trainer logs of each step, without the first, and the most that was taken of the GPU. TRL's own packages must come
-before vLLM's on the path, for both bring a `dill`.
+before vLLM's on the path, for both bring a `dill`, and lie in a directory called `site-packages`, for dill goes by that
+name. Two of these on one machine want a MASTER_PORT each.
 """
 
 from __future__ import annotations
