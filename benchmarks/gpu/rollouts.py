@@ -74,6 +74,12 @@ def vocabulary(checkpoint: Path) -> int:
     return json.loads((checkpoint / "config.json").read_text())["vocab_size"]
 
 
+def prompt_of(index: int, seed: int, num_ids: int) -> list[int]:
+    """No pass finds the prompts of the one before in a cache."""
+    noise = hashlib.shake_256(f"{seed // 10000} {index}".encode()).digest(PROMPT)
+    return [each % num_ids for each in noise]
+
+
 class Ways:
     def __init__(self, engine: Engine, socket: str, arguments: argparse.Namespace) -> None:
         self.engine, self.tokens = engine, arguments.tokens
@@ -84,7 +90,7 @@ class Ways:
 
     async def run(self, index: int, seed: int) -> Completion:
         sampling = Sampling(max_tokens=self.tokens, temperature=1.0, seed=seed)
-        return await self.engine.generate(self._prompt(index, seed), sampling, on_token=self._tell)
+        return await self.engine.generate(prompt_of(index, seed, self.num_ids), sampling, on_token=self._tell)
 
     def _tell(self, *_: Any) -> None:
         self.told += 1
@@ -112,14 +118,9 @@ class Ways:
         content = (choice["logprobs"] or {}).get("content") or []
         return Completion(choice["token_ids"], [each["logprob"] for each in content], [], "length")
 
-    def _prompt(self, index: int, seed: int) -> list[int]:
-        """No pass finds the prompts of the one before in a cache."""
-        noise = hashlib.shake_256(f"{seed // 10000} {index}".encode()).digest(PROMPT)
-        return [each % self.num_ids for each in noise]
-
     def _body(self, index: int, seed: int, *, stream: bool = True, **more: Any) -> dict[str, Any]:
         sampling = {"max_tokens": self.tokens, "seed": seed, "detokenize": False, "ignore_eos": True, **more}
-        asked = {"model": "base", "token_ids": self._prompt(index, seed), "stream": stream}
+        asked = {"model": "base", "token_ids": prompt_of(index, seed, self.num_ids), "stream": stream}
         return {**asked, "sampling_params": sampling}
 
 
