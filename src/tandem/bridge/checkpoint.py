@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from pathlib import Path
 
-from tandem.bridge.outgoing import Form
+from tandem.bridge.file_bytes import Writing
+from tandem.bridge.outgoing import Form, forms, outgoing
+from tandem.bridge.safetensors_file import opened
 from tandem.bridge.versions import FilesBridge
-from tandem.bridge.wire import Entry
+from tandem.bridge.wire import Entry, as_bytes
 from tandem.errors import SyncError
-from tandem.types import WeightKind, Weights
+from tandem.ops import digest
+from tandem.ops.phases import Phases
+from tandem.types import Fingerprints, WeightKind, Weights
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _NO_COMPANIONS = ("*.index.json", "adapter_*", "tandem.json")  # of other weights than these
@@ -43,21 +48,38 @@ class CheckpointBridge(FilesBridge):
         for file in _companions(skeleton):  # a copy: were it linked, a change to a version would change the model
             shutil.copyfile(file, self._common / file.name)
 
-    def _stem(self, name: str) -> str:
-        return _BUFFERS if name in self._buffers else _MODEL
-
-    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-        files = super()._shards(into)
-        parts = _split(files.pop(_MODEL, {}), self._shard_bytes)
-        if len(parts) == 1:
-            return {_MODEL: parts[0], **files}
-        return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)} | files
-
-    def _accompany(self, directory: Path, weights: Weights, shards: Mapping[str, Mapping[str, Form]]) -> None:
+    def _put(
+        self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
+    ) -> tuple[Mapping[str, Entry], Fingerprints]:
+        """One tensor after the other, as each is made: there is no room for a model twice."""
+        into = forms(weights, self._replies, self.mode)
+        shards = self._shards(into)
+        entries: dict[str, Entry] = {}
+        fingerprints: dict[str, str] = {}
+        with opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
+            for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
+                raw = as_bytes(tensor)
+                phases.end("gather")
+                file, offset = places[name]
+                writing.write(files[file].fileno(), raw, offset)
+                entries[name], fingerprints[name] = Entry(*into[name], offset, file), fingerprint
+                phases.end("move")
+            writing.finish()
         for file in self._common.iterdir():
             os.link(file, directory / file.name)
         if _MODEL not in shards:
             _write_index(directory, {file: part for file, part in shards.items() if file != _BUFFERS})
+        return entries, fingerprints
+
+    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
+        """By file."""
+        files: dict[str, dict[str, Form]] = {}
+        for name, form in into.items():
+            files.setdefault(_BUFFERS if name in self._buffers else _MODEL, {})[name] = form
+        parts = _split(files.pop(_MODEL, {}), self._shard_bytes)
+        if len(parts) == 1:
+            return {_MODEL: parts[0], **files}
+        return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)} | files
 
 
 def _companions(skeleton: Path) -> list[Path]:

@@ -6,26 +6,21 @@ A home is this bridge's alone:  tandem-weights-<random>/lock  common/<files of e
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.bridge import wire
-from tandem.bridge.file_bytes import Writing
 from tandem.bridge.files import MANIFEST, FilesSource, directory_name
-from tandem.bridge.outgoing import Form, forms, outgoing
 from tandem.errors import SyncError
 from tandem.io import atomic
-from tandem.ops import digest
 from tandem.ops.phases import Phases
 from tandem.types import Fingerprints, Sent, WeightKind, Weights
 
@@ -63,7 +58,6 @@ class FilesBridge:
     def send(self, weights: Weights) -> Sent:
         if self._source is None:
             raise SyncError(f"{self.mode}: send() before source(): nobody was told where versions lie")
-        into = self._forms(weights)
         path = Path(self._source.link["directory"]) / directory_name(weights.version)
         deadline = self._source.deadline()
         failed = f"version {weights.version} was not written to {path}"
@@ -71,7 +65,7 @@ class FilesBridge:
 
         def write() -> tuple[wire.Manifest, Phases]:
             with torch.cuda.stream(stream):  # the thread's own would not wait for the trainer's last kernels
-                return self._write(weights, into, path, lambda: deadline.check(failed))
+                return self._write(weights, path, lambda: deadline.check(failed))
 
         try:
             manifest, phases = deadline.call(write, failed)
@@ -101,35 +95,20 @@ class FilesBridge:
         """Which way versions come, where there are several."""
         return {}
 
-    def _forms(self, weights: Weights) -> Mapping[str, Form]:
-        """In which each tensor is served."""
-        return forms(weights, self._replies, self.mode)
-
-    def _stem(self, name: str) -> str:
-        """The file that a tensor belongs in, without the number of its shard."""
-        raise NotImplementedError
-
-    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-        """By file. One, unless a format has shards."""
-        shards: dict[str, dict[str, Form]] = {}
-        for name, form in into.items():
-            shards.setdefault(self._stem(name), {})[name] = form
-        return shards
-
-    def _accompany(self, directory: Path, weights: Weights, shards: Mapping[str, Mapping[str, Form]]) -> None:
-        """Writes what else belongs into a version."""
+    def _put(
+        self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
+    ) -> tuple[Mapping[str, wire.Entry], Fingerprints]:
+        """Writes all that a version is made of but the manifest; where each tensor lies, and its digest. It asks
+        `still_wanted`, which raises if nobody waits any more, as often as it can."""
         raise NotImplementedError
 
     # --- one version
 
-    def _write(
-        self, weights: Weights, into: Mapping[str, Form], path: Path, still_wanted: Callable[[], None]
-    ) -> tuple[wire.Manifest, Phases]:
+    def _write(self, weights: Weights, path: Path, still_wanted: Callable[[], None]) -> tuple[wire.Manifest, Phases]:
         phases = Phases()
         with atomic.directory(path, durable=False) as directory:
-            shards = self._shards(into)
-            entries, fingerprints = self._tensors(weights, into, shards, directory, still_wanted, phases)
-            self._accompany(directory, weights, shards)
+            entries, fingerprints = self._put(weights, directory, still_wanted, phases)
+            of_tensors = {entry.file for entry in entries.values()}
             manifest = wire.Manifest(
                 self.mode,
                 weights.version,
@@ -137,35 +116,12 @@ class FilesBridge:
                 entries,
                 fingerprints,
                 adapter=weights.adapter,
-                files={file.name: _described(file, shards) for file in sorted(directory.iterdir())},
+                files={file.name: _described(file, file.name in of_tensors) for file in sorted(directory.iterdir())},
             )
             (directory / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
             still_wanted()  # who was told that it failed must not see it appear
         phases.end("move")
         return manifest, phases
-
-    def _tensors(
-        self,
-        weights: Weights,
-        into: Mapping[str, Form],
-        shards: Mapping[str, Mapping[str, Form]],
-        directory: Path,
-        still_wanted: Callable[[], None],
-        phases: Phases,
-    ) -> tuple[Mapping[str, wire.Entry], Fingerprints]:
-        """Writes them. One by one, as each is made: there is no room for a model twice."""
-        entries: dict[str, wire.Entry] = {}
-        fingerprints: dict[str, str] = {}
-        with _opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
-            for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
-                raw = wire.as_bytes(tensor)
-                phases.end("gather")
-                file, offset = places[name]
-                writing.write(files[file].fileno(), raw, offset)
-                entries[name], fingerprints[name] = wire.Entry(*into[name], offset, file), fingerprint
-                phases.end("move")
-            writing.finish()
-        return entries, fingerprints
 
     def _forget_old(self, newest: Path) -> None:
         self._written = [path for path in self._written if path != newest] + [newest]
@@ -225,49 +181,10 @@ def _locked(path: Path, *, create: bool) -> int | None:
     return descriptor
 
 
-# --- the safetensors format: 8 bytes of length, a header of JSON, then the tensors without gaps
-
-
-@contextmanager
-def _opened(
-    directory: Path, shards: Mapping[str, Mapping[str, Form]]
-) -> Iterator[tuple[dict[str, BinaryIO], dict[str, tuple[str, int]]]]:
-    """The files with their headers written, and where in which each tensor goes."""
-    files: dict[str, BinaryIO] = {}
-    places: dict[str, tuple[str, int]] = {}
-    try:
-        for file_name, part in shards.items():
-            file = files[file_name] = (directory / file_name).open("wb")
-            header, offsets = header_of(part)
-            file.write(header)
-            file.flush()  # what follows is written at its place, past this file's buffer
-            places |= {name: (file_name, len(header) + offset) for name, offset in offsets.items()}
-        yield files, places
-    finally:
-        for file in files.values():
-            file.close()
-
-
-def header_of(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
-    end = 0
-    # The widest types first: without gaps, each then begins at a multiple of its width.
-    for name in sorted(part, key=lambda name: -wire.dtype_named(part[name].dtype).itemsize):
-        dtype, shape = part[name]
-        start, end = end, end + wire.Entry(dtype, shape).size_bytes
-        code = wire.safetensors_code(dtype)
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-        offsets[name] = start
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, offsets
-
-
-def _described(file: Path, tensors: Mapping[str, Any]) -> tuple[int, int, str]:
+def _described(file: Path, of_tensors: bool) -> tuple[int, int, str]:
     """Size, and the checksum of what no tensor's digest covers: the header, or all of it."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         start = handle.read(8)
-        head = 8 + int.from_bytes(start, "little") if file.name in tensors else size
+        head = 8 + int.from_bytes(start, "little") if of_tensors else size
         return size, head, wire.checksum(start + handle.read(head - len(start)))

@@ -16,8 +16,9 @@ from pathlib import Path
 from tandem.bridge.file_bytes import Writing
 from tandem.bridge.outgoing import Form
 from tandem.bridge.packed import Laying
+from tandem.bridge.safetensors_file import header_of
 from tandem.bridge.sheets import Sheets
-from tandem.bridge.versions import FilesBridge, header_of
+from tandem.bridge.versions import FilesBridge
 from tandem.bridge.wire import Entry, Places
 from tandem.ops.phases import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
@@ -53,20 +54,8 @@ class AdapterBridge(FilesBridge):
         copied = bool(self._replies) and all(reply.get("copied") for reply in self._replies)
         return "" if copied else "an engine may go on reading a version where it lies"
 
-    def _forms(self, weights: Weights) -> Mapping[str, Form]:
-        return {}  # found out where it is laid together, once
-
-    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-        return {_FILE: {}}
-
-    def _tensors(
-        self,
-        weights: Weights,
-        into: Mapping[str, Form],
-        shards: Mapping[str, Mapping[str, Form]],
-        directory: Path,
-        still_wanted: Callable[[], None],
-        phases: Phases,
+    def _put(
+        self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
     ) -> tuple[Mapping[str, Entry], Fingerprints]:
         flat, fingerprints = self._laying.lay(weights, self._replies, phases)
         if self._why_not_again():
@@ -76,16 +65,14 @@ class AdapterBridge(FilesBridge):
                 writing.finish()
         else:
             self._sheets.put(flat.raw, directory / _FILE)
+        config = json.dumps({**_PLAIN, **weights.adapter}, indent=2)
+        (directory / "adapter_config.json").write_text(config, encoding="utf-8")
         phases.end("move")
         return flat.places.tensors, fingerprints
 
     def _forget(self, version: Path) -> None:
         self._sheets.take_back(version / _FILE)
         super()._forget(version)
-
-    def _accompany(self, directory: Path, weights: Weights, shards: Mapping[str, Mapping[str, Form]]) -> None:
-        config = json.dumps({**_PLAIN, **weights.adapter}, indent=2)
-        (directory / "adapter_config.json").write_text(config, encoding="utf-8")
 
 
 def _laid_out(into: Mapping[str, Form]) -> tuple[Places, bytes]:
