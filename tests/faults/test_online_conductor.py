@@ -369,7 +369,8 @@ async def what_was_made_of_a_version_that_fell_goes_with_it(played: Played) -> N
 
 
 async def a_trainer_half_that_stands_still_is_started_again(played: Played) -> None:
-    played.conductor.spec = played.conductor.spec.model_copy(update={"trainer_deadline_s": 2.0})
+    trainer = played.conductor._trainer
+    before_s, trainer.deadline_s = trainer.deadline_s, 2.0
     long = await played.teach(steps=30)
     await played.until(long, "running")
     before = played.conductor.status()["trainer"]["pid"]
@@ -377,7 +378,7 @@ async def a_trainer_half_that_stands_still_is_started_again(played: Played) -> N
     job = await played.until(long, *ENDED)
     assert (job.state, job.attempt) == ("published", 2)
     assert played.conductor.status()["trainer"]["pid"] != before
-    played.conductor.spec = parse_online_spec(SPEC)
+    trainer.deadline_s = before_s
 
 
 async def a_checkpoint_that_cannot_be_written_ends_nothing(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:

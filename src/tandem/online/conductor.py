@@ -37,8 +37,9 @@ from tandem.online.engine_life import EngineLife, Revive
 from tandem.online.events import Events
 from tandem.online.jobs import ENDED, Job, JobStore
 from tandem.online.needs import EngineEnd, Memory, drawn_from
-from tandem.online.peer import HalfLost, Peer
+from tandem.online.peer import HalfLost
 from tandem.online.publishing import Publishing
+from tandem.online.trainer_life import TrainerLife
 from tandem.online.watch import Fall, Watch
 from tandem.online.wire import Activate, Asked, Cancel, Checkpoint, Open, Progress, Publish
 from tandem.protocols import DigestedEngine
@@ -46,21 +47,12 @@ from tandem.spec.online import OnlineSpec
 
 _log = logging.getLogger(__name__)
 
-_STOP_S, _LAST_S, _LOOK_S, _PAUSE_S, _MOST_PAUSE_S, _FULL_S, _CANCEL_S = 0.3, 2.2, 1.0, 0.2, 10.0, 2.0, 5.0
-_TRIES, _LOOKS = 3, 8
+_LAST_S, _LOOK_S, _FULL_S, _CANCEL_S = 2.2, 1.0, 2.0, 5.0
+_TRIES = 3
 
 _ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Half:
-    """The trainer half that lives now."""
-
-    process: TrainerProcess
-    peer: Peer
-    opened: wire.Opened
 
 
 @dataclass
@@ -87,15 +79,13 @@ class Conductor:
     ) -> None:
         """`context`: of the engine, prompt and answer together. `revive`: as in EngineLife."""
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
-        self._start_trainer, self._versions = start_trainer, versions
-        self._memory, self._context = memory, context
+        self._versions, self._memory, self._context = versions, memory, context
         self._life = EngineLife(engine, revive, spec.max_restarts, self._engine_is_lost)
+        self._trainer = TrainerLife(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
         self._watch = Watch(spec.watch) if spec.watch is not None else None
         self._falls = set[asyncio.Task[None]]()
         self.serving = -1
         """The last version that this engine was proven to hold."""
-        self._half: _Half | None = None
-        self._restarts, self._why, self._why_no_trainer = 0, "", ""
         self._running: Job | None = None
         self._progress: dict[str, Any] = {}
         self._wishes: asyncio.Queue[_Wish] = asyncio.Queue()
@@ -106,8 +96,6 @@ class Conductor:
         self._publishing = Publishing(engine, open_source, lambda: store.active)
         self._trainer_memory: dict[str, float] = {}
         self._trainer_base: dict[str, Any] = {}
-        self._moved = 0
-        """Steps of which the trainer half told."""
 
     # --- life
 
@@ -132,7 +120,7 @@ class Conductor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._last_checkpoint()
-        await self._end_trainer()
+        await self._trainer.end()
         await self.engine.close()
         self._publishing.close()
         self.store.close()
@@ -140,11 +128,11 @@ class Conductor:
     async def _last_checkpoint(self) -> None:
         """Where there is time for it: without it, a restart has the same weights and an older optimizer. A job that is
         under way is not waited for; it is begun again."""
-        busy = self._running is not None or self._needs_trainer()
+        busy = self._running is not None or self._trainer.is_gone
         if not self.spec.checkpoint.at_shutdown or busy or self._checkpointed == self.store.active:
             return
         try:
-            await self._ask(Checkpoint(self.store.usable()), _LAST_S)
+            await self._trainer.ask(Checkpoint(self.store.usable()), _LAST_S)
         except TandemError as error:
             _log.warning("no checkpoint at the end: %s", error)
 
@@ -158,20 +146,11 @@ class Conductor:
         return "the conductor has ended" if self._task is not None and self._task.done() else ""
 
     def status(self) -> dict[str, Any]:
-        half, job = self._half, self._running
-        alive = half is not None and not half.peer.gone.is_set()
+        job = self._running
         return {
             "active": self.store.active,
             "serving": self.serving,
-            "trainer": {
-                "alive": alive,
-                "pid": half.process.pid if half is not None and alive else 0,
-                "restarts": self._restarts,
-                "why": self._why_no_trainer,
-                "parameters": half.opened.parameters if half is not None else 0,
-                "memory": self._trainer_memory,
-                "base": self._trainer_base,
-            },
+            "trainer": self._trainer.status() | {"memory": self._trainer_memory, "base": self._trainer_base},
             "engine": self._life.status(),
             "job": None if job is None else {"id": job.id, "version": job.version, **self._progress},
             "jobs": self.store.count(),
@@ -236,7 +215,7 @@ class Conductor:
     async def _when_idle(self, work: Callable[[], Awaitable[T]], *, first: bool = False) -> T:
         """`first`: a job that is trained now gives way to it."""
         if self._task is not None and self._task.done():
-            raise EngineError(f"{_ENDED} {self._why_no_trainer}")
+            raise EngineError(f"{_ENDED} {self._trainer.why_none}")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._wishes.put_nowait(_Wish(work, done))
         self.wake()
@@ -246,7 +225,7 @@ class Conductor:
 
     async def _call_off(self, id: str) -> None:
         with suppress(HalfLost):  # one that died, or hangs: the job is looked at when another one has started
-            await self._ask(Cancel(id), _CANCEL_S)
+            await self._trainer.ask(Cancel(id), _CANCEL_S)
 
     # --- the one task
 
@@ -256,7 +235,7 @@ class Conductor:
         finally:
             while not self._wishes.empty():
                 if not (done := self._wishes.get_nowait().done).done():
-                    done.set_exception(EngineError(f"{_ENDED} {self._why_no_trainer}"))
+                    done.set_exception(EngineError(f"{_ENDED} {self._trainer.why_none}"))
 
     async def _go_on(self) -> None:
         while True:
@@ -264,7 +243,7 @@ class Conductor:
                 await self._once()
             except StoreFull as error:
                 _log.error("%s", error)
-                await self._end_trainer()  # what it trained was not committed
+                await self._trainer.end()  # what it trained was not committed
                 await asyncio.sleep(_FULL_S)
             except TandemError as error:
                 if isinstance(error, SpecError) and self.serving < 0:
@@ -276,7 +255,7 @@ class Conductor:
             except Exception as error:  # noqa: BLE001 - of one job: all others are still to be learned
                 _log.exception("what the conductor did failed")
                 await self._lost(TandemError(f"online: {type(error).__name__}: {error}"))
-            if self._wishes.empty() and not self.store.jobs(1, ["queued"]) and not self._needs_trainer():
+            if self._wishes.empty() and not self.store.jobs(1, ["queued"]) and not self._trainer.is_gone:
                 self._news.clear()
                 try:
                     async with asyncio.timeout(_LOOK_S):
@@ -294,7 +273,7 @@ class Conductor:
         if waiting := self.store.jobs(1, ["queued"]):
             self._running = waiting[0]  # from here on a wish calls it off
             await self._do(await self.store.begin(waiting[0].id))
-            self._restarts = 0
+            self._trainer.did_well()
         elif self._checkpoint_due():
             await self._checkpoint_if_it_can_be()
 
@@ -317,9 +296,6 @@ class Conductor:
             if not wish.done.done():
                 wish.done.set_result(result)
 
-    def _needs_trainer(self) -> bool:
-        return self._half is None or self._half.peer.gone.is_set()
-
     # --- the engine
 
     def _engine_is_lost(self) -> None:
@@ -334,27 +310,20 @@ class Conductor:
         self._running, self._progress = None, {}
         await self._life.lost(error)
 
-    # --- the trainer half's life
+    # --- the trainer half
 
     async def _ensure_trainer(self) -> None:
-        if not self._needs_trainer():
+        if not self._trainer.is_gone:
             return
-        await self._end_trainer()
-        process = await asyncio.to_thread(self._start_trainer)
-        peer = Peer(self._handle, "trainer half")
-        await peer.start(process.end)
-        self._half = _Half(process, peer, wire.Opened(0, "", False))
         known = self.store.usable()
         asked = Open(self.spec.model_dump(mode="json"), str(self._versions), max(self.store.active, 0), known)
-        opened = msgspec.convert(await peer.ask(asked, self.spec.engine.start_deadline_s), wire.Opened)
-        self._half.opened = opened
+        opened = await self._trainer.begin(asked, self.spec.engine.start_deadline_s)
         if not known:
             await self.store.first(opened.version, opened.digest)
         else:
             await self._check_opened(opened)
         if opened.exact:
             self._checkpointed = opened.version
-        _log.info("trainer half %d has version %d", process.pid, opened.version)
 
     async def _check_opened(self, opened: wire.Opened) -> None:
         active = self.store.active
@@ -373,66 +342,19 @@ class Conductor:
             )
 
     async def _lost(self, error: TandemError) -> None:
-        """It died, or cannot go on: another one begins where the disk says."""
-        half = self._half
-        if isinstance(error, HalfLost) and half is not None:
-            error = HalfLost(f"{error}: {await asyncio.to_thread(half.process.epitaph)}")
-        self._why = str(error)
-        _log.error("%s", error)
-        await self._end_trainer()
         self._running, self._progress = None, {}
-        self._restarts += 1
-        if self._restarts > self.spec.max_restarts:
-            self._why_no_trainer = (
-                f"online: the trainer half died {self._restarts} times in a row, and max_restarts = "
-                f"{self.spec.max_restarts}; jobs wait until the server is started anew. The last time: {error}"
-            )
-            raise EngineError(self._why_no_trainer)
-        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self._restarts - 1, 10), _MOST_PAUSE_S))
+        await self._trainer.lost(error)
 
     async def _queue_again(self) -> None:
         """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""
+        why = self._trainer.why_lost[:2000]
         for job in self.store.jobs(2, ["running"]):
             if job.attempt >= self.spec.train.attempts:
-                why = f"it was begun {job.attempt} times, and never ended; the last time: {self._why:.2000}"
-                await self.store.end(job.id, "failed", why)
+                failed = f"it was begun {job.attempt} times, and never ended; the last time: {why}"
+                await self.store.end(job.id, "failed", failed)
             else:
-                await self.store.again(job.id, f"attempt {job.attempt}: {self._why or 'the server ended':.2000}")
+                await self.store.again(job.id, f"attempt {job.attempt}: {why or 'the server ended'}")
             self._say(job.id)
-
-    async def _end_trainer(self) -> None:
-        half, self._half = self._half, None
-        if half is not None:
-            await half.peer.close()
-            await asyncio.to_thread(half.process.stop, _STOP_S)
-
-    async def _ask(self, what: Asked, deadline_s: float = 0.0) -> dict[str, Any]:
-        if self._half is None:
-            raise HalfLost("online: there is no trainer half")
-        deadline_s = deadline_s or self.spec.trainer_deadline_s
-        try:
-            return await self._half.peer.ask(what, deadline_s)
-        except TimeoutError:
-            raise HalfLost(
-                f"online: the trainer half did not answer to {type(what).__name__} in {deadline_s:g} s"
-            ) from None
-
-    async def _ask_to_train(self, asked: wire.Train) -> dict[str, Any]:
-        """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
-        if self._half is None:
-            raise HalfLost("online: there is no trainer half")
-        answer = asyncio.ensure_future(self._half.peer.ask(asked))
-        try:
-            looks = 0
-            while looks < _LOOKS:
-                moved = self._moved
-                done, _ = await asyncio.wait((answer,), timeout=self.spec.trainer_deadline_s / _LOOKS)
-                if done:
-                    return answer.result()
-                looks = looks + 1 if self._moved == moved else 0
-        finally:
-            answer.cancel()
-        raise HalfLost(f"online: the trainer half did no step of a job in {self.spec.trainer_deadline_s:g} s")
 
     # --- jobs
 
@@ -444,7 +366,7 @@ class Conductor:
         drawn = await drawn_from(self.engine, groups, self.spec.gates.kl_prompts, self._context)
         taught = await answered(self.engine, groups) if job.teaching.algorithm == "self_distill" else groups
         asked = wire.Train(job.id, job.version or 0, job.parent or 0, taught, replayed, rounds, drawn, job.teaching)
-        trained = msgspec.convert(await self._ask_to_train(asked), wire.Trained)
+        trained = await self._trainer.train(asked)
         result = msgspec.to_builtins(trained)
         if trained.outcome == "cancelled":
             await self.store.again(job.id, "it gave way to another version", counts=False)
@@ -454,7 +376,7 @@ class Conductor:
             self._say(job.id)
             await self._ensure_served()
         else:
-            await self._ask(wire.Settle(job.version or 0, False))
+            await self._trainer.ask(wire.Settle(job.version or 0, False))
         self._running, self._progress = None, {}
         self._say(job.id)
 
@@ -473,7 +395,7 @@ class Conductor:
                 await self._take_back(publishing[0], str(error))
                 return
         for job in publishing:
-            settled = await self._ask(wire.Settle(job.version or 0, True))
+            settled = await self._trainer.ask(wire.Settle(job.version or 0, True))
             self._trainer_memory = settled["memory"]
             await self.store.end(job.id, "published")
             self._memory.remember(self.store.job(job.id), self.store.groups(job.id))
@@ -483,7 +405,7 @@ class Conductor:
 
     async def _publish(self, version: int) -> None:
         with self._publishing.under_way():
-            proof = await self._ask(Publish(version), self.spec.publish_deadline_s)
+            proof = await self._trainer.ask(Publish(version), self.spec.publish_deadline_s)
         self._trainer_base = proof["base"]
         served = self.store.version(version)["served_digest"]
         if served and served != proof["digest"]:
@@ -499,7 +421,7 @@ class Conductor:
         """The engine refused what was committed: the version before goes on."""
         _log.error("version %s is taken back: it could not be published: %s", job.version, why)
         await self.store.refused(job, f"it could not be published: {why}")
-        await self._ask(wire.Settle(job.version or 0, False))
+        await self._trainer.ask(wire.Settle(job.version or 0, False))
         self._say(job.id)
         await self._serve_again()
 
@@ -508,7 +430,7 @@ class Conductor:
         self._must_be_kept(version)
         if version != self.store.active:
             try:
-                self._trainer_memory = (await self._ask(Activate(version)))["memory"]
+                self._trainer_memory = (await self._trainer.ask(Activate(version)))["memory"]
             except CheckpointDamaged as error:
                 await self.store.mark([version], "damaged", str(error))
                 raise Conflict(f"version {version} is damaged, and cannot be served: {error}") from error
@@ -517,7 +439,7 @@ class Conductor:
             try:
                 before = await self.store.activate(version, who, why)
             except TandemError:
-                await self._end_trainer()  # it is there already, and jobs do not go on from there
+                await self._trainer.end()  # it is there already, and jobs do not go on from there
                 raise
             if fell and self._watch is not None:
                 self._watch.activated(version, fell=True)
@@ -532,7 +454,7 @@ class Conductor:
 
     async def _activate_again(self, version: int, why: str) -> None:
         _log.error("%s", why)
-        await self._ask(Activate(version))
+        await self._trainer.ask(Activate(version))
         await self.store.activate(version, "server", why)
         await self._serve_again()
 
@@ -561,7 +483,7 @@ class Conductor:
         if gone := [version for version in usable if version not in keep]:  # said first: then their files may go
             why = f"updates.keep = {self.spec.updates.keep} newer ones are kept"
             await self.store.mark(gone, "forgotten", why)
-        written = msgspec.convert(await self._ask(Checkpoint(keep)), wire.Written)
+        written = msgspec.convert(await self._trainer.ask(Checkpoint(keep)), wire.Written)
         self._checkpointed, self._checkpoint_at = written.version, time.monotonic()
         self._why_no_checkpoint = ""
         if not written.already:
@@ -577,7 +499,6 @@ class Conductor:
     async def _handle(self, what: Asked) -> dict[str, Any]:
         match what:
             case Progress():
-                self._moved += 1
                 if self._running is not None and self._running.id == what.job:
                     self._progress = {"step": what.step, "steps": what.steps, "metrics": what.metrics}
                     self.events.put("progress", {"id": what.job, **self._progress})

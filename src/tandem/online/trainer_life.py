@@ -1,0 +1,129 @@
+"""Whether the trainer half lives; and another one where it does not.
+
+consumes: the start of a process, what it tells of its steps     waits for: its answers
+produces: a half that has opened its files                       an error once it died too often in a row
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tandem.errors import EngineError, TandemError
+from tandem.online.child import TrainerProcess
+from tandem.online.peer import HalfLost, Handle, Peer
+from tandem.online.wire import Asked, Open, Opened, Progress, Train, Trained
+
+_log = logging.getLogger(__name__)
+
+_STOP_S, _PAUSE_S, _MOST_PAUSE_S = 0.3, 0.2, 10.0
+_LOOKS = 8  # a deadline
+
+
+@dataclass
+class _Half:
+    process: TrainerProcess
+    peer: Peer
+    opened: Opened
+
+
+class TrainerLife:
+    def __init__(self, start: Callable[[], TrainerProcess], handle: Handle, deadline_s: float, most: int) -> None:
+        """`handle`: what it asks. `deadline_s`: for an answer, and for a step. `most`: losses in a row."""
+        self.why_lost = ""
+        self.why_none = ""
+        """Why there will be none any more."""
+        self.deadline_s = deadline_s
+        self._start, self._handle, self._most = start, handle, most
+        self._half: _Half | None = None
+        self._in_a_row = self._steps = 0
+
+    @property
+    def is_gone(self) -> bool:
+        return self._half is None or self._half.peer.gone.is_set()
+
+    def status(self) -> dict[str, Any]:
+        half = self._half
+        return {
+            "alive": not self.is_gone,
+            "pid": half.process.pid if half is not None and not self.is_gone else 0,
+            "restarts": self._in_a_row,
+            "why": self.why_none,
+            "parameters": half.opened.parameters if half is not None else 0,
+        }
+
+    async def begin(self, asked: Open, deadline_s: float) -> Opened:
+        """Another one, instead of what is left of the one before."""
+        await self.end()
+        process = await asyncio.to_thread(self._start)
+        peer = Peer(self._heard, "trainer half")
+        await peer.start(process.end)
+        self._half = half = _Half(process, peer, Opened(0, "", False))
+        half.opened = msgspec.convert(await peer.ask(asked, deadline_s), Opened)
+        _log.info("trainer half %d has version %d", process.pid, half.opened.version)
+        return half.opened
+
+    async def end(self) -> None:
+        half, self._half = self._half, None
+        if half is not None:
+            await half.peer.close()
+            await asyncio.to_thread(half.process.stop, _STOP_S)
+
+    async def lost(self, error: TandemError) -> None:
+        """It died, or cannot go on. Returns when another one may begin, where the disk says."""
+        half = self._half
+        if isinstance(error, HalfLost) and half is not None:
+            error = HalfLost(f"{error}: {await asyncio.to_thread(half.process.epitaph)}")
+        self.why_lost = str(error)
+        _log.error("%s", error)
+        await self.end()
+        self._in_a_row += 1
+        if self._in_a_row > self._most:
+            self.why_none = (
+                f"online: the trainer half died {self._in_a_row} times in a row, and max_restarts = {self._most}; jobs "
+                f"wait until the server is started anew. The last time: {error}"
+            )
+            raise EngineError(self.why_none)
+        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), _MOST_PAUSE_S))
+
+    def did_well(self) -> None:
+        """A job ended: what was lost before counts no more."""
+        self._in_a_row = 0
+
+    async def ask(self, what: Asked, deadline_s: float = 0.0) -> dict[str, Any]:
+        deadline_s = deadline_s or self.deadline_s
+        try:
+            return await self._peer.ask(what, deadline_s)
+        except TimeoutError:
+            kind = type(what).__name__
+            raise HalfLost(f"online: the trainer half did not answer to {kind} in {deadline_s:g} s") from None
+
+    async def train(self, asked: Train) -> Trained:
+        """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
+        answer = asyncio.ensure_future(self._peer.ask(asked))
+        try:
+            looks = 0
+            while looks < _LOOKS:
+                steps = self._steps
+                done, _ = await asyncio.wait((answer,), timeout=self.deadline_s / _LOOKS)
+                if done:
+                    return msgspec.convert(answer.result(), Trained)
+                looks = looks + 1 if self._steps == steps else 0
+        finally:
+            answer.cancel()
+        raise HalfLost(f"online: the trainer half did no step of a job in {self.deadline_s:g} s")
+
+    @property
+    def _peer(self) -> Peer:
+        if self._half is None:
+            raise HalfLost("online: there is no trainer half")
+        return self._half.peer
+
+    async def _heard(self, what: Asked) -> dict[str, Any]:
+        self._steps += isinstance(what, Progress)
+        return await self._handle(what)
