@@ -84,6 +84,7 @@ class Job:
 
 _TOLD = ("id", "state", "who", "source", "created", "ended", "attempt", "version", "parent", "why")
 _COLUMNS = "id, number, state, who, source, created, ended, attempt, version, parent, why, teaching, result"
+_OF_VERSIONS = "version, parent, job, state, created, digest, served, bytes"
 _GROUPS = msgspec.json.Decoder(list[list[Sequence1]])
 _TEACHING = msgspec.json.Decoder(Teaching)
 
@@ -133,15 +134,13 @@ class JobStore:
         """The samples as they were sent."""
         return json.loads(self._durable.read("SELECT said FROM jobs WHERE id = ?", (id,))[0][0])
 
-    def versions(self) -> list[dict[str, Any]]:
-        rows = self._durable.read(
-            "SELECT version, parent, job, state, created, digest, served, bytes FROM versions ORDER BY version"
-        )
-        return [_version(row) for row in rows]
+    def versions(self, most: int) -> list[dict[str, Any]]:
+        """The newest, oldest first."""
+        sql = f"SELECT {_OF_VERSIONS} FROM versions ORDER BY version DESC LIMIT ?"
+        return [_version(row) for row in reversed(self._durable.read(sql, (most,)))]
 
     def version(self, version: int) -> dict[str, Any]:
-        sql = "SELECT version, parent, job, state, created, digest, served, bytes FROM versions WHERE version = ?"
-        rows = self._durable.read(sql, (version,))
+        rows = self._durable.read(f"SELECT {_OF_VERSIONS} FROM versions WHERE version = ?", (version,))
         if not rows:
             raise NotKnown(f"there is no version {version}")
         return _version(rows[0])

@@ -6,7 +6,7 @@ GET  /train/jobs  /train/jobs/{id}         what became of jobs, with every gate'
 POST /train/jobs/{id}/cancel      before it is published
 GET  /train/events  /train/jobs/{id}/events    server-sent events
 POST /checkpoint                  master and optimizer, on the disk when this answers
-GET  /versions  /versions/served  all that were published; what the engine holds, digested now
+GET  /versions  /versions/served  those that were published; what the engine holds, digested now
 GET  /versions/{v}/provenance     which samples, whose, which gates
 POST /versions/{v}/v1/...         OpenAI's routes over that version, beside the one that serves
 POST /versions/{v}/activate       serves it: rollback, or forward again
@@ -269,9 +269,9 @@ class _Api:
         await _body_if_any(NoBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
 
-    async def versions(self) -> Response:
-        active = self.store.active
-        return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": self.store.versions()})
+    async def versions(self, request: Request) -> Response:
+        active, rows = self.store.active, self.store.versions(_most(request, 100))
+        return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": rows})
 
     async def served(self) -> Response:
         """The version is asked before and after: a flip in between is not taken for one of the two."""
