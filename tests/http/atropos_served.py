@@ -19,6 +19,7 @@ from served import wait_until
 from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
 from tandem.serve.app import Service, create_app
+from tandem.serve.fast_http import FastHttp
 from tandem.serve.rollouts_atropos import atropos_routes
 from tandem.serve.run import Listen, Server
 
@@ -34,6 +35,7 @@ class Client:
 
     http: httpx.Client
     atropos: Atropos
+    server: Server
 
     def get(self, path: str, body: Any = None) -> Any:
         answer = self.http.request("GET", path, json=body) if body is not None else self.http.get(path)
@@ -76,14 +78,14 @@ def serving_atropos(data_dir: Path, *, may_reset: bool = True) -> Iterator[Clien
     hot, router = atropos_routes(atropos, may_reset=may_reset)
     service = Service("tandem rollouts serve", router, hot=hot, close=queue.close)
     app = create_app(service, token=listen.token(), hosts=listen.hosts)
-    server = Server(app, listen, tell=lambda _: None)
+    server = Server(app, listen, tell=lambda _: None, http=FastHttp)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_until(lambda: server.url)
         headers = {"Authorization": f"Bearer {listen.token()}"}
         with httpx.Client(base_url=server.url, headers=headers, timeout=30) as http:
-            yield Client(http, atropos)
+            yield Client(http, atropos, server)
     finally:
         server.should_exit = True
         thread.join(timeout=15)

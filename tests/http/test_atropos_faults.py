@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,6 +17,10 @@ import pytest
 from atropos_bodies import encoded, group
 from atropos_served import TRAINER, Client, seeds, sequences, serving_atropos
 from served import wait_until
+
+from tandem.io import atomic
+from tandem.rollout.atropos import Atropos
+from tandem.rollout.queue import RolloutQueue
 
 
 @pytest.fixture
@@ -51,27 +59,70 @@ def test_the_step_counts_batches_that_were_trained_on_not_those_that_could_be_ma
     assert client.get("/status") == {"current_step": 3, "queue_size": 0}
 
 
-def test_a_batch_that_a_trainer_did_not_read_to_its_end_comes_again(client: Client):
-    """More of it than a system's buffers take: else it is sent, whoever reads."""
+@pytest.mark.parametrize("length", [50_000, 250])
+def test_a_batch_that_a_trainer_did_not_read_to_its_end_comes_again(client: Client, length: int):
+    """More of it than the system's buffers take, which are small here: else it is sent, whoever reads. The shorter one
+    fits what a server of asyncio takes into a buffer of its own before it lets anybody wait."""
     client.begin(batch_size=8, max_token_len=50_000)
     client.join(group_size=8)
-    first, second = (group(8, length=50_000, seed=seed) for seed in (1, 2))
+    first, second = (group(8, length=length, seed=seed) for seed in (1, 2))
     for each in (first, second):
         client.post("/scored_data", each)
     assert seeds(client.get("/batch")["batch"]) == first["scores"][:1]
-    url = httpx.URL(str(client.http.base_url))
     for waits_s in (0.0, 0.5):  # in the latter there is time to note that all but the end went out
-        with socket.socket() as hasty:
-            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            hasty.connect((url.host, url.port))
-            token = client.http.headers["authorization"]
-            hasty.sendall(f"GET /batch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {token}\r\n\r\n".encode())
-            hasty.recv(100)
+        with hung_up(client):
             time.sleep(waits_s)
         wait_until(lambda: not client.atropos.busy)
     assert seeds(client.get("/batch")["batch"]) == second["scores"][:1]
     assert client.get("/status")["current_step"] == 1
     assert client.atropos.counts["batches_again"] >= 1
+
+
+@contextmanager
+def hung_up(client: Client) -> Iterator[None]:
+    """Asks for a batch, reads its beginning, and at the end hangs up."""
+    (listening,) = client.server.servers[0].sockets
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of connections that it takes from now on
+    url = httpx.URL(str(client.http.base_url))
+    with socket.socket() as hasty:
+        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        hasty.connect((url.host, url.port))
+        token = client.http.headers["authorization"]
+        hasty.sendall(f"GET /batch HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {token}\r\n\r\n".encode())
+        hasty.recv(100)
+        yield
+
+
+def test_a_batch_whose_end_cannot_be_noted_comes_again(client: Client, monkeypatch: pytest.MonkeyPatch):
+    client.begin(batch_size=2)
+    client.join()
+    for seed in (1, 2):
+        client.put(seed=seed)
+    written, failed = atomic.write_bytes, list[bytes]()
+
+    def fails_once(path: Path, content: bytes) -> None:
+        if b'"handed_over":true' in content and not failed:
+            failed.append(content)
+            raise OSError(errno.ENOSPC, "no space left")
+        written(path, content)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic, "write_bytes", fails_once)
+        with pytest.raises(httpx.HTTPError):
+            client.http.get("/batch")
+    assert failed
+    assert not client.atropos.busy
+    assert seeds(client.get("/batch")["batch"]) == [score(1)]
+    assert client.get("/status")["current_step"] == 0
+    assert seeds(client.get("/batch")["batch"]) == [score(2)]
+
+
+def test_those_that_name_no_environment_are_of_one(client: Client):
+    client.begin(batch_size=2)
+    bodies = [encoded(seed=seed, env_id=None) for seed in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert {answer.status_code for answer in threads.map(client.send, bodies)} == {200}
+    assert len(client.atropos.queue.status()["environments"]) == 1
 
 
 def test_a_trainer_that_is_started_again_gets_the_batch_again(client: Client):
@@ -246,3 +297,15 @@ def test_a_post_that_comes_after_a_reset_is_not_another_environments(client: Cli
     assert (late.status_code, late.json()["error"]["field"]) == (422, "env_id")
     client.put(env_id=2)
     assert client.get("/status-env?env_id=2")["self_queue_size"] == 1
+
+
+def test_notes_are_written_one_after_the_other(tmp_path: Path):
+    async def all_at_once() -> None:
+        queue = RolloutQueue(tmp_path)
+        atropos = Atropos(queue, tmp_path)
+        try:
+            await asyncio.gather(*(atropos._save() for _ in range(8)))
+        finally:
+            await queue.close()
+
+    asyncio.run(all_at_once())

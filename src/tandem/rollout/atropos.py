@@ -104,7 +104,7 @@ class Atropos:
         """By environment: sequences in groups of another size than it registered."""
         self._latest: memoryview | None = None
         self._counted: tuple[float, list[dict[str, Any]]] = (-1.0, [])
-        self._turn = asyncio.Lock()
+        self._turn, self._writing = asyncio.Lock(), asyncio.Lock()
         self._handing_over = 0
 
     @property
@@ -191,9 +191,11 @@ class Atropos:
 
     async def _nameless(self) -> int:
         if self.notes.nameless < 0:
-            seat = await self.queue.register_environment(EnvironmentSpec(_NAMELESS, lapse_s=LAPSE_S))
-            self.notes.nameless = seat.id - _FIRST
-            await self._save()
+            async with self._turn:
+                if self.notes.nameless < 0:
+                    seat = await self.queue.register_environment(EnvironmentSpec(_NAMELESS, lapse_s=LAPSE_S))
+                    self.notes.nameless = seat.id - _FIRST
+                    await self._save()
         return self.notes.nameless
 
     # --- posts
@@ -310,8 +312,9 @@ class Atropos:
         self._handing_over = batch.lease
 
     async def handed_over(self, batch: Batch, yes: bool = True) -> None:
-        """All but its last bytes are with the trainer; durable before these are sent."""
-        if self.notes.lease == batch.lease:
+        """All but its last bytes are with the trainer; durable before these are sent. Not `yes`, should they not be
+        sent after all, whatever became of the first note."""
+        if self.notes.lease == batch.lease and self.notes.handed_over != yes:
             self.notes.handed_over = yes
             await self._save()
 
@@ -325,7 +328,12 @@ class Atropos:
         return self._handing_over != 0
 
     async def _save(self) -> None:
-        await asyncio.to_thread(atomic.write_bytes, self._path, msgspec.json.encode(self.notes))
+        """One after the other, each what holds by then; to its end, whatever becomes of the caller."""
+        await asyncio.shield(self._write())
+
+    async def _write(self) -> None:
+        async with self._writing:
+            await asyncio.to_thread(atomic.write_bytes, self._path, msgspec.json.encode(self.notes))
 
     # --- what can be asked
 

@@ -6,6 +6,7 @@ It drops the body of a request that offers HTTP/2, as some clients do: not for s
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -21,6 +22,10 @@ class FastHttp(HttpToolsProtocol):
         self._body_bytes = 0
         self._parts: list[bytes] = []
         self._part_bytes, self._handed_s = 0, 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=0)  # whoever sends waits until the system took what was sent before
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         in_head, body_bytes, self._ended = self._in_head, self._body_bytes, False

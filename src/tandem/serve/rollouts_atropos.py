@@ -230,20 +230,26 @@ class _HandOver(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_hung_up(receive))
+        whole = False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for piece in chain(_joined(self.pieces), (b"",)):  # the empty one waits until the system took all others
+            for piece in chain(_joined(self.pieces), (b"",)):  # the empty one is sent when the system took all others
                 async with asyncio.timeout(_READ_S):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await asyncio.sleep(0)
                 if gone.done():
                     return
             await self.atropos.handed_over(self.batch)
-            if gone.done():  # what the kernel took for it, it never read
-                return await self.atropos.handed_over(self.batch, False)
-            await send({"type": "http.response.body", "body": b"]}", "more_body": False})
+            await asyncio.sleep(0)  # should it have hung up by now, `gone` hears of it
+            if not gone.done():  # or else: what the system took for it, it never read
+                await send({"type": "http.response.body", "body": b"]}", "more_body": False})
+                whole = True
         except TimeoutError:
             _log.warning("a batch was not read within %g s; the next fetch gets it again", _READ_S)
         finally:
             gone.cancel()
-            self.atropos.let_go(self.batch)
+            try:
+                if not whole:
+                    await self.atropos.handed_over(self.batch, False)
+            finally:
+                self.atropos.let_go(self.batch)
