@@ -342,8 +342,9 @@ class Conductor:
             )
 
     async def _lost(self, error: TandemError) -> None:
-        self._running, self._progress = None, {}
         await self._trainer.lost(error)
+        self._running, self._progress = None, {}  # only now: until it has ended, it is asked for nothing else
+        await self._trainer.pause()
 
     async def _queue_again(self) -> None:
         """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""

@@ -1,7 +1,7 @@
 """Whether the trainer half lives; and another one where it does not.
 
 consumes: the start of a process, what it tells of its steps     waits for: its answers
-produces: a half that has opened its files                       an error once it died too often in a row
+produces: a half that has opened its files                       an error once too many in a row died over their work
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class TrainerLife:
 
     async def begin(self, asked: Open, deadline_s: float) -> Opened:
         """Another one, instead of what is left of the one before."""
+        if self._half is not None and self.is_gone:  # nobody has asked it for anything since
+            self.why_lost = f"online: the trainer half was gone, with nothing to do: {await self._epitaph()}"
+            _log.error("%s", self.why_lost)
         await self.end()
         process = await asyncio.to_thread(self._start)
         peer = Peer(self._heard, "trainer half")
@@ -75,18 +78,19 @@ class TrainerLife:
             await asyncio.to_thread(half.process.stop, _STOP_S)
 
     async def lost(self, error: TandemError) -> None:
-        """It died, or cannot go on. Returns when another one may begin, where the disk says."""
-        half = self._half
-        if isinstance(error, HalfLost) and half is not None:
-            error = HalfLost(f"{error}: {await asyncio.to_thread(half.process.epitaph)}")
-        self.why_lost = str(error)
-        _log.error("%s", error)
+        """It died over its work, or cannot go on: it is ended."""
+        dead = isinstance(error, HalfLost) and self._half is not None
+        self.why_lost = f"{error}: {await self._epitaph()}" if dead else str(error)
+        _log.error("%s", self.why_lost)
         await self.end()
         self._in_a_row += 1
+
+    async def pause(self) -> None:
+        """Before another one begins, where the disk says; EngineError if there will be none any more."""
         if self._in_a_row > self._most:
             self.why_none = (
                 f"online: the trainer half died {self._in_a_row} times in a row, and max_restarts = {self._most}; jobs "
-                f"wait until the server is started anew. The last time: {error}"
+                f"wait until the server is started anew. The last time: {self.why_lost}"
             )
             raise EngineError(self.why_none)
         await asyncio.sleep(min(_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), _MOST_PAUSE_S))
@@ -117,6 +121,10 @@ class TrainerLife:
         finally:
             answer.cancel()
         raise HalfLost(f"online: the trainer half did no step of a job in {self.deadline_s:g} s")
+
+    async def _epitaph(self) -> str:
+        assert self._half is not None
+        return await asyncio.to_thread(self._half.process.epitaph)
 
     @property
     def _peer(self) -> Peer:
