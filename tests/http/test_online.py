@@ -162,7 +162,10 @@ def test_rollback_and_forward_again_are_bit_identical(server: OnlineServer):
 def test_an_older_version_answers_beside_the_one_that_serves(server: OnlineServer):
     known = [each["version"] for each in server.get("/versions")["versions"]]
     assert [each["version"] for each in server.get("/versions?most=2")["versions"]] == known[-2:]
-    assert server.http.get("/versions?most=many").status_code == 422
+    assert [each["version"] for each in server.get(f"/versions?before={known[2]}")["versions"]] == known[:2]
+    for asked in ("most=many", "most=1001", "before=-1", "before=" + "9" * 30):
+        answer = server.http.get(f"/versions?{asked}")
+        assert (answer.status_code, answer.json()["error"]["field"]) == (422, asked.partition("=")[0])
     chat = {"model": "online", "messages": [{"role": "user", "content": "code?"}], "max_tokens": 8, "temperature": 0.0}
     chat |= {"logprobs": True}
     told = {}

@@ -134,10 +134,10 @@ class JobStore:
         """The samples as they were sent."""
         return json.loads(self._durable.read("SELECT said FROM jobs WHERE id = ?", (id,))[0][0])
 
-    def versions(self, most: int) -> list[dict[str, Any]]:
-        """The newest, oldest first."""
-        sql = f"SELECT {_OF_VERSIONS} FROM versions ORDER BY version DESC LIMIT ?"
-        return [_version(row) for row in reversed(self._durable.read(sql, (most,)))]
+    def versions(self, most: int, before: int) -> list[dict[str, Any]]:
+        """The newest of those before one, oldest first."""
+        sql = f"SELECT {_OF_VERSIONS} FROM versions WHERE version < ? ORDER BY version DESC LIMIT ?"
+        return [_version(row) for row in reversed(self._durable.read(sql, (before, most)))]
 
     def version(self, version: int) -> dict[str, Any]:
         rows = self._durable.read(f"SELECT {_OF_VERSIONS} FROM versions WHERE version = ?", (version,))

@@ -54,7 +54,7 @@ from tandem.serve.page import page
 
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
-_MOST = 1000
+_MOST, _NO_BOUND = 1000, 10**18 - 1
 _NO_WISH = frozenset[str]()
 Number = Annotated[int, Path(ge=0, lt=2**53)]
 B = TypeVar("B", bound=Strict)
@@ -270,7 +270,7 @@ class _Api:
         return await self._repeatable(request, self.conductor.checkpoint)
 
     async def versions(self, request: Request) -> Response:
-        active, rows = self.store.active, self.store.versions(_most(request, 100))
+        active, rows = self.store.active, self.store.versions(_most(request, 100), _asked(request, "before", _NO_BOUND))
         return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": rows})
 
     async def served(self) -> Response:
@@ -321,10 +321,16 @@ async def _body_if_any(body: type[B], request: Request) -> B:
 
 
 def _most(request: Request, usual: int) -> int:
-    text = request.query_params.get("most", str(usual))
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise Refused(422, f"'{text[:40]}' is no number", field="most")
-    return min(int(text), _MOST)
+    if (most := _asked(request, "most", usual)) > _MOST:
+        raise Refused(422, f"no more than {_MOST} are told at a time", field="most")
+    return most
+
+
+def _asked(request: Request, name: str, usual: int) -> int:
+    text = request.query_params.get(name, str(usual))
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise Refused(422, f"'{text[:40]}' is no number, or too large a one", field=name)
+    return int(text)
 
 
 async def _once(request: Request) -> Once:
