@@ -8,6 +8,7 @@ medians of the steps without the first two. For its packages on the path see trl
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -84,6 +85,7 @@ def main() -> None:
         spread = f"{min(row['rates']):.0f}-{max(row['rates']):.0f}"
         print(f"TRL {way}: {checkpoint.name}: {middle:.0f} tokens/s ({spread}), {row['gib']:.1f} GiB", flush=True)
         found.append(row)
+        gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no GPU
     Path(os.environ.get("OUT", "."), "trl-sft.json").write_text(json.dumps(found, indent=1, default=str))
 

@@ -111,7 +111,7 @@ async def adapter(process: VllmProcess, checkpoint: Path, device: str) -> dict[s
         "bias": "none", "target_modules": sorted({name.split(".")[-2] for name in shapes}),
         "base_model_name_or_path": str(checkpoint),
     }  # fmt: skip
-    home = Path(memory_backed()) / f"vllm-alone-{os.getpid()}"
+    home = memory_backed() / f"vllm-alone-{os.getpid()}"
     version = 0
 
     def write() -> None:
@@ -175,10 +175,10 @@ async def asked_of(process: VllmProcess, what: str, checkpoint: Path, device: st
 def served(what: str, checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     home = Path("/tmp/vllm-alone") / f"{checkpoint.name}-{what}"
     home.mkdir(parents=True, exist_ok=True)
-    special = {"extra": NCCL} if what == "weights" else {"adapter_slots": 3, "max_rank": RANK}
     options = VllmOptions(
         str(checkpoint), arguments.python, dtype="bfloat16", device=arguments.device, memory_share=arguments.share,
-        max_context=512, eager=arguments.eager, environment={"CUDA_VISIBLE_DEVICES": str(arguments.gpu)}, **special,
+        max_context=512, eager=arguments.eager, environment={"CUDA_VISIBLE_DEVICES": str(arguments.gpu)},
+        extra=NCCL if what == "weights" else (), adapter_slots=3 if what == "adapter" else 0, max_rank=RANK,
     )  # fmt: skip
     process = VllmProcess(options, home)
     try:
@@ -192,13 +192,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="+", choices=["weights", "adapter", "rollouts"])
     ask_for_checkpoint(parser)
-    parser.add_argument("--gpu", type=int, default=0, help="of the server")
+    parser.add_argument("--gpu", type=int, default=0, help="of the server; `rollouts` take the first")
     parser.add_argument("--python", default=build_alone.default_python())
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     arguments = parser.parse_args()
+    if "weights" in arguments.what and not arguments.gpu:
+        parser.error("the weights come from the first GPU: --gpu 1")
     checkpoint = checkpoint_of(arguments)
     for what in arguments.what:
         row = rollouts(checkpoint, arguments) if what == "rollouts" else served(what, checkpoint, arguments)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.bridge.file_bytes import Writing
 from tandem.bridge.outgoing import Form, forms, outgoing
-from tandem.bridge.safetensors_file import opened
+from tandem.bridge.safetensors_file import begun
 from tandem.bridge.versions import FilesBridge
 from tandem.bridge.wire import Entry, as_bytes
 from tandem.errors import SyncError
@@ -56,7 +56,7 @@ class CheckpointBridge(FilesBridge):
         shards = self._shards(into)
         entries: dict[str, Entry] = {}
         fingerprints: dict[str, str] = {}
-        with opened(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
+        with begun(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
             for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
                 raw = as_bytes(tensor)
                 phases.end("gather")

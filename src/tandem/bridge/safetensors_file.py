@@ -13,7 +13,7 @@ from tandem.bridge.outgoing import Form
 
 
 @contextmanager
-def opened(
+def begun(
     directory: Path, shards: Mapping[str, Mapping[str, Form]]
 ) -> Iterator[tuple[dict[str, BinaryIO], dict[str, tuple[str, int]]]]:
     """The files with their headers written, and where in which each tensor goes."""

@@ -29,7 +29,7 @@ _KEPT = 2  # the one that is served while the next is read
 
 
 class FilesBridge:
-    """What disk, restart and adapter share. They say what lies in a directory beside the tensors."""
+    """What disk, restart and adapter share. They say how one version is written."""
 
     mode: str
     carries: WeightKind
@@ -98,8 +98,8 @@ class FilesBridge:
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
     ) -> tuple[Mapping[str, wire.Entry], Fingerprints]:
-        """Writes all that a version is made of but the manifest; where each tensor lies, and its digest. It asks
-        `still_wanted`, which raises if nobody waits any more, as often as it can."""
+        """Writes all that a version is made of but the manifest; where each tensor lies, and its digest. While it
+        writes for long it asks `still_wanted`, which raises if nobody waits any more."""
         raise NotImplementedError
 
     # --- one version
