@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 
 from tandem.bridge.adapter.trainer import AdapterBridge, memory_backed
 from tandem.bridge.disk.trainer import DiskBridge
+from tandem.bridge.wire import Manifest
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
@@ -229,6 +232,30 @@ def test_a_directory_that_is_gone_is_said_at_once(bridge: WeightBridge) -> None:
     shutil.rmtree(source.link["directory"])
     with pytest.raises(SyncError, match="is not there"):
         source.receive(1)
+
+
+@pytest.mark.parametrize("mode", FILES)
+def test_what_was_told_to_have_failed_does_not_appear_later(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge, text_of, ended = COPYING[mode](tmp_path, 0.3), Manifest.to_text, threading.Event()
+    source = meet(bridge)
+
+    def slow(manifest: Manifest) -> str:
+        time.sleep(0.6)
+        ended.set()
+        return text_of(manifest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Manifest, "to_text", slow)
+        with pytest.raises(SyncError, match="version 1 was not written"):
+            bridge.send(weights_of(1, bridge.carries))
+        assert ended.wait(5)
+        time.sleep(0.2)
+    assert versions(source) == []
+    bridge.send(weights_of(1, bridge.carries))
+    assert versions(source) == ["v-000001"]
+    bridge.close()
 
 
 def test_a_full_disk_is_an_error_of_the_sync_and_leaves_nothing_behind(tmp_path: Path) -> None:
