@@ -319,6 +319,7 @@ async def a_job_is_called_off_while_nobody_trains_it(played: Played) -> None:
     assert (await played.conductor.cancel(long, "me"))["state"] == "cancelling"
     job = await played.until(long, *ENDED)
     assert (job.state, job.why, job.attempt) == ("cancelled", "it was called off", 1)
+    assert played.conductor.status()["job"] is None
 
 
 async def a_job_gives_way_to_a_version_and_is_begun_again(played: Played) -> None:
