@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,26 +41,17 @@ from tandem.online.publishing import Publishing
 from tandem.online.trainer_life import TrainerLife
 from tandem.online.watch import Fall, Watch
 from tandem.online.wire import Activate, Asked, Cancel, Checkpoint, Open, Progress, Publish
+from tandem.online.wishes import Wishes
 from tandem.protocols import DigestedEngine
 from tandem.spec.online import OnlineSpec
 
 _log = logging.getLogger(__name__)
 
 _LAST_S, _LOOK_S, _FULL_S, _CANCEL_S = 2.2, 1.0, 2.0, 5.0
-_TRIES = 3
 
 _ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Wish:
-    """What somebody waits for; begun again should the trainer half die over it."""
-
-    work: Callable[[], Awaitable[Any]]
-    done: asyncio.Future[Any]
-    tries: int = 0
 
 
 class Conductor:
@@ -88,7 +78,7 @@ class Conductor:
         """The last version that this engine was proven to hold."""
         self._running: Job | None = None
         self._progress: dict[str, Any] = {}
-        self._wishes: asyncio.Queue[_Wish] = asyncio.Queue()
+        self._wishes = Wishes()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
@@ -216,8 +206,7 @@ class Conductor:
         """`first`: a job that is trained now gives way to it."""
         if self._task is not None and self._task.done():
             raise EngineError(f"{_ENDED} {self._trainer.why_none}")
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._wishes.put_nowait(_Wish(work, done))
+        done = self._wishes.put(work)
         self.wake()
         if first and self._running is not None:
             await self._call_off(self._running.id)
@@ -233,9 +222,7 @@ class Conductor:
         try:
             await self._go_on()
         finally:
-            while not self._wishes.empty():
-                if not (done := self._wishes.get_nowait().done).done():
-                    done.set_exception(EngineError(f"{_ENDED} {self._trainer.why_none}"))
+            self._wishes.refuse(f"{_ENDED} {self._trainer.why_none}")
 
     async def _go_on(self) -> None:
         while True:
@@ -255,7 +242,7 @@ class Conductor:
             except Exception as error:  # noqa: BLE001 - of one job: all others are still to be learned
                 _log.exception("what the conductor did failed")
                 await self._lost(TandemError(f"online: {type(error).__name__}: {error}"))
-            if self._wishes.empty() and not self.store.jobs(1, ["queued"]) and not self._trainer.is_gone:
+            if not self._wishes and not self.store.jobs(1, ["queued"]) and not self._trainer.is_gone:
                 self._news.clear()
                 try:
                     async with asyncio.timeout(_LOOK_S):
@@ -268,33 +255,13 @@ class Conductor:
         await self._life.ensure()
         await self._queue_again()
         await self._ensure_served()
-        while not self._wishes.empty():
-            await self._grant(self._wishes.get_nowait())
+        await self._wishes.grant()
         if waiting := self.store.jobs(1, ["queued"]):
             self._running = waiting[0]  # from here on a wish calls it off
             await self._do(await self.store.begin(waiting[0].id))
             self._trainer.did_well()
         elif self._checkpoint_due():
             await self._checkpoint_if_it_can_be()
-
-    async def _grant(self, wish: _Wish) -> None:
-        if wish.done.done():  # nobody waits any more
-            return
-        try:
-            result = await wish.work()
-        except EngineLost as error:
-            wish.tries += 1
-            if wish.tries < _TRIES:
-                self._wishes.put_nowait(wish)
-            elif not wish.done.done():
-                wish.done.set_exception(EngineError(f"{error}; ask again"))
-            raise
-        except Exception as error:  # noqa: BLE001 - whoever wished it hears of it, whatever it is
-            if not wish.done.done():
-                wish.done.set_exception(error)
-        else:
-            if not wish.done.done():
-                wish.done.set_result(result)
 
     # --- the engine
 
