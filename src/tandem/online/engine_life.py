@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.errors import EngineError, EngineLost, TandemError
+from tandem.online.losses import Losses
 from tandem.protocols import Engine
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S, _PAUSE_S, _MOST_PAUSE_S = 0.2, 0.2, 10.0
+_LOOK_S = 0.2
 
 Revive = Callable[[], Awaitable[None]]
 
@@ -25,8 +26,8 @@ class EngineLife:
     def __init__(self, engine: Engine, revive: Revive | None, most: int, when_lost: Callable[[], None]) -> None:
         """`revive` starts it again; None: it is a part of this process, and ends with it. `most`: losses in a row."""
         self.why_lost = ""
-        self._engine, self._revive, self._most, self._when_lost = engine, revive, most, when_lost
-        self._restarts = self._in_a_row = 0
+        self._engine, self._revive, self._when_lost = engine, revive, when_lost
+        self._restarts, self._losses = 0, Losses(most)
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -43,7 +44,7 @@ class EngineLife:
 
     def served(self) -> None:
         """A version was proven: what was lost before counts no more."""
-        self._in_a_row = 0
+        self._losses.count = 0
 
     def is_to_blame(self, error: TandemError) -> bool:
         """For what went wrong; and it can be helped."""
@@ -52,10 +53,10 @@ class EngineLife:
     async def lost(self, error: TandemError) -> None:
         """Returns when it may be tried again."""
         self._is_lost(str(error))
-        self._in_a_row += 1
-        if self._in_a_row > self._most:
-            raise EngineError(f"online: the engine was lost {self._in_a_row} times in a row: {error}")
-        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), _MOST_PAUSE_S))
+        self._losses.count += 1
+        if self._losses.are_too_many:
+            raise EngineError(f"online: the engine was lost {self._losses.count} times in a row: {error}")
+        await self._losses.pause()
 
     async def ensure(self) -> None:
         if not self.why_lost or self._revive is None:

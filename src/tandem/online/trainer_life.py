@@ -16,12 +16,13 @@ import msgspec
 
 from tandem.errors import EngineError, TandemError
 from tandem.online.child import TrainerProcess
+from tandem.online.losses import Losses
 from tandem.online.peer import HalfLost, Handle, Peer
 from tandem.online.wire import Asked, Open, Opened, Progress, Train, Trained
 
 _log = logging.getLogger(__name__)
 
-_STOP_S, _PAUSE_S, _MOST_PAUSE_S = 0.3, 0.2, 10.0
+_STOP_S = 0.3
 _LOOKS = 8  # a deadline
 
 
@@ -39,9 +40,9 @@ class TrainerLife:
         self.why_none = ""
         """Why there will be none any more."""
         self.deadline_s = deadline_s
-        self._start, self._handle, self._most = start, handle, most
+        self._start, self._handle, self._losses = start, handle, Losses(most)
         self._half: _Half | None = None
-        self._in_a_row = self._steps = 0
+        self._steps = 0
 
     @property
     def is_gone(self) -> bool:
@@ -52,7 +53,7 @@ class TrainerLife:
         return {
             "alive": not self.is_gone,
             "pid": half.process.pid if half is not None and not self.is_gone else 0,
-            "restarts": self._in_a_row,
+            "restarts": self._losses.count,
             "why": self.why_none,
             "parameters": half.opened.parameters if half is not None else 0,
         }
@@ -83,21 +84,21 @@ class TrainerLife:
         self.why_lost = f"{error}: {await self._epitaph()}" if dead else str(error)
         _log.error("%s", self.why_lost)
         await self.end()
-        self._in_a_row += 1
+        self._losses.count += 1
 
     async def pause(self) -> None:
         """Before another one begins, where the disk says; EngineError if there will be none any more."""
-        if self._in_a_row > self._most:
+        if self._losses.are_too_many:
             self.why_none = (
-                f"online: the trainer half died {self._in_a_row} times in a row, and max_restarts = {self._most}; jobs "
-                f"wait until the server is started anew. The last time: {self.why_lost}"
+                f"online: the trainer half died {self._losses.count} times in a row, and max_restarts = "
+                f"{self._losses.most}; jobs wait until the server is started anew. The last time: {self.why_lost}"
             )
             raise EngineError(self.why_none)
-        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self._in_a_row - 1, 10), _MOST_PAUSE_S))
+        await self._losses.pause()
 
     def did_well(self) -> None:
         """A job ended: what was lost before counts no more."""
-        self._in_a_row = 0
+        self._losses.count = 0
 
     async def ask(self, what: Asked, deadline_s: float = 0.0) -> dict[str, Any]:
         deadline_s = deadline_s or self.deadline_s
