@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from tandem.bridge.adapter.trainer import memory_backed
 from tandem.io.child import Child
+from tandem.ops.footprint import DeviceMemory
 from tandem.recipes import build_engine
 from tandem.recipes.shapes import SHAPES, random_checkpoint
 from tandem.spec.engine import VllmEngineSpec
@@ -32,6 +34,27 @@ def checkpoint_of(arguments: argparse.Namespace) -> Path:
         random_checkpoint(arguments.shape, path, device=arguments.device)
         torch.cuda.empty_cache()  # does nothing where there is no GPU
     return path
+
+
+def used_bytes() -> list[int]:
+    """Of each GPU, by everybody."""
+    pairs = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
+    return [total - free for free, total in pairs]
+
+
+@dataclass
+class Taken:
+    before_gib: float
+    peak_gib: float = 0.0
+
+
+@contextmanager
+def taken() -> Iterator[Taken]:
+    """Of all GPUs, by everybody: before, and, once it has ended, the most meanwhile."""
+    found = Taken(sum(used_bytes()) / 2**30)
+    with DeviceMemory() if torch.cuda.is_available() else nullcontext() as memory:
+        yield found
+    found.peak_gib = found.before_gib + (memory.extra_bytes / 2**30 if memory else 0.0)
 
 
 @contextmanager

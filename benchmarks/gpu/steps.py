@@ -15,16 +15,14 @@ import os
 import shutil
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from standing import ask_for_checkpoint, checkpoint_of, standing
+from standing import ask_for_checkpoint, checkpoint_of, standing, taken
 
 import tandem
 from tandem.errors import TandemError
-from tandem.ops.footprint import DeviceMemory
 from tandem.recipes import build_alone
 from tandem.spec.load import parse_spec
 
@@ -58,17 +56,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def taken_gib() -> float:
-    """Of all GPUs, by everybody."""
-    if not torch.cuda.is_available():
-        return 0.0
-    pairs = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
-    return sum(total - free for free, total in pairs) / 2**30
-
-
 def measure(case: str, spec: Any, home: Path) -> dict[str, Any]:
-    before_gib, started = taken_gib(), time.perf_counter()
-    with DeviceMemory() if torch.cuda.is_available() else nullcontext() as memory:
+    started = time.perf_counter()
+    with taken() as memory:
         result = tandem.run(spec, run_dir=home)
     trained = [row for row in rows(home / "metrics.jsonl") if "time/step_s" in row]
     after = trained[WARM:]
@@ -85,7 +75,7 @@ def measure(case: str, spec: Any, home: Path) -> dict[str, Any]:
         "generate_s": middle["time/generate_s"], "train_s": middle["time/train_s"], "sync_s": middle["time/sync_s"],
         "sampled": middle.get("tokens/sampled", 0.0), "computed": middle.get("tokens/computed", 0.0),
         "gap": middle.get("sync/logprob_gap", 0.0),
-        "peak_gib": before_gib + (memory.extra_bytes / 2**30 if memory else 0.0), "before_gib": before_gib,
+        "peak_gib": memory.peak_gib, "before_gib": memory.before_gib,
         "all": [row["time/step_s"] for row in trained], "rewards": [row.get("reward/mean", 0.0) for row in trained],
         "memory": {name: value for name, value in middle.items() if name.startswith("memory/")},
         "verified": sorted({proof["verified"] for proof in proofs}), "run_s": time.perf_counter() - started,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from standing import ask_for_checkpoint, checkpoint_of, standing
+from standing import ask_for_checkpoint, checkpoint_of, standing, used_bytes
 from sync import difference, gap
 
 from tandem.engine.server import ServerEngine, Standing
@@ -77,12 +77,6 @@ def nudge(model: Any, trainer: Any) -> None:
             if tensor.ndim > 1:
                 noise = torch.randn(tensor.shape, generator=generator, device=model.device, dtype=tensor.dtype)
                 tensor += noise * (sign * (0.008 if min(tensor.shape) <= 64 else 0.003))
-
-
-def used_bytes() -> list[int]:
-    """Of each GPU, by everybody."""
-    pairs = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
-    return [total - free for free, total in pairs]
 
 
 async def first_token_ms(engine: Any, seed: int) -> float:

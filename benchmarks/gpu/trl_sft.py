@@ -13,19 +13,15 @@ import json
 import os
 import random
 import statistics
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from standing import ask_for_checkpoint, checkpoint_of
-from steps import taken_gib
+from standing import ask_for_checkpoint, checkpoint_of, taken
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 from trl_step import Watch
-
-from tandem.ops.footprint import DeviceMemory
 
 WARM, ROW = 2, 4096
 
@@ -50,8 +46,8 @@ def measured(way: str, checkpoint: Path, arguments: argparse.Namespace) -> dict[
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     # Four sequences make about one row of 4,096, as far as it fills.
     data = sequences(arguments.rows * arguments.accumulate * steps * 2, min(len(tokenizer), 151_000))
-    watch, before_gib = Watch(), taken_gib()
-    with DeviceMemory() if cuda else nullcontext() as memory:
+    watch = Watch()
+    with taken() as memory:
         trainer = SFTTrainer(
             model=str(checkpoint), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[watch]
         )
@@ -61,7 +57,7 @@ def measured(way: str, checkpoint: Path, arguments: argparse.Namespace) -> dict[
     rates = [count / took for count, took in zip(tokens, watch.seconds, strict=False)][WARM:]
     return {
         "way": way, "shape": checkpoint.name, "rates": rates, "tokens": tokens, "seconds": watch.seconds,
-        "gib": before_gib + (memory.extra_bytes / 2**30 if memory else 0.0), "log": trainer.state.log_history,
+        "gib": memory.peak_gib, "log": trainer.state.log_history,
     }  # fmt: skip
 
 

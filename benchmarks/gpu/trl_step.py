@@ -13,18 +13,14 @@ import json
 import os
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from standing import ask_for_checkpoint, checkpoint_of
-from steps import taken_gib
+from standing import ask_for_checkpoint, checkpoint_of, taken
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-from tandem.ops.footprint import DeviceMemory
 
 
 class Watch(TrainerCallback):
@@ -67,14 +63,14 @@ def main() -> None:
     )  # fmt: skip
     count = arguments.groups * arguments.steps
     prompts = Dataset.from_list([{"prompt": f"Say number {number} in words."} for number in range(count)])
-    watch, before_gib = Watch(), taken_gib()
-    with DeviceMemory() if torch.cuda.is_available() else nullcontext() as memory:
+    watch = Watch()
+    with taken() as memory:
         trainer = GRPOTrainer(
             model=str(checkpoint), reward_funcs=vowels, args=config, train_dataset=prompts,
             processing_class=AutoTokenizer.from_pretrained(checkpoint), callbacks=[watch],
         )  # fmt: skip
         trainer.train()
-    steps, peak_gib = watch.seconds[1:], before_gib + (memory.extra_bytes / 2**30 if memory else 0.0)
+    steps, peak_gib = watch.seconds[1:], memory.peak_gib
     row = {"shape": checkpoint.name, "seconds": watch.seconds, "gib": peak_gib, "log": trainer.state.log_history}
     (Path(os.environ.get("OUT", ".")) / "trl-step.json").write_text(json.dumps(row, indent=1, default=str))
     middle, between = statistics.median(steps), f"{min(steps):.2f}-{max(steps):.2f}"
