@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.bridge.shared import cuda
 from tandem.errors import SyncError
 from tandem.ops.devices import device_name
+from tandem.ops.requested import requested
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class BorrowedBase:
         self._bytes, self._why_not = 0, "no engine was attached yet"
 
     def state(self) -> dict[str, Any]:
-        return {"requested": True, "engaged": not self._why_not, "why_not": self._why_not, "bytes": self._bytes}
+        return requested(True, self._why_not, bytes=self._bytes)
 
     def met(self, engines: Sequence[Mapping[str, Any]]) -> None:
         """`engines`: what they said when they were attached, and were found to serve the trainer's base."""

@@ -30,6 +30,7 @@ from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
 from tandem.ops.digest import parted
 from tandem.ops.phases import Phases
+from tandem.ops.requested import requested
 from tandem.protocols import WeightSource
 from tandem.types import Fingerprints, Served
 
@@ -370,11 +371,6 @@ class Exchange:
             if told := answer.get("error"):
                 raise _ERRORS.get(told["code"], EngineError)(told["message"])
         return answers
-
-
-def requested(what: str, why_not: str) -> dict[str, Any]:
-    """As it is told of whatever may not be had."""
-    return {"requested": what, "engaged": not why_not, "why_not": why_not}
 
 
 def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:

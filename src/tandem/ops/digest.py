@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tandem.ops.finite import Finite
 from tandem.ops.phases import Phases
+from tandem.ops.requested import requested
 
 Piece = tuple[str, Tensor, int, int]
 """The name of a tensor, a part of it, and the row and column that the part begins at."""
@@ -241,8 +242,7 @@ def fused(device: torch.device) -> dict[str, Any]:
     """Whether the digests of tensors there are computed all at once, as an option of a run; nothing on a CPU."""
     if device.type != "cuda":
         return {}
-    why_not = why_not_fused()
-    return {"requested": True, "engaged": not why_not, "why_not": why_not}
+    return requested(True, why_not_fused())
 
 
 @cache
