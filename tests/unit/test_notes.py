@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+from typing import Any
+
 import pytest
 
 from tandem.bridge import notes
@@ -12,3 +16,22 @@ def test_a_note_is_read_as_it_was_written(text: str) -> None:
     packed = notes._packed(text)
     assert notes._unpacked(packed.encode()) == text
     assert len(packed) < 2**17
+
+
+def test_a_store_of_this_process_is_reached_however_short_the_others_deadline_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine that took longer than 1.5 s: a meeting failed that nobody had come to yet."""
+    asked = list[timedelta]()
+
+    class Store(notes.TCPStore):
+        def __init__(self, *args: Any, timeout: timedelta, **options: Any) -> None:
+            asked.append(timeout)
+            super().__init__(*args, timeout=timeout, **options)
+
+    monkeypatch.setattr(notes, "TCPStore", Store)
+    listening = socket.create_server(("127.0.0.1", 0))
+    meeting = notes.Meeting("broadcast", "127.0.0.1", listening.getsockname()[1], "token", 1, 2, "cpu", 1.5)
+    store = meeting.host_it(listening)
+    assert asked[0] >= timedelta(seconds=10)
+    assert store.timeout == timedelta(seconds=1.5)

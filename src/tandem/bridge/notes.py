@@ -27,6 +27,7 @@ BROKEN = "the transfer was broken off"
 _LOOK_S = 0.0005
 _SHORT, _AS_IT_IS = 2**16, "="  # characters; no base64 begins so
 CLOSING_S = 1.0
+_OWN = timedelta(seconds=30)  # to reach a store in this very process, which waits for nobody but a machine that is busy
 WAY_OUT = "meet again with a new source(); neither process need be started anew"
 
 
@@ -53,14 +54,12 @@ class Meeting:
 
     def host_it(self, listening: socket.socket) -> TCPStore:
         """On the socket that is given: left to itself, the store would listen on every interface."""
-        return TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-            timeout=self._patience,
-        )
+        store = TCPStore(
+            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(),
+            timeout=max(self._patience, _OWN),
+        )  # fmt: skip
+        store.set_timeout(self._patience)
+        return store
 
     @property
     def _patience(self) -> timedelta:
