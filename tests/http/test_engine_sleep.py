@@ -28,7 +28,7 @@ GPU, ENGINE = 100, 60  # bytes: of them all, and of those that sleeping frees
 class Vllm:
     """Stands where `vllm serve` is talked to. Touching weights that are not there ends it, as a GPU would."""
 
-    why_not_found_again = ""
+    why_not_found_again = why_not_in_bulk = ""
 
     def __init__(self, device: str = "cuda") -> None:
         self.options = VllmOptions("model", "python", device=device, sleeps=True, adapter_slots=2)
@@ -84,7 +84,7 @@ class Vllm:
                 self.remembered = self.weights
             case "tandem_intact":
                 return {"intact": self.weights == self.remembered}
-            case "tandem_keep" | "tandem_answer_early":
+            case "tandem_keep":
                 return {"why_not": "tokens are streamed here"}
             case "tandem_attach":
                 return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0", "why_not": {}}

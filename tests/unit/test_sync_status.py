@@ -94,7 +94,7 @@ class Workers:
     """Stands where `vllm serve` is talked to: two real workers of it, over a model that this test lays out."""
 
     options = VllmOptions("model", "python", tensor_parallel=2)
-    why_not_found_again = ""
+    why_not_found_again = why_not_in_bulk = ""
 
     def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.inside.worker.layout_of", lambda model: layouts[model])
@@ -117,7 +117,7 @@ class Workers:
 
     async def post(self, path: str, body: Any, *, deadline_s: float) -> Any:
         name = body["method"].removeprefix("tandem_")
-        if name in ("keep", "answer_early"):  # by no worker without a vLLM around it
+        if name == "keep":  # by no worker without a vLLM around it
             return {"results": [{"why_not": "no vLLM is here"}] * len(self._workers)}
         return json.loads(json.dumps({"results": [getattr(each, name)(*body["args"]) for each in self._workers]}))
 

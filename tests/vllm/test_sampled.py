@@ -87,7 +87,6 @@ def rig(tmp_path_factory: Any) -> Iterator[Rig]:
 def test_what_is_kept_is_what_vllm_itself_sends(rig: Rig, settings: dict[str, Any]):
     kept, streamed = rig.sample(*PROMPTS[:3], **settings), rig.streamed(*PROMPTS[:3], **settings)
     assert rig.engine._why_streamed == ""
-    assert rig.engine._why_asked == "vLLM's scheduler is in another process than its workers"  # as ever on a CPU
     assert [each.ids for each in kept] == [each.ids for each in streamed]
     for one, other in zip(kept, streamed, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)

@@ -210,6 +210,7 @@ def test_the_base_that_adapters_stand_upon_is_told(rig: Rig):
     rig.run(rig.engine.attach(source))
     assert source.reply["base"] == fingerprints(dict(serving.base(rig.module)))
     assert not {"compiled", "beside", "blocks"} & set(source.reply), "on a CPU there is nothing of the kind"
+    assert source.reply["scheduler"] == {"requested": "in bulk", "engaged": True, "why_not": ""}
     bridge.close()
 
 

@@ -16,11 +16,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from tandem.engine.server_sent import server_sent
-from tandem.engine.vllm_exchange import Exchange, requested
+from tandem.engine.vllm_exchange import Exchange
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
 from tandem.io.engine_wire import decoded
+from tandem.ops.requested import requested
 from tandem.ops.sampled import MARK
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
@@ -48,7 +49,7 @@ class VllmEngine:
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: SampledReader | None = None
         """What the workers keep of requests under way; None: they cannot, and `_why_streamed` says why."""
-        self._why_streamed = self._why_asked = ""
+        self._why_streamed = ""
 
     # --- sampling
 
@@ -78,8 +79,6 @@ class VllmEngine:
                 await self._exchange.workers("tandem_vocabulary", self._num_ids)
             for answer in await self._exchange.workers("tandem_keep"):
                 self._why_streamed = self._why_streamed or answer["why_not"]
-            for answer in await self._exchange.workers("tandem_answer_early"):
-                self._why_asked = self._why_asked or answer["why_not"]
             if self._why_streamed:
                 _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
             else:
@@ -183,7 +182,7 @@ class VllmEngine:
         await self._prepare()
         told = {
             "sampled": requested("kept", self._why_streamed),
-            "slots": requested("early", self._why_asked),
+            "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
         if not self._process.options.eager:
             told["compiled"] = requested("by form", self._process.why_not_found_again)

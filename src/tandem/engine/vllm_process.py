@@ -27,6 +27,7 @@ from tandem.errors import EngineError, EngineLost
 from tandem.io import ahead
 from tandem.io.child import Child
 from tandem.io.engine_wire import decoded, encoded
+from tandem.ops.sampled import SCHEDULER_TOLD
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ _BASE_URL = "http://vllm"
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.inside.extension.TandemWorker"
+_SCHEDULER, _SCHEDULER_FILE = "tandem.inside.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # what was compiled without inside/lora_layers.py is not taken from vLLM's cache
 _LEAST_CONNECTIONS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
@@ -78,7 +80,7 @@ class VllmOptions:
             *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
             *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
             *("--max-num-seqs", str(self.max_running), "--seed", str(self.seed)),
-            *("--worker-extension-cls", _EXTENSION),
+            *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER),
             # Logprobs of the distribution that the token was drawn from, not of the model before temperature.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             "--disable-uvicorn-access-log",
@@ -136,9 +138,18 @@ class VllmProcess:
         """Why what vLLM compiles for this model is not found for the next of its form; or nothing."""
         return "no model was named" if self._name is None else self._name.why_not
 
+    @property
+    def why_not_in_bulk(self) -> str:
+        """Why its scheduler asks about each request at each step, once it is ready; or nothing."""
+        try:
+            return decoded((Path(self._folder.name) / _SCHEDULER_FILE).read_bytes())["why_not"]
+        except FileNotFoundError:
+            return "vLLM was told to take another scheduler"
+
     def _environment(self, folder: Path) -> dict[str, str]:
         return {
             "PYTHONPATH": str(package_path(folder / "path")),
+            SCHEDULER_TOLD: str(folder / _SCHEDULER_FILE),
             "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",

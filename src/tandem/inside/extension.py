@@ -15,7 +15,6 @@ from tandem.errors import EngineError, SyncError, SyncTimeout
 from tandem.inside.lora_layers import compute_beside, fit_blocks
 from tandem.inside.plain import keep_weights_plain
 from tandem.inside.sampling import Kept, Reading, Unfit, keep_sampled
-from tandem.inside.slots import answer_early
 from tandem.inside.worker import Answer, Worker
 
 _log = logging.getLogger(__name__)
@@ -63,9 +62,6 @@ class TandemWorker:
     def tandem_keep(self) -> Answer:
         """Logprobs of marked requests, for `tandem_sampled`. Again: as before."""
         return _answer(lambda: _keep(self))
-
-    def tandem_answer_early(self) -> Answer:
-        return _answer(lambda: {"why_not": _why_not(lambda: answer_early(self))})
 
     def tandem_sampled(self, running: Reading, ended: Reading, dropped: Sequence[str]) -> Answer:
         return _answer(lambda: {"news": _keeping(self).read(running, ended, dropped)})

@@ -1,4 +1,4 @@
-"""What an engine's worker has sampled, as it travels to the engine: written down once for both ends."""
+"""What is agreed between an engine and what it runs inside vLLM: written down once for both ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 MARK = "tandem"
 """Among the extra arguments of a request whose tokens and logprobs are kept: what the engine calls it."""
+
+SCHEDULER_TOLD = "TANDEM_SCHEDULER_TOLD"
+"""Names the file in which vLLM's core says why its scheduler is not sped up."""
 
 
 def packed(ids: array[int], logprobs: array[float]) -> list[str]:
