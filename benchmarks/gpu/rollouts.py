@@ -3,9 +3,8 @@
 REQUESTS prompts of 128 tokens, 512 new ones each, nothing ends sooner; random weights of a released model's shape. One
 `tandem engine serve` with vLLM behind it; `run` asks it as a run does, with somebody to whom each token is told. The
 other ways ask the same vLLM's server itself, over its socket: tokens one by one with their logprobs, in one piece with
-them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens.
-`--engines 4`: one on each GPU; after the ways, `run` through pools of the first one, of two, and of all, REQUESTS for
-each of them.
+them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens. Several
+engines behind one pool: pools.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from standing import checkpoint_of
 
 from tandem.engine.http import HttpClient
 from tandem.engine.owned import Owned
-from tandem.engine.pool import EnginePool
 from tandem.engine.server import ServerEngine
 from tandem.engine.server_sent import server_sent
 from tandem.io.engine_wire import decoded, encoded
@@ -55,7 +53,7 @@ def serve(arguments: argparse.Namespace) -> None:
     context = PROMPT + arguments.tokens
     process = VllmProcess(
         VllmOptions(
-            path, arguments.python, dtype="bfloat16", device=arguments.device, memory_share=0.6,
+            path, arguments.python, dtype="bfloat16", device=arguments.device, memory_share=arguments.share,
             max_running=arguments.requests, max_context=context, eager=arguments.device == "cpu",
             extra=arguments.extra.split(),
         ),
@@ -138,12 +136,19 @@ def busy() -> dict[str, float]:
 
 
 async def timed(ask: Callable[[int, int], Awaitable[Completion]], count: int, salt: int) -> dict[str, Any]:
-    before, started = busy(), time.perf_counter()
-    done = await asyncio.gather(*(ask(index, salt * 10000 + index) for index in range(count)))
+    before, started, ends = busy(), time.perf_counter(), list[float]()
+
+    async def one(index: int) -> Completion:
+        completion = await ask(index, salt * 10000 + index)
+        ends.append(time.perf_counter() - started)
+        return completion
+
+    done = await asyncio.gather(*map(one, range(count)))
     seconds = time.perf_counter() - started
     shares = {name: (spent - before.get(name, 0.0)) / seconds for name, spent in busy().items()}
     top = {name: round(share, 2) for name, share in sorted(shares.items(), key=lambda each: -each[1])[:4]}
-    return {"rate": sum(len(each.ids) for each in done) / seconds, "seconds": seconds, "cpu": top, "done": done}
+    rate = sum(len(each.ids) for each in done) / seconds
+    return {"rate": rate, "seconds": seconds, "cpu": top, "ends": [ends[0], ends[-1]], "done": done}
 
 
 async def compared(ways: Ways, count: int) -> tuple[int, float]:
@@ -157,50 +162,36 @@ async def compared(ways: Ways, count: int) -> tuple[int, float]:
     return len(gaps), max(gaps)
 
 
-def start(arguments: argparse.Namespace, number: int) -> ServerEngine:
-    """On GPU `number`. It is there once it has answered."""
+def start(arguments: argparse.Namespace, number: int, *, gpu: int) -> ServerEngine:
+    """It is there once it has answered."""
     home = arguments.home / f"{number}"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
 
     def command(model: str, version: int, ready: Path) -> list[str]:
-        passed = [
-            f"--{name}={getattr(arguments, name)}" for name in ("python", "device", "requests", "tokens", "extra")
-        ]
-        return [
-            sys.executable,
-            __file__,
-            "serve",
-            f"--checkpoint={model}",
-            f"--ready={ready}",
-            f"--home={home}",
-            *passed,
-        ]
+        names = ("python", "device", "requests", "tokens", "share", "extra")
+        passed = [f"--{name}={getattr(arguments, name)}" for name in names]
+        told = [f"--checkpoint={model}", f"--ready={ready}", f"--home={home}"]
+        return [sys.executable, __file__, "serve", *told, *passed]
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    only = {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else f"{number}"}
+    only = {"CUDA_VISIBLE_DEVICES": visible.split(",")[gpu] if visible else f"{gpu}"}
     return ServerEngine(Owned(command, str(arguments.checkpoint), home, environment=only, start_deadline_s=300))
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    engines = [start(arguments, number) for number in range(arguments.engines)]
+    engine = start(arguments, 0, gpu=0)
     found: dict[str, Any] = {}
     try:
-        await asyncio.gather(*(engine.generate([1, 2, 3], Sampling(max_tokens=8)) for engine in engines))
-        await of_one(engines[0], arguments, found)
-        if len(engines) > 1:
-            await pooled(engines, arguments, found)
+        await engine.generate([1, 2, 3], Sampling(max_tokens=8))
+        ways = Ways(engine, (arguments.home / "0" / "socket").read_text(), arguments)
+        try:
+            await of_each_way(ways, arguments, found)
+        finally:
+            await ways.vllm.close()
     finally:
-        await asyncio.gather(*(engine.close() for engine in engines))
+        await engine.close()
         (Path(os.environ.get("OUT", ".")) / "rollouts.json").write_text(json.dumps(found))
-
-
-async def of_one(engine: ServerEngine, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    ways = Ways(engine, (arguments.home / "0" / "socket").read_text(), arguments)
-    try:
-        await of_each_way(ways, arguments, found)
-    finally:
-        await ways.vllm.close()
 
 
 async def of_each_way(ways: Ways, arguments: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -211,28 +202,14 @@ async def of_each_way(ways: Ways, arguments: argparse.Namespace, found: dict[str
         found[name] = {"rate": statistics.median(rates), "rates": rates, "cpu": rows[-1]["cpu"]}
         tokens = sum(len(each.ids) for each in rows[-1]["done"])
         shown = f"{name:11} {found[name]['rate']:7.0f} tokens/s of {[round(rate) for rate in rates]}"
-        print(f"{shown}, {tokens} tokens, CPU {rows[-1]['cpu']}", flush=True)
+        first, last = rows[-1]["ends"]
+        print(f"{shown}, {tokens} tokens, ends {first:.2f} to {last:.2f} s, CPU {rows[-1]['cpu']}", flush=True)
     found["told"] = ways.told
     found["compared"] = await compared(ways, min(4, arguments.requests))
     print(f"logprobs of {found['compared'][0]} tokens: largest difference {found['compared'][1]:.2g} nats", flush=True)
 
 
-async def pooled(engines: list[ServerEngine], arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    rates: dict[int, list[float]] = {count: [] for count in (1, 2, 4) if count < len(engines)} | {len(engines): []}
-    for again, count in enumerate([*rates] * (1 + arguments.times)):  # the first of each warms up
-        ways = Ways(EnginePool(engines[:count]), "", arguments)
-        row = await timed(ways.run, count * arguments.requests, 100 + again)
-        rates[count].append(row["rate"])
-        print(f"{count} engines: {row['rate']:7.0f} tokens/s, CPU {row['cpu']}", flush=True)
-    middle = {count: statistics.median(each[1:]) for count, each in rates.items()}
-    for count in [*middle][1:]:
-        print(f"{count} engines against one: {middle[count] / middle[1]:.2f}x", flush=True)
-    found["pooled"] = rates
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", nargs="?", choices=["measure", "serve"], default="measure")
+def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--python", default=build_alone.default_python())
@@ -240,12 +217,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--ways", default="bare,whole,one_by_one,run")
-    parser.add_argument("--extra", default="")
+    parser.add_argument("--share", type=float, default=0.6, help="of the GPU's memory, to an engine")
+    parser.add_argument("--extra", default="", help="options of vLLM's")
     parser.add_argument("--home", type=Path, default=Path("/tmp/rollouts"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", nargs="?", choices=["measure", "serve"], default="measure")
+    parser.add_argument("--ways", default="bare,whole,one_by_one,run")
     parser.add_argument("--ready", type=Path)
-    arguments = parser.parse_args()
+    arguments = arguments_of(parser)
     if arguments.what == "serve":
         return serve(arguments)
     arguments.checkpoint = checkpoint_of(arguments)
