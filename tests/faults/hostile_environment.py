@@ -38,9 +38,12 @@ class Hostile:
         return [{"role": "assistant", "content": f"{task.payload['index']}{rng.random()}"}]
 
     def _again(self) -> bool:
-        there = Path(self.once).exists()
-        Path(self.once).touch()
-        return there
+        """In one act: the second of two workers that ask at the same time finds it there."""
+        try:
+            Path(self.once).touch(exist_ok=False)
+        except FileExistsError:
+            return True
+        return False
 
     async def well(self, chat: Any) -> None:
         chat.say("thank you")
