@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
@@ -26,11 +27,8 @@ class Sort:
         check_params(self, letters=(2, 32), demo_right=(0, 1))
 
     def tasks(self, split: str) -> Sequence[Task]:
-        rng = random.Random("sort")
-        words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.letters)) for _ in range(NUM_WORDS))
-        answers = {word: "".join(sorted(word)) for word in words}
         # By the sorted letters, so that anagrams stay together.
-        return [self._task(word, answer) for word, answer in answers.items() if in_split(split, answer)]
+        return [self._task(word, answer) for word, answer in _answers(self.letters).items() if in_split(split, answer)]
 
     def _task(self, word: str, answer: str) -> Task:
         opening = {"role": "user", "content": f"sort {word}"}
@@ -44,3 +42,11 @@ class Sort:
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         shown = task.payload["answer"] if rng.random() < self.demo_right else task.payload["word"]
         return [{"role": "assistant", "content": shown}]
+
+
+@cache
+def _answers(letters: int) -> Mapping[str, str]:
+    """By the word. A run asks for its tasks three times."""
+    rng = random.Random("sort")
+    words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=letters)) for _ in range(NUM_WORDS))
+    return {word: "".join(sorted(word)) for word in words}
