@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TABLES = ("startup", "engine", "determinism", "precision", "packing", "apollo", "rollouts", "quickstart")
+TABLES = ("startup", "engine", "determinism", "precision", "packing", "apollo", "remote", "rollouts", "quickstart")
 
 if __name__ == "__main__":
     for name in TABLES:

@@ -47,10 +47,14 @@ class Coming:
     """An answer whose content is yet to come. What goes wrong with it is told by the `stream` that it is of."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response, self.status = response, response.status
+        self._response, self.status, self.kind = response, response.status, response.content_type
+
+    def header(self, name: str) -> str:
+        """Empty if it has none of that name."""
+        return self._response.headers.get(name, "")
 
     async def whole(self) -> Answer:
-        return Answer(self.status, self._response.content_type, await self._response.read())
+        return Answer(self.status, self.kind, await self._response.read())
 
     def pieces(self) -> AsyncIterator[bytes]:
         return self._response.content.iter_any()
@@ -63,7 +67,8 @@ class HttpClient:
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
     ) -> None:
-        """`socket`: where it listens, if that is a file. Who comes when `most` connections are in use waits."""
+        """`socket`: where it listens, if that is a file. Who comes when `most` connections are in use waits; 0: there
+        may be any number."""
         self._url, self._socket, self._most = url.rstrip("/"), socket, most
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
@@ -91,10 +96,10 @@ class HttpClient:
                 return await Coming(response).whole()
 
     @asynccontextmanager
-    async def stream(self, path: str, content: bytes) -> AsyncIterator[Coming]:
+    async def stream(self, path: str, content: bytes | None, method: str = "POST") -> AsyncIterator[Coming]:
         """However long that takes. Who leaves before its end hangs up."""
         with self._as_ours():
-            async with await self._request("POST", path, content, None, None) as response:
+            async with await self._request(method, path, content, None, None) as response:
                 yield Coming(response)
 
     async def close(self) -> None:

@@ -8,51 +8,52 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tandem.engine.http import Broken, Coming, HttpClient
 from tandem.engine.server_sent import ANSWER_BYTES, server_sent
 from tandem.errors import EngineError, EngineLost, SpecError
+from tandem.io.engine_wire import decoded, encoded
 from tandem.io.retry_after import retry_after_s
 
-_CONNECT_S, _WRITE_S = 5.0, 30.0
+_HEALTHY_S = 5.0
 _BUSY_S, _BUSY_MOST_S = 1.0, 10.0  # after "too many requests", where it does not say how long
 _TOLD_CHARS = 400
 _DRAIN_S = 0.5
+_API = "/v1"
 
 
 class RemoteServer:
-    """`key_env` and `key_file` say where the API key lies; nothing here keeps it, but for the client's headers."""
+    """`key_env` and `key_file` say where the API key lies; nothing here shows it."""
 
     def __init__(self, url: str, *, key_env: str = "", key_file: str = "") -> None:
         self.url = _checked(url)
-        self._client = httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity"} | _authorization(key_env, key_file),
-            timeout=httpx.Timeout(None, connect=_CONNECT_S, write=_WRITE_S),  # reading: by each call's own limit
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            follow_redirects=False,
-            trust_env=False,  # a proxy named by the environment would see prompts and key
-        )
+        key = _key(key_env, key_file)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http, self._closed = HttpClient(self.url.removesuffix(_API), headers=headers, most=0), False
+        self._without_key = _without(key)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        self._closed = True
+        await self._http.close()
 
     # --- questions with one answer
 
     async def healthy(self, within_s: float) -> bool:
         try:
-            status, _ = await self._ask("GET", self.url.removesuffix("/v1") + "/health", None, within_s)
+            status, _ = await self._ask("GET", "/health", None, within_s)
         except EngineLost:
             return False
         return status < 500  # many have no such page
 
     async def models(self, within_s: float) -> dict[str, Mapping[str, Any]]:
         """By the name that requests may ask for."""
-        status, body = await self._ask("GET", f"{self.url}/models", None, within_s)
+        status, body = await self._ask("GET", _API + "/models", None, within_s)
         if status != 200:
             raise (EngineLost if status >= 500 else EngineError)(self._refusal("GET /models", status, body))
         listed = body.get("data") if isinstance(body, dict) else None
@@ -62,32 +63,32 @@ class RemoteServer:
 
     async def post(self, path: str, body: Mapping[str, Any], within_s: float) -> tuple[int, str]:
         """The status, and what it says about a refusal."""
-        status, answer = await self._ask("POST", self.url + path, body, within_s)
+        status, answer = await self._ask("POST", _API + path, body, within_s)
         return status, self._refusal(f"POST {path}", status, answer)
 
-    async def _ask(self, method: str, url: str, body: Any, within_s: float) -> tuple[int, Any]:
+    async def _ask(self, method: str, path: str, body: Any, within_s: float) -> tuple[int, Any]:
         try:
             async with asyncio.timeout(within_s):
-                async with self._open(method, url, body) as response:
-                    raw = await self._whole(response)
+                async with self._open(method, path, body) as answer:
+                    raw = await self._whole(answer)
         except TimeoutError:
-            raise EngineLost(f"{url}: no answer within {within_s:g} s") from None
+            raise EngineLost(f"{self.url}: {method} {path}: no answer within {within_s:g} s") from None
         try:
-            return response.status_code, json.loads(raw)
+            return answer.status, _loaded(raw)
         except ValueError:
-            return response.status_code, raw.decode(errors="replace")
+            return answer.status, raw.decode(errors="replace")
 
     # --- questions whose answer comes piece by piece
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Up to the mark that ends the stream. How long to wait for the next one is the caller's to say."""
         while True:
-            async with self._open("POST", self.url + path, body) as response:
-                if response.status_code == 429:
-                    wait_s = _retry_after(response)
+            async with self._open("POST", _API + path, body) as answer:
+                if answer.status == 429:
+                    wait_s = _retry_after(answer)
                 else:
-                    await self._check_stream(path, response)
-                    async with aclosing(server_sent(response.aiter_bytes(), self.url)) as sent:
+                    await self._check_stream(path, answer)
+                    async with aclosing(server_sent(answer.pieces(), self.url)) as sent:
                         async for data in sent:
                             if data == b"[DONE]":
                                 await _drain(sent)
@@ -96,18 +97,18 @@ class RemoteServer:
                     raise EngineLost(f"{self.url}: the stream broke off before its end")
             await asyncio.sleep(wait_s)
 
-    async def _check_stream(self, path: str, response: httpx.Response) -> None:
-        status, kind = response.status_code, response.headers.get("content-type", "")
-        if status >= 400:
-            raise await self._failure(f"POST {path}", status, await self._whole(response))
-        if status != 200:
-            raise EngineError(f"{self.url}{path}: status {status}; redirects are not followed, give the final url")
-        if not kind.startswith("text/event-stream"):
-            raise EngineError(f"{self.url}{path}: asked for a stream, and the answer is '{kind}'")
+    async def _check_stream(self, path: str, answer: Coming) -> None:
+        if answer.status >= 400:
+            raise await self._failure(f"POST {path}", answer.status, await self._whole(answer))
+        if answer.status != 200:
+            told = f"status {answer.status}; redirects are not followed, give the final url"
+            raise EngineError(f"{self.url}{path}: {told}")
+        if answer.kind != "text/event-stream":
+            raise EngineError(f"{self.url}{path}: asked for a stream, and the answer is '{answer.kind}'")
 
     async def _event(self, path: str, data: bytes) -> dict[str, Any]:
         try:
-            event = json.loads(data)
+            event = _loaded(data)
         except ValueError:
             event = None
         if not isinstance(event, dict):
@@ -119,21 +120,19 @@ class RemoteServer:
     # --- one connection, and what can go wrong with it
 
     @asynccontextmanager
-    async def _open(self, method: str, url: str, body: Any) -> AsyncIterator[httpx.Response]:
+    async def _open(self, method: str, path: str, body: Any) -> AsyncIterator[Coming]:
         try:
-            async with self._client.stream(method, url, json=body) as response:
-                yield response
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            raise EngineLost(f"{url}: {type(error).__name__}: {error}") from None
-        except RuntimeError as error:
-            if not self._client.is_closed:
-                raise
-            raise EngineError("engine: closed") from error
+            async with self._http.stream(path, None if body is None else encoded(body), method) as answer:
+                yield answer
+        except Broken as error:
+            if self._closed:
+                raise EngineError("engine: closed") from error
+            raise EngineLost(f"{self.url}: {method} {path}: {error}") from None
 
-    async def _whole(self, response: httpx.Response) -> bytes:
+    async def _whole(self, answer: Coming) -> bytes:
         raw = bytearray()
-        async for chunk in response.aiter_bytes():
-            raw += chunk
+        async for piece in answer.pieces():
+            raw += piece
             if len(raw) > ANSWER_BYTES:
                 raise EngineError(f"{self.url}: an answer of more than {ANSWER_BYTES} bytes")
         return bytes(raw)
@@ -141,7 +140,7 @@ class RemoteServer:
     async def _failure(self, what: str, status: int, raw: bytes) -> EngineError:
         """A request that failed on a server that lives is one error; a server that dies of it, another."""
         text = self._refusal(what, status, raw.decode(errors="replace"))
-        if status >= 500 and not await self.healthy(_CONNECT_S):
+        if status >= 500 and not await self.healthy(_HEALTHY_S):
             return EngineLost(f"{text}; and it is not healthy any more")
         return EngineError(text)
 
@@ -149,12 +148,10 @@ class RemoteServer:
         told = body
         if isinstance(told, str):
             with suppress(ValueError):
-                told = json.loads(told)
+                told = _loaded(told)
         while isinstance(told, dict):
             told = next((told[key] for key in ("error", "message", "detail") if told.get(key)), json.dumps(told))
-        text = str(told)
-        if key := self._client.headers.get("authorization", "").removeprefix("Bearer "):
-            text = text.replace(key, "(the key)")  # some servers repeat what they were sent
+        text = self._without_key(str(told))  # some servers repeat what they were sent
         return f"{self.url}: {what}: {status} {text[:_TOLD_CHARS]}"
 
 
@@ -167,16 +164,16 @@ def _checked(url: str) -> str:
         raise SpecError(f"engine.urls: '{url}' must begin with http:// or https://")
     if parts.userinfo:
         raise SpecError("engine.urls: a URL holds a user name or password; give the key by engine.key_env")
-    if parts.query or parts.fragment or not parts.path.rstrip("/").endswith("/v1"):
+    if parts.query or parts.fragment or not parts.path.rstrip("/").endswith(_API):
         raise SpecError(f"engine.urls: '{url}' must be a base URL: it ends in /v1")
     return str(parts).rstrip("/")
 
 
-def _authorization(key_env: str, key_file: str) -> dict[str, str]:
+def _key(key_env: str, key_file: str) -> str:
     if key_env and key_file:
         raise SpecError("engine.key_env and engine.key_file are both given; one of them holds the key")
     if not key_env and not key_file:
-        return {}
+        return ""
     named = f"engine.key_env = '{key_env}'" if key_env else f"engine.key_file = '{key_file}'"
     try:
         key = (os.environ[key_env] if key_env else Path(key_file).read_text(encoding="utf-8")).strip()
@@ -184,11 +181,23 @@ def _authorization(key_env: str, key_file: str) -> dict[str, str]:
         raise SpecError(f"{named}: there is no such " + ("environment variable" if key_env else "file")) from None
     if not key.isascii() or not key.isprintable() or not key or " " in key:
         raise SpecError(f"{named}: what it holds cannot be an API key")
-    return {"Authorization": f"Bearer {key}"}
+    return key
 
 
-def _retry_after(response: httpx.Response) -> float:
-    asked = retry_after_s(response.headers.get("retry-after", ""))
+def _loaded(raw: bytes | str) -> Any:
+    """ValueError for what is no JSON; but a NaN is told of where it stands."""
+    try:
+        return decoded(raw)
+    except ValueError:
+        return json.loads(raw)
+
+
+def _without(key: str) -> Callable[[str], str]:
+    return lambda text: text.replace(key, "(the key)") if key else text
+
+
+def _retry_after(answer: Coming) -> float:
+    asked = retry_after_s(answer.header("retry-after"))
     return _BUSY_S if asked is None else min(max(asked, 0.1), _BUSY_MOST_S)
 
 

@@ -11,7 +11,7 @@ ANSWER_BYTES = 4 * 2**20
 
 
 async def server_sent(pieces: AsyncIterable[bytes], where: str) -> AsyncGenerator[bytes]:
-    """The data of each event. Not httpx's lines: those also end at U+2028, in the midst of a text that is told; and one
+    """The data of each event. Lines end as the bytes do: not at U+2028, in the midst of a text that is told; and one
     without an end would fill the memory."""
     rest, data, held = b"", list[bytes](), 0
     async for chunk in pieces:
