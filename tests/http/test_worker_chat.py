@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -156,6 +157,13 @@ def test_a_judge_that_is_busy_is_asked_again(server: Server):
     server.failures = [429, 503]
     assert ask(HttpJudge(server.url, "big", "", timeout_s=5.0)) == "yes"
     assert len(server.asked) == 3
+
+
+def test_a_question_reads_no_certificates(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """That takes 30 ms and more, in which no other episode goes on."""
+    judge = HttpJudge(server.url, "big", "", timeout_s=5.0)
+    monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: pytest.fail("read again"))
+    assert ask(judge) == "yes"
 
 
 @pytest.mark.parametrize(
