@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -224,6 +228,77 @@ def test_who_asks_a_client_that_is_closed_or_waits_as_it_is_closed_is_told_so():
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("length", [b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n", b"\r\n{}"])
+def test_who_reads_a_stream_as_the_client_is_closed_is_told_so(length: bytes):
+    """Left to itself aiohttp would leave it waiting."""
+    begun = asyncio.Event()
+
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + length)
+        await asyncio.sleep(30)
+
+    async def read(client: HttpClient) -> None:
+        async with client.stream("/x", b"{}") as answer:
+            async for _ in answer.pieces():
+                begun.set()
+
+    async def check() -> None:
+        async with asking(says) as (_, client):
+            reading = asyncio.ensure_future(read(client))
+            await asyncio.wait_for(begun.wait(), 5)
+            await client.close()
+            with pytest.raises(Broken):
+                await asyncio.wait_for(reading, 5)
+
+    asyncio.run(check())
+
+
+def test_a_loop_that_stood_still_does_not_ask_over_a_connection_that_was_closed_meanwhile():
+    """As it does while a training step is computed; only what may be repeated would be asked again."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                connection.sendall(WHOLE)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+
+    async def check() -> None:
+        client = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", most=1)
+        for _ in range(4):
+            async with client.stream("/x", b"{}") as answer:
+                assert (await answer.whole()).content == b"{}"
+            time.sleep(0.1)
+        await client.close()
+
+    try:
+        asyncio.run(check())
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+        thread.join(5)
+
+
+def test_certificates_are_read_before_anybody_waits(monkeypatch: pytest.MonkeyPatch):
+    """Which takes 30 ms and more."""
+
+    async def check() -> None:
+        client = HttpClient("https://127.0.0.1:9", most=1)
+        monkeypatch.setattr(ssl, "create_default_context", lambda *_, **__: pytest.fail("read again"))
+        with pytest.raises(Broken, match="Cannot connect"):
+            await client.ask("GET", "/x", within_s=5)
+        await client.close()
+
+    asyncio.run(check())
+
+
 def test_who_is_cancelled_is_cancelled():
     async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(30)
@@ -254,6 +329,9 @@ def test_a_request_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch):
         client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", most=1)
         with pytest.raises(Broken, match="not taken"):
             await asyncio.wait_for(client.ask("POST", "/x", b"x" * 64_000_000, within_s=0.2), 10)
+        with pytest.raises(Broken):
+            async with asyncio.timeout(20), client.stream("/x", b"x" * 64_000_000):
+                pass
         await client.close()
         server.close()
 

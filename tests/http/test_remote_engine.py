@@ -32,7 +32,7 @@ def play(engine: RemoteEngine, scenario: Callable[[], Awaitable[Any]]) -> Any:
             result = await asyncio.wait_for(scenario(), 60)
         finally:
             await engine.close()
-        await asyncio.sleep(0.02)  # httpx's generators are closed by the loop
+        await asyncio.sleep(0.02)  # connections are closed by the loop
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return result
 
@@ -198,6 +198,28 @@ def test_the_key_goes_to_the_server_and_nowhere_else(
         ask(ask_plain)
         assert server.script.keys.pop() == ""
     assert KEY not in caplog.text
+
+
+def test_a_key_that_comes_back_in_what_is_no_http_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THE_KEY", KEY)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nX-You-Sent: Bearer " + KEY.encode() + b"\x00\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def scenario() -> str:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        engine = RemoteEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", BASE, key_env="THE_KEY")
+        with pytest.raises(EngineLost, match=r"Bearer \(the key\)") as caught:
+            await engine.generate([1], Sampling(max_tokens=1))
+        await engine.close()
+        server.close()
+        return str(caught.value)
+
+    told = asyncio.run(scenario())
+    assert KEY not in told
+    assert "\n" not in told
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -71,7 +72,12 @@ class HttpClient:
         may be any number."""
         self._url, self._socket, self._most = url.rstrip("/"), socket, most
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
+        self._verify: ssl.SSLContext | bool = True
+        if self._url.startswith("https:"):
+            self._verify = httpx.create_ssl_context(trust_env=False)
+            self._verify.set_alpn_protocols(["http/1.1"])
         self._session: aiohttp.ClientSession | None = None
+        self._coming: set[aiohttp.ClientResponse] = set()
         self._closed = False
 
     async def ask(
@@ -92,20 +98,33 @@ class HttpClient:
                 if isinstance(error, aiohttp.ClientError):
                     raise
                 raise Broken("the request was not taken") from error
-            async with response:
+            async with self._held(response):
                 return await Coming(response).whole()
 
     @asynccontextmanager
     async def stream(self, path: str, content: bytes | None, method: str = "POST") -> AsyncIterator[Coming]:
         """However long that takes. Who leaves before its end hangs up."""
+        for _ in range(2):  # a loop that stood still hears first which connections were closed meanwhile
+            await asyncio.sleep(0)
         with self._as_ours():
-            async with await self._request(method, path, content, None, None) as response:
+            async with self._held(await self._request(method, path, content, None, None)) as response:
                 yield Coming(response)
 
     async def close(self) -> None:
         self._closed = True
+        for response in self._coming:  # the session would leave who reads them waiting
+            response.close()
         if self._session is not None:
             await self._session.close()
+
+    @asynccontextmanager
+    async def _held(self, response: aiohttp.ClientResponse) -> AsyncIterator[aiohttp.ClientResponse]:
+        self._coming.add(response)
+        try:
+            async with response:
+                yield response
+        finally:
+            self._coming.discard(response)
 
     async def _request(
         self, method: str, path: str, content: bytes | None, within_s: float | None, query: Mapping[str, str] | None
@@ -123,7 +142,12 @@ class HttpClient:
                 data=content if content is None or len(content) <= _AT_ONCE_BYTES else io.BytesIO(content),
                 params=query,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=within_s),
+                timeout=aiohttp.ClientTimeout(
+                    total=None,
+                    connect=None if self._most else _CONNECT_S,  # names are looked up, and nobody waits his turn
+                    sock_connect=_CONNECT_S,
+                    sock_read=within_s,
+                ),
             )
         except ValueError as error:  # of the URL
             raise Broken(str(error)) from error
@@ -145,7 +169,15 @@ class HttpClient:
     def _connector(self) -> aiohttp.BaseConnector:
         if self._socket is not None:
             return aiohttp.UnixConnector(str(self._socket), limit=self._most, keepalive_timeout=_IDLE_S)
-        verify: ssl.SSLContext | bool = True
-        if self._url.startswith("https:"):
-            verify = httpx.create_ssl_context(trust_env=False)
-        return aiohttp.TCPConnector(limit=self._most, keepalive_timeout=_IDLE_S, ssl=verify)
+        return aiohttp.TCPConnector(
+            limit=self._most, keepalive_timeout=_IDLE_S, ssl=self._verify, socket_factory=_impatient
+        )
+
+
+def _impatient(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A connection that is broken once nobody takes what is sent: aiohttp itself would wait without end."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_TAKEN_S * 1000))
+    return made

@@ -33,9 +33,10 @@ class RemoteServer:
 
     def __init__(self, url: str, *, key_env: str = "", key_file: str = "") -> None:
         self.url = _checked(url)
+        self._root = self.url.removesuffix(_API)
         key = _key(key_env, key_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http, self._closed = HttpClient(self.url.removesuffix(_API), headers=headers, most=0), False
+        self._http, self._closed = HttpClient(self._root, headers=headers, most=0), False
         self._without_key = _without(key)
 
     async def close(self) -> None:
@@ -72,7 +73,7 @@ class RemoteServer:
                 async with self._open(method, path, body) as answer:
                     raw = await self._whole(answer)
         except TimeoutError:
-            raise EngineLost(f"{self.url}: {method} {path}: no answer within {within_s:g} s") from None
+            raise EngineLost(f"{self._root}{path}: no answer within {within_s:g} s") from None
         try:
             return answer.status, _loaded(raw)
         except ValueError:
@@ -127,7 +128,8 @@ class RemoteServer:
         except Broken as error:
             if self._closed:
                 raise EngineError("engine: closed") from error
-            raise EngineLost(f"{self.url}: {method} {path}: {error}") from None
+            told = " ".join(self._without_key(str(error)).split())  # aiohttp shows what it could not read, over lines
+            raise EngineLost(f"{self._root}{path}: {told}") from None
 
     async def _whole(self, answer: Coming) -> bytes:
         raw = bytearray()
