@@ -349,10 +349,13 @@ def test_throughput_with_a_tenth_of_episodes_hanging_or_crashing(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import env_faults
 
-    ratios = list[float]()
-    while len(ratios) < 6 and max(ratios, default=0.0) < 0.6:
+    ratios, disturbed = list[float](), 0
+    while len(ratios) + disturbed < 6 and max(ratios, default=0.0) < 0.6:
         clean, faulty = env_faults.measure(0.0, groups=16), env_faults.measure(0.1, groups=16)
-        assert clean.faults == 0 < faulty.faults
+        assert faulty.faults > 0
         assert clean.orphans == faulty.orphans == 0
-        ratios.append(faulty.groups_per_s / clean.groups_per_s)
-    assert max(ratios) >= 0.6, ratios
+        if clean.faults:  # an episode of no work took longer than its second
+            disturbed += 1
+        else:
+            ratios.append(faulty.groups_per_s / clean.groups_per_s)
+    assert max(ratios, default=0.0) >= 0.6, (ratios, disturbed)
