@@ -78,7 +78,7 @@ class HttpClient:
             self._verify.set_alpn_protocols(["http/1.1"])
         self._session: aiohttp.ClientSession | None = None
         self._coming: set[aiohttp.ClientResponse] = set()
-        self._closed = False
+        self.closed = False
 
     async def ask(
         self,
@@ -111,7 +111,7 @@ class HttpClient:
                 yield Coming(response)
 
     async def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for response in self._coming:  # the session would leave who reads them waiting
             response.close()
         if self._session is not None:
@@ -129,7 +129,7 @@ class HttpClient:
     async def _request(
         self, method: str, path: str, content: bytes | None, within_s: float | None, query: Mapping[str, str] | None
     ) -> aiohttp.ClientResponse:
-        if self._closed:
+        if self.closed:
             raise Broken(_CLOSED)
         if self._session is None:  # it belongs to the loop that runs when it is made
             self._session = aiohttp.ClientSession(
@@ -162,7 +162,7 @@ class HttpClient:
             raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         except asyncio.CancelledError:  # who waits for a connection as this end is closed, though nobody cancelled them
             task = asyncio.current_task()
-            if self._closed and not (task and task.cancelling()):
+            if self.closed and not (task and task.cancelling()):
                 raise Broken(_CLOSED) from None
             raise
 

@@ -36,11 +36,10 @@ class RemoteServer:
         self._root = self.url.removesuffix(_API)
         key = _key(key_env, key_file)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http, self._closed = HttpClient(self._root, headers=headers, most=0), False
+        self._http = HttpClient(self._root, headers=headers, most=0)
         self._without_key = _without(key)
 
     async def close(self) -> None:
-        self._closed = True
         await self._http.close()
 
     # --- questions with one answer
@@ -126,7 +125,7 @@ class RemoteServer:
             async with self._http.stream(path, None if body is None else encoded(body), method) as answer:
                 yield answer
         except Broken as error:
-            if self._closed:
+            if self._http.closed:
                 raise EngineError("engine: closed") from error
             told = " ".join(self._without_key(str(error)).split())  # aiohttp shows what it could not read, over lines
             raise EngineLost(f"{self._root}{path}: {told}") from None
