@@ -151,6 +151,29 @@ def test_closing_ends_who_waits(scripted: Served, tmp_path: Path) -> None:
     play(engine, scenario)
 
 
+def test_closing_ends_its_own_questions_too_and_no_engine_is_called_lost() -> None:
+    """What it asks before a first request, to see which logprobs come, is cut by nobody else."""
+    begun = threading.Event()
+
+    def hang(body: Any, events: list[Any]) -> list[Any]:
+        begun.set()
+        server.script.hang.set()
+        return events
+
+    with running(events=hang) as server:
+        engine = engine_at(server)
+
+        async def scenario() -> None:
+            task = asyncio.create_task(engine.generate([1], Sampling(max_tokens=3, temperature=0.7)))
+            await until(begun.is_set)
+            await engine.close()
+            with pytest.raises(EngineError, match="engine: closed") as caught:
+                await asyncio.wait_for(task, 10)
+            assert type(caught.value) is EngineError
+
+        play(engine, scenario)
+
+
 def test_a_busy_server_is_asked_again_until_it_has_room(scripted: Served, tmp_path: Path) -> None:
     """It takes 80 samples at a time, and answers 429 to more."""
     (tmp_path / "key").write_text(scripted.token)
