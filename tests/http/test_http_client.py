@@ -253,6 +253,38 @@ def test_who_reads_a_stream_as_the_client_is_closed_is_told_so(length: bytes):
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_closing_just_as_the_end_of_a_piece_comes_is_told_as_any_other_closing(turns: int):
+    """The reader is woken, and finds nothing to read and no connection; in one of these turns of the loop."""
+
+    async def check() -> None:
+        served = asyncio.get_running_loop().create_future()
+
+        async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello")
+            served.set_result(writer)
+
+        async def read(client: HttpClient) -> None:
+            async with client.stream("/x", b"{}") as coming:
+                async for piece in coming.pieces():
+                    read_so_far.append(piece)
+
+        read_so_far: list[bytes] = []
+        async with asking(says) as (_, client):
+            reading = asyncio.create_task(read(client))
+            writer = await served
+            while not read_so_far:
+                await asyncio.sleep(0.001)
+            writer.write(b"\r\n")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await client.close()
+            with pytest.raises(Broken):
+                await asyncio.wait_for(reading, 5)
+
+    asyncio.run(check())
+
+
 def test_a_loop_that_stood_still_does_not_ask_over_a_connection_that_was_closed_meanwhile():
     """As it does while a training step is computed; only what may be repeated would be asked again."""
     listening = socket.create_server(("127.0.0.1", 0))

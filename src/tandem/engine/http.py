@@ -55,10 +55,14 @@ class Coming:
         return self._response.headers.get(name, "")
 
     async def whole(self) -> Answer:
-        return Answer(self.status, self.kind, await self._response.read())
+        return Answer(self.status, self.kind, b"".join([piece async for piece in self.pieces()]))
 
-    def pieces(self) -> AsyncIterator[bytes]:
-        return self._response.content.iter_any()
+    async def pieces(self) -> AsyncIterator[bytes]:
+        try:
+            while piece := await self._response.content.readany():
+                yield piece
+        except RuntimeError as error:  # the connection went between two reads, or just as one was woken for nothing
+            raise aiohttp.ClientConnectionError(str(error)) from error
 
 
 class HttpClient:
