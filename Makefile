@@ -116,9 +116,11 @@ $(ATROPOS)/.installed: $(STAMP)
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu tests/learning/test_numerics.py
 
+# The last one takes two hours, and the vLLM of `tandem engine install vllm`. Exit code 1 if a figure is missed.
 bench-gpu: install
 	$(BIN)/python benchmarks/gpu/head.py
 	$(BIN)/python benchmarks/gpu/numerics.py
+	$(BIN)/python benchmarks/gpu/table.py
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) $(ATROPOS) .tandem/s3 .pytest_cache .ruff_cache
