@@ -191,6 +191,20 @@ def test_a_large_request_comes_whole():
     asyncio.run(check())
 
 
+def test_headers_may_be_long_and_not_without_end():
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        size = 60_000 if head.startswith(b"GET /long") else 80_000
+        writer.write(HEAD + b"X-Policy: " + b"a" * size + b"\r\nContent-Length: 2\r\n\r\n{}")
+
+    async def check() -> None:
+        async with asking(says) as (_, client):
+            assert (await client.ask("GET", "/long", within_s=5)).content == b"{}"
+            with pytest.raises(Broken):
+                await client.ask("GET", "/endless", within_s=5)
+
+    asyncio.run(check())
+
+
 def test_a_url_may_end_in_a_slash():
     async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(WHOLE)

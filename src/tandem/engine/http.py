@@ -22,6 +22,7 @@ _IDLE_S = 4.0  # less than servers keep them: none is used as it is being closed
 _CONNECT_S = 5.0
 _AT_ONCE_BYTES = 2**20  # more is written piece by piece, and others have their turn between
 _TAKEN_S = 30.0  # a request by its server
+_HEADER_BYTES = 2**16  # a line of an answer's: gateways in between add their own
 
 
 class Broken(Exception):
@@ -137,7 +138,11 @@ class HttpClient:
             raise Broken(_CLOSED)
         if self._session is None:  # it belongs to the loop that runs when it is made
             self._session = aiohttp.ClientSession(
-                connector=self._connector(), headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
+                connector=self._connector(),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                max_line_size=_HEADER_BYTES,
+                max_field_size=_HEADER_BYTES,
             )
         try:
             return await self._session.request(
