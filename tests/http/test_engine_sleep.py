@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from engine_served import EngineServed, FakeEnd, engine_serving
 from served import wait_until
 
 from tandem.engine.vllm import VllmEngine
+from tandem.engine.vllm_gate import OnUpdate
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.errors import EngineError
 from tandem.serve import engine_control
@@ -43,11 +45,15 @@ class Vllm:
         """How long a load takes, what ends it, and what is found then."""
         self.unseen = ""
         """Why weights cannot be looked at."""
+        self.why_streamed = "tokens are streamed here"
+        self.ends: Callable[[], None] = lambda: None
+        """What it is asked to abort."""
         self.says = "a\u2028b"
         """The text of a token: to Python, two lines."""
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         name = body["method"] if path == "/collective_rpc" else path
+        name += f" {query['mode']}" if path == "/pause" else ""
         self.calls.append(name)
         if name == self.refuses:
             raise EngineError(f"engine: vLLM answers {name} with 500")
@@ -61,7 +67,10 @@ class Vllm:
                 self.mapped = ENGINE
             case "tandem_free_bytes":
                 return {"results": [{"free": GPU - self.taken - self.mapped}]}
-            case "/pause" | "/resume" | "/reset_prefix_cache" | "/v1/load_lora_adapter":
+            case "/pause abort":
+                self.ends()
+                return {}
+            case "/pause keep" | "/resume" | "/reset_prefix_cache" | "/v1/load_lora_adapter":
                 return {}
             case "tandem_status":
                 return {"results": [{"untouched": self.untouched, "version": self.held}]}
@@ -85,7 +94,7 @@ class Vllm:
             case "tandem_intact":
                 return {"intact": self.weights == self.remembered}
             case "tandem_keep":
-                return {"why_not": "tokens are streamed here"}
+                return {"why_not": self.why_streamed}
             case "tandem_attach":
                 return {"layout": {"w": ["float32", [2, 2]]}, "places": [], "device": "cuda:0", "why_not": {}}
             case "tandem_load":
@@ -118,8 +127,9 @@ class Vllm:
     async def close(self) -> None: ...
 
 
-def engine_on(vllm: Vllm) -> VllmEngine:
-    engine = VllmEngine(vllm, end_ids=frozenset(), num_ids=0, version=3)  # pyright: ignore[reportArgumentType]
+def engine_on(vllm: Vllm, on_update: OnUpdate = "finish") -> VllmEngine:
+    process: Any = vllm
+    engine = VllmEngine(process, end_ids=frozenset(), num_ids=0, on_update=on_update, version=3)
     engine._exchange.boot_id = "boot-a"
     return engine
 
@@ -147,6 +157,45 @@ def vllm_of(served: EngineServed) -> Any:
 
 
 # --- the engine
+
+
+def test_before_its_memory_is_free_what_was_held_is_ended_and_asked_again():
+    vllm = Vllm()
+    engine = engine_on(vllm, "continue")
+
+    async def work() -> None:
+        with ExitStack() as held:
+            held.enter_context(engine._exchange._gate.running("base", may_be_held=True))
+            vllm.ends = held.close
+            await engine.sleep()
+
+    run(work())
+    assert [call for call in vllm.calls if call.startswith("/")] == ["/pause keep", "/pause abort", "/sleep"]
+
+
+@pytest.mark.parametrize(
+    ("carries", "mode", "sleeps", "keeps", "why_not"),
+    [
+        ("full", "disk", False, True, ""),
+        ("adapter", "disk", False, True, "adapter"),
+        ("full", "restart", False, True, "another process"),
+        ("full", "disk", True, True, "gives its memory away"),
+        ("full", "disk", False, False, "streamed"),
+    ],
+)
+def test_a_trainer_is_told_whether_requests_under_way_are_held(
+    carries: str, mode: str, sleeps: bool, keeps: bool, why_not: str
+):
+    vllm = Vllm()
+    vllm.options = replace(vllm.options, sleeps=sleeps)
+    if keeps:
+        vllm.why_streamed = ""
+    source = end(carries)
+    source.link = {"mode": mode, "deadline_s": 5.0}
+    run(engine_on(vllm, "continue").attach(source))
+    told = source.reply["on_update"]
+    assert (told["requested"], told["engaged"]) == ("continue", not why_not)
+    assert why_not in told["why_not"]
 
 
 @pytest.mark.parametrize("carries", ["full", "adapter"])
@@ -302,7 +351,9 @@ def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed):
     assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}
     assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}  # renewed
     assert (vllm_of(served).calls.count("tandem_remember"), vllm_of(served).calls.count("/sleep")) == (1, 1)
-    assert "/pause" not in vllm_of(served).calls  # nothing runs behind the gate, so nothing has to be ended
+    assert not any(
+        call.startswith("/pause") for call in vllm_of(served).calls
+    )  # nothing runs behind the gate, so nothing has to be ended
     assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
     loaded = served.post("load", {**caller, "version": 4}).json()
     assert (loaded["version"], loaded["lent_bytes"]) == (4, ENGINE)

@@ -14,6 +14,7 @@ from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError, EngineLost
 from tandem.inside.sampling import Kept, Unfit, keep_sampled
 from tandem.ops.sampled import MARK, unpacked
+from tandem.types import Span
 
 
 def new(name: str, mark: str | None) -> Any:
@@ -37,12 +38,12 @@ def output(**sampled: tuple[int, float] | None) -> Any:
 
 
 def read(kept: Kept, mark: str, start: int = 0, end: int = 99) -> tuple[list[int], list[float]]:
-    ids, logprobs = unpacked(kept.read([(mark, start, end)], [], [])[mark])
+    ids, logprobs, _ = unpacked(kept.read([(mark, start, end)], [], [])[mark])
     return ids.tolist(), [round(each, 3) for each in logprobs]
 
 
 def test_only_marked_requests_are_kept_and_the_scheduler_s_own_parameters_stay_as_they_are():
-    kept, marked, other = Kept(), new("a-1", "a"), new("b-1", None)
+    kept, marked, other = Kept(3), new("a-1", "a"), new("b-1", None)
     theirs = marked.sampling_params
     kept.scheduled(step(marked, other))
     assert (theirs.logprobs, marked.sampling_params.logprobs, other.sampling_params.logprobs) == (None, 0, None)
@@ -54,7 +55,7 @@ def test_only_marked_requests_are_kept_and_the_scheduler_s_own_parameters_stay_a
 
 
 def test_parts_of_a_prompt_sample_nothing_and_a_preempted_request_goes_on_where_it_was():
-    kept = Kept()
+    kept = Kept(3)
     kept.scheduled(step(new("a-1", "a")))
     kept.sampled(output(**{"a-1": None}))
     kept.sampled(output(**{"a-1": (7, -0.5)}))
@@ -65,21 +66,35 @@ def test_parts_of_a_prompt_sample_nothing_and_a_preempted_request_goes_on_where_
 
 
 def test_what_is_sampled_after_the_end_is_not_kept_and_what_was_read_is_gone():
-    kept = Kept()
+    kept = Kept(3)
     kept.scheduled(step(new("a-1", "a"), new("b-1", "b")))
     kept.sampled(output(**{"a-1": (7, -0.5), "b-1": (1, -0.5)}))
     kept.scheduled(step(finished=("a-1",)))
     kept.sampled(output(**{"a-1": (6, -1.5), "b-1": (2, -0.5)}))
-    assert unpacked(kept.read([], [("a", 0, 1)], ["b"])["a"]) == (array("i", [7]), array("f", [-0.5]))
+    assert unpacked(kept.read([], [("a", 0, 1)], ["b"])["a"]) == (array("i", [7]), array("f", [-0.5]), [[0, 3]])
     assert (len(kept), kept.under_way) == (0, 1)
     kept.scheduled(step(finished=("b-1",)))
     assert kept.under_way == 0
     assert read(kept, "a") == ([], [])
 
 
+def test_of_each_token_it_is_known_which_version_made_it():
+    kept = Kept(3)
+    kept.scheduled(step(new("a-1", "a"), new("b-1", "b"), new("c-1", "c")))
+    kept.sampled(output(**{"a-1": (7, -0.5), "b-1": (1, -0.5), "c-1": None}))
+    kept.scheduled(step(finished=("b-1",)))
+    kept.serve(4)
+    kept.serve(5)  # nothing was made by the fourth
+    kept.scheduled(step(new("d-1", "d")))
+    kept.sampled(output(**{"a-1": (6, -1.5), "c-1": (2, -0.5), "d-1": (8, -0.5)}))
+    news = kept.read([("a", 0, 9)], [("b", 0, 1), ("c", 0, 1), ("d", 0, 1)], [])
+    since = {name: unpacked(told)[2] for name, told in news.items()}
+    assert since == {"a": [[0, 3], [1, 5]], "b": [[0, 3]], "c": [[0, 5]], "d": [[0, 5]]}
+
+
 @pytest.mark.parametrize("fault", ["no logprobs", "of another token"])
 def test_logprobs_that_are_not_those_of_the_tokens_are_an_error(fault: str):
-    kept = Kept()
+    kept = Kept(3)
     kept.scheduled(step(new("a-1", "a")))
     told = output(**{"a-1": (7, -0.5)})
     if fault == "no logprobs":
@@ -106,7 +121,7 @@ class Runner:
 
 def test_the_runner_s_steps_are_listened_to_and_answer_as_before():
     runner: Any = Runner()
-    kept = keep_sampled(runner, SimpleNamespace(speculative_config=None))
+    kept = keep_sampled(runner, SimpleNamespace(speculative_config=None), 3)
     runner.execute_model(step(new("a-1", "a")))
     coming = runner.sample_tokens(None)
     assert read(kept, "a") == ([], [])
@@ -117,9 +132,9 @@ def test_the_runner_s_steps_are_listened_to_and_answer_as_before():
 
 def test_what_does_not_work_as_is_needed_is_named():
     with pytest.raises(Unfit, match="sample_tokens"):
-        keep_sampled(SimpleNamespace(execute_model=print), SimpleNamespace(speculative_config=None))
+        keep_sampled(SimpleNamespace(execute_model=print), SimpleNamespace(speculative_config=None), 3)
     with pytest.raises(Unfit, match="speculative"):
-        keep_sampled(Runner(), SimpleNamespace(speculative_config=object()))
+        keep_sampled(Runner(), SimpleNamespace(speculative_config=object()), 3)
 
 
 # --- the reader
@@ -129,7 +144,7 @@ class Workers:
     """One that keeps tokens, behind calls that take a moment."""
 
     def __init__(self) -> None:
-        self.kept, self.calls = Kept(), 0
+        self.kept, self.calls = Kept(3), 0
         self.error: Exception | None = None
 
     def begin(self, name: str) -> None:
@@ -172,7 +187,7 @@ def test_tokens_are_told_as_they_are_made_and_none_beyond_the_end():
     async def play() -> list[int]:
         workers, told = Workers(), list[int]()
         reader = SampledReader(workers.read, "m")
-        with reader.request(9, (5,), lambda token, _logprob: told.append(token)) as request:
+        with reader.request(9, (5,), lambda token, _logprob, _version: told.append(token)) as request:
             workers.begin(request.name)
             workers.sample(request.name, 1, 2, 3, 4)
             while len(told) < 2:
@@ -189,6 +204,26 @@ def test_tokens_are_told_as_they_are_made_and_none_beyond_the_end():
         return told
 
     assert asyncio.run(play()) == [1, 2, 3, 4, 5]
+
+
+def test_each_token_is_told_with_its_version_and_a_completion_says_how_many_are_of_which():
+    async def play() -> None:
+        workers, told = Workers(), list[tuple[int, int]]()
+        reader = SampledReader(workers.read, "m")
+        with reader.request(9, (5,), lambda token, _logprob, version: told.append((token, version))) as request:
+            workers.begin(request.name)
+            workers.sample(request.name, 1, 2, 3, 4)
+            while len(told) < 2:
+                await asyncio.sleep(0.005)
+            workers.kept.serve(4)
+            workers.sample(request.name, 5)
+            workers.kept.serve(5)
+            assert await reader.logprobs(request, [1, 2, 3, 4, 5]) == [-token / 8 for token in (1, 2, 3, 4, 5)]
+            assert told == [(1, 3), (2, 3), (3, 3), (4, 3), (5, 4)]
+            assert request.spans == [Span(3, 4), Span(4, 1)]
+        await reader.close()
+
+    asyncio.run(play())
 
 
 def test_a_request_that_is_given_up_is_dropped_with_the_next_reading():
@@ -229,7 +264,7 @@ def test_who_fails_at_being_told_fails_alone():
         workers, told = Workers(), list[int]()
         reader = SampledReader(workers.read, "m")
 
-        def fail(token: int, _logprob: float) -> None:
+        def fail(token: int, _logprob: float, _version: int) -> None:
             raise KeyError(token)
 
         async def one(tell: Any) -> list[float]:
@@ -239,7 +274,9 @@ def test_who_fails_at_being_told_fails_alone():
                 await asyncio.sleep(0.05)
                 return await reader.logprobs(request, [1, 2])
 
-        failed, well = await asyncio.gather(one(fail), one(lambda token, _: told.append(token)), return_exceptions=True)
+        failed, well = await asyncio.gather(
+            one(fail), one(lambda token, *_: told.append(token)), return_exceptions=True
+        )
         assert isinstance(failed, KeyError)
         assert well == [-1 / 8, -2 / 8]
         assert told == [1, 2]

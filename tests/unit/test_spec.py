@@ -146,7 +146,7 @@ BAD = [
     (SHARED, "precision = {weights = 'bfloat16', master = 'none'}", "sync.bridge = 'shared'", "'split'"),
     (SHARED, "train.gradient_release = true", "train.gradient_release = true", "leave one of them out"),
     (SHARED + "every = 2\n", "train.max_lag = 1", "sync.every = 2", "one copy of the weights"),
-    (RL, "engine = {kind = 'vllm', on_update = 'continue'}", "engine.on_update", "'finish' or 'restart'"),
+    (RL, "engine = {kind = 'vllm', on_update = 'follow'}", "engine.on_update", "'continue', 'finish' or 'restart'"),
     (SHARED, "engine = {kind = 'vllm', sleep = 'free'}", "engine.sleep = 'free'", "choose another bridge"),
     (SHARED, "engine = {kind = 'vllm', tensor_parallel = 2}", "engine.tensor_parallel = 2", "choose 'broadcast'"),
     (SHARED, "engine = {kind = 'vllm', gpus = [1]}", "engine.gpus = [1]", "leave gpus out"),

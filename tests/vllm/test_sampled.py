@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_cpu import PYTHON, gap, small_model
+from vllm_cpu import PYTHON, full, gap, small_model
 
+from tandem.bridge.disk.trainer import DiskBridge
 from tandem.engine.vllm import VllmEngine
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.errors import EngineError
@@ -39,7 +40,8 @@ class Rig:
         self.log = path / "vllm.log"
         process = VllmProcess(options, path)
         process.wait_ready(300)
-        self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=200, restarts=True)
+        self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=200, on_update="restart")
+        self.bridge = DiskBridge(path / "versions", path, buffers=(), deadline_s=20)
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -53,6 +55,11 @@ class Rig:
 
     def keeping(self) -> dict[str, int]:
         return self.run(self.engine._exchange.workers("tandem_keeping", deadline_s=10))[0]
+
+    async def publish(self, module: Any) -> None:
+        version = self.engine.version + 1
+        await self.engine.attach(self.bridge.source(1))
+        await asyncio.gather(asyncio.to_thread(self.bridge.send, full(module, version)), self.engine.load(version))
 
     def counted(self, name: str) -> float:
         """By vLLM itself."""
@@ -79,6 +86,7 @@ def rig(tmp_path_factory: Any) -> Iterator[Rig]:
     module.save_pretrained(path)
     made = Rig(path, module)
     yield made
+    made.bridge.close()
     made.run(made.engine.close())
     made.loop.close()
 
@@ -149,8 +157,7 @@ def test_what_is_given_up_or_begun_again_leaves_nothing_behind(rig: Rig):
         exchange = rig.engine._exchange
         await exchange._gate.shut(20)  # as for a new version: this engine ends what runs
         late = not given_up.cancelled() or begun_again.done()
-        exchange.version += 1
-        await exchange._gate.open()
+        await rig.publish(rig.module)
         done = await begun_again
         return None if late or set(done.versions) == {before} else done
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_cpu import PYTHON, adapted, full, gap, small_model
+from vllm_cpu import PYTHON, adapted, changed, full, gap, small_model
 
 from tandem.bridge.adapter.trainer import AdapterBridge
 from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
@@ -245,35 +245,43 @@ def test_a_load_that_was_given_up_leaves_the_one_before_serving(rig: Rig, carrie
     assert rig.gap(rig.module, rig.sample()) < NEAR
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["finish", "restart"])
+@pytest.mark.parametrize("on_update", ["finish", "restart", "continue"])
 def test_a_request_that_is_on_its_way_when_a_version_comes_holds_nobody_up(
-    rig: Rig, restarts: bool, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, on_update: str, monkeypatch: pytest.MonkeyPatch
 ):
     """It has passed the gate, and reaches vLLM when that would be paused."""
     bridge, stream = rig.bridge("disk"), rig.engine._process.stream  # pyright: ignore[reportPrivateUsage]
 
+    gate = rig.engine._exchange._gate  # pyright: ignore[reportPrivateUsage]
+    next_one = changed(rig.module)
+
     @asynccontextmanager
     async def slowly(path: str, body: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0.5)
+        while on_update != "finish" and not gate._vllm_paused and rig.engine.version < rig.version:
+            await asyncio.sleep(0.002)
         async with stream(path, body) as answer:
             yield answer
 
     monkeypatch.setattr(rig.engine._process, "stream", slowly)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(rig.engine._exchange._gate, "restarts", restarts)
+    monkeypatch.setattr(gate, "on_update", on_update)
 
     async def both() -> Completion:
         asking = asyncio.ensure_future(rig.engine.generate(PROMPT, GREEDY))
         await asyncio.sleep(0.1)
         rig.version += 1
         async with asyncio.timeout(10):
-            weights = full(rig.module, rig.version)
+            weights = full(next_one, rig.version)
             await asyncio.gather(asyncio.to_thread(bridge.send, weights), rig.engine.load(rig.version))
             return await asking
 
+    rig.publish(bridge, rig.module)
     told = rig.run(both())
+    assert set(told.versions) == {rig.version - 1 if on_update == "finish" else rig.version}
+    assert rig.gap(rig.module if on_update == "finish" else next_one, told) < NEAR
+    assert rig.gap(next_one if on_update == "finish" else rig.module, told) > FAR
+    rig.publish(bridge, rig.module)
     bridge.close()
-    assert set(told.versions) == {rig.version if restarts else rig.version - 1}
-    assert rig.gap(rig.module, told) < NEAR
 
 
 @pytest.mark.parametrize("mode", ["adapter", "disk"])

@@ -132,6 +132,16 @@ def adapted(
     return wrapped
 
 
+def changed(module: Any, seed: int = 1) -> Any:
+    """Weights of another version."""
+    torch.manual_seed(seed)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return other
+
+
 def full(module: Any, version: int) -> Weights:
     from tandem.model.serving import whole
 

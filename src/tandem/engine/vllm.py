@@ -1,11 +1,12 @@
 """vLLM as an Engine: token ids in, token ids out, and weights through what Tandem runs inside its workers.
 
 consumes: prompts               waits for: vLLM's scheduler, and to be admitted while a version is exchanged
-produces: completions           of one version each: requests end under the old one, or are asked again under the new
+produces: completions           which say of every token the version that made it
 
 Which version that is and who is admitted is engine/vllm_exchange.py's. What vLLM has cached is found by no request of
-another version (`cache_salt`). Where workers can keep what they sample, a request's answer is its token ids alone, and
-logprobs are read from there (engine/vllm_sampled.py); where not, vLLM's server sends every token by itself.
+another version: it is cleared at each exchange, and those that come later have another `cache_salt`. Where workers can
+keep what they sample, a request's answer is its token ids alone, and logprobs are read from there
+(engine/vllm_sampled.py); where not, vLLM's server sends every token by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from tandem.engine.server_sent import server_sent
 from tandem.engine.vllm_exchange import Exchange
+from tandem.engine.vllm_gate import OnUpdate
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
@@ -39,12 +41,12 @@ class VllmEngine:
         *,
         end_ids: frozenset[int],
         num_ids: int,
-        restarts: bool = False,
+        on_update: OnUpdate = "finish",
         version: int = -1,
     ) -> None:
-        """`num_ids`: ids below it exist. `restarts`: requests under way are ended for a new version and asked again,
-        not waited for."""
-        self._process, self._exchange = process, Exchange(process, restarts=restarts, version=version)
+        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes."""
+        self._process, self._exchange = process, Exchange(process, on_update, version)
+        self._on_update = on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: SampledReader | None = None
@@ -62,10 +64,15 @@ class VllmEngine:
         on_token: OnToken | None = None,
     ) -> Completion:
         await self._prepare()
+        # Where a text ends a completion only vLLM's server knows it: tokens come from there, one by one.
+        sampled = None if sampling.stop and on_token is not None else self._sampled
         while True:
-            async with self._exchange.admitted():
-                completion = await self._sample(prompt_ids, sampling, on_token)
-            if completion is not None:
+            async with self._exchange.admitted(may_be_held=sampled is not None):
+                if sampled is None:
+                    completion = await self._sample_streaming(prompt_ids, sampling, on_token)
+                else:
+                    completion = await self._sample_whole(sampled, prompt_ids, sampling, on_token)
+            if completion is not None:  # else it was ended for the sake of an exchange, and is asked again
                 return completion
 
     async def _prepare(self) -> None:
@@ -77,7 +84,7 @@ class VllmEngine:
                 return
             if self._num_ids:
                 await self._exchange.workers("tandem_vocabulary", self._num_ids)
-            for answer in await self._exchange.workers("tandem_keep"):
+            for answer in await self._exchange.workers("tandem_keep", self.version):
                 self._why_streamed = self._why_streamed or answer["why_not"]
             if self._why_streamed:
                 _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
@@ -85,22 +92,17 @@ class VllmEngine:
                 self._sampled = SampledReader(self._read_sampled, self.boot_id)
             self._prepared = True
 
-    async def _sample(
-        self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
-    ) -> Completion | None:
-        """None if it was ended for the sake of an exchange, and is to be asked again."""
-        if self._sampled is None or (sampling.stop and on_token is not None):
-            # Where a text ends a completion only vLLM's server knows it: tokens come from there, one by one.
-            return await self._sample_streaming(prompt_ids, sampling, on_token)
-        return await self._sample_whole(self._sampled, prompt_ids, sampling, on_token)
-
     async def _sample_whole(
         self, sampled: SampledReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
-        version = self.version
-        tell = None if on_token is None else lambda token_id, logprob: on_token(token_id, logprob, version)
+        version, of_base = self.version, self._exchange.serves_base  # workers number what adapters stand upon
+
+        def tell(token_id: int, logprob: float, served: int) -> None:
+            assert on_token is not None
+            on_token(token_id, logprob, served if of_base else version)
+
         end_ids = {*self._end_ids, *sampling.stop_ids}
-        with sampled.request(sampling.max_tokens, end_ids, tell) as request:
+        with sampled.request(sampling.max_tokens, end_ids, tell if on_token else None) as request:
             body = self._request(prompt_ids, sampling, version)
             body["stream"] = False
             del body["sampling_params"]["logprobs"]
@@ -109,8 +111,8 @@ class VllmEngine:
             ids, reason = choices[0]["token_ids"], choices[0]["finish_reason"]
             if reason == "abort":
                 return None
-            finish = _finish(reason, len(ids))
-            return Completion(ids, await sampled.logprobs(request, ids), [Span(version, len(ids))], finish)
+            finish, logprobs = _finish(reason, len(ids)), await sampled.logprobs(request, ids)
+            return Completion(ids, logprobs, request.spans if of_base else [Span(version, len(ids))], finish)
 
     async def _sample_streaming(
         self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
@@ -154,7 +156,7 @@ class VllmEngine:
             },
         }
 
-    async def _read_sampled(self, running: list[Any], ended: list[Any], dropped: list[str]) -> dict[str, Sequence[str]]:
+    async def _read_sampled(self, running: list[Any], ended: list[Any], dropped: list[str]) -> dict[str, Sequence[Any]]:
         answers = await self._exchange.workers("tandem_sampled", running, ended, dropped)
         return answers[0]["news"]  # the rank that vLLM itself takes tokens from
 
@@ -184,9 +186,20 @@ class VllmEngine:
             "sampled": requested("kept", self._why_streamed),
             "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
+        if self._on_update == "continue":
+            told["on_update"] = requested("continue", self._why_none_is_held(source))
         if not self._process.options.eager:
             told["compiled"] = requested("by form", self._process.why_not_found_again)
         await self._exchange.attach(source, told)
+
+    def _why_none_is_held(self, source: WeightSource) -> str:
+        if source.carries == "adapter":
+            return "requests end under the adapter that they began with"
+        if source.link.get("mode") == "restart":
+            return "the next version is another process, which is asked again"
+        if self._exchange.gives_memory:
+            return "it gives its memory away to sleep, and is asked again"
+        return self._why_streamed
 
     async def load(self, version: int) -> Served:
         return await self._exchange.load(version)

@@ -1,13 +1,14 @@
 """Which version vLLM serves, and how the next one takes its place.
 
 consumes: versions              waits for: their bytes; what runs, to have left the gate; asleep, room on the GPU
-produces: what requests name    a version each: none crosses an exchange; and digests of what is served, read back
+produces: what requests name    and digests of what is served, read back
 
-vLLM itself does not say on every version which weights made a token. So a full version comes beside the one that is
-served, the gate shuts, what runs ends (`finish`) or is ended and asked again (`restart`), the workers copy the version
-over and read back what they serve, and the gate opens. An adapter comes into a slot that no request uses, and requests
-name it from then on. What failed halfway answers nobody: no torn weights. Once begun, an exchange runs to its end,
-whoever gives it up: workers cannot be told to stop.
+A full version comes beside the one that is served, the gate shuts, what runs ends (`finish`), is ended and asked again
+(`restart`) or is held (`continue`), the workers copy the version over and read back what they serve, and the gate
+opens. vLLM itself does not say in every version of its own which weights made a token: so only those requests are held
+whose tokens the workers keep. An adapter comes into a slot that no request uses, and requests name it from then on, so
+those under way end with theirs. What failed halfway answers nobody: no torn weights. Once begun, an exchange runs to
+its end, whoever gives it up: workers cannot be told to stop.
 
 Asleep, with `engine.sleep = "free"`, vLLM's weights are in the host's memory and its keys and values nowhere: nothing
 may touch the GPU before they are back, and they are not called back before there is room.
@@ -24,7 +25,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.engine.pieces import Tiling, digests_of, whole
-from tandem.engine.vllm_gate import Gate
+from tandem.engine.vllm_gate import Gate, OnUpdate
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
@@ -43,13 +44,13 @@ _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError
 
 
 class Exchange:
-    def __init__(self, process: VllmProcess, *, restarts: bool, version: int) -> None:
+    def __init__(self, process: VllmProcess, on_update: OnUpdate, version: int) -> None:
         self.version = version
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
         self.model = _BASE
         """What requests name: the base, or the adapter of the version served."""
-        self._process, self._gate = process, Gate(process, restarts=restarts)
+        self._process, self._gate = process, Gate(process, on_update)
         self._source: WeightSource | None = None
         self._adapters: list[str] = []
         """That vLLM has loaded, and whose slots are ours to write over once nobody asks for them."""
@@ -71,17 +72,28 @@ class Exchange:
         return sum(self._lent)
 
     @property
+    def gives_memory(self) -> bool:
+        """To sleep."""
+        return self._process.options.sleeps and not self._process.options.why_awake
+
+    @property
     def why_torn(self) -> str:
         """Empty if its weights are a version. Else it answers nobody, until a full version is loaded."""
         return self._torn and f"engine: it serves nothing until a version is loaded: {self._torn}"
 
+    @property
+    def serves_base(self) -> bool:
+        return self.model == _BASE
+
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
-        """A request, from when it may ask for what is served until its answer is there."""
+    async def admitted(self, *, may_be_held: bool) -> AsyncIterator[None]:
+        """A request, from when it may ask for what is served until its answer is there. `may_be_held`: if a version
+        comes meanwhile it is known afterwards which of its tokens are of which."""
         await self._gate.opened()
         if self._torn:
             raise EngineLost(self.why_torn)
-        with self._gate.running(self.model):
+        # An adapter stands upon the base that it was asked with.
+        with self._gate.running(self.model, may_be_held=may_be_held and self.serves_base):
             yield
 
     # --- versions
@@ -176,15 +188,15 @@ class Exchange:
         if self._lent or live:
             return
         if not await self._untouched():
-            return self._tear(why)
+            return await self._tear(why)
         try:
             await self._gate.open()
         except EngineError as error:
-            self._tear(str(error))
+            await self._tear(str(error))
 
-    def _tear(self, why: str) -> None:
+    async def _tear(self, why: str) -> None:
         self._torn = why
-        self._gate.give_up()
+        await self._gate.give_up()
 
     async def _untouched(self) -> bool:
         """Whether a load that failed left the version before as it was, in every worker."""
@@ -223,7 +235,7 @@ class Exchange:
             served = tiling.fingerprints(each for answer in loaded for each in parted(answer["digests"]))
         else:
             served = await self._first_in_slot(name, slot, deadline_s, phases, loaded=loaded[0]["loaded"])
-        if self._gate.restarts:
+        if self._gate.on_update == "restart":
             await self._gate.shut(deadline_s)
         self.model = name
         self._serve(version)
@@ -268,7 +280,7 @@ class Exchange:
                 while True:
                     if idle := next((each for each in self._adapters if self._is_idle(each)), ""):
                         return idle
-                    if self._gate.restarts:
+                    if self._gate.on_update == "restart":
                         await self._gate.shut(deadline_s)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
@@ -304,9 +316,11 @@ class Exchange:
     # --- its memory
 
     async def sleep(self) -> None:
-        """What runs ends, what comes waits; and if it was started for that, its GPU's memory is free."""
+        """What runs ends or is held, what comes waits; and if it was started for that, its GPU's memory is free, and
+        what was held is asked again."""
         await self._gate.shut(CONTROL_S)
-        if self._process.options.sleeps and not self._process.options.why_awake:
+        if self.gives_memory:
+            await self._gate.end_held()
             await to_its_end(self._lend())
 
     async def wake(self) -> None:
@@ -353,7 +367,7 @@ class Exchange:
             if not await self.intact():
                 raise EngineError("engine: its weights are not what they were before it slept; load a version")
         except BaseException as error:
-            self._tear(self._torn or str(error) or type(error).__name__)
+            await self._tear(self._torn or str(error) or type(error).__name__)
             raise
 
     async def _free_bytes(self) -> list[int]:

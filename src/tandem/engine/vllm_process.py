@@ -96,6 +96,8 @@ class VllmOptions:
             given += ["--enable-scale-out"]
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
+        else:  # it would go back in a request's random numbers after a part of a prompt, which a CPU's generator cannot
+            given += ["--no-enable-chunked-prefill"]
         return [*given, *self.extra]
 
 

@@ -19,12 +19,14 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from tandem.errors import EngineError, TandemError
-from tandem.ops.sampled import unpacked
+from tandem.ops.sampled import Since, unpacked
+from tandem.types import Span
 
 _log = logging.getLogger(__name__)
 
-Read: TypeAlias = Callable[[list[Any], list[Any], list[str]], Awaitable[dict[str, Sequence[str]]]]
-Tell: TypeAlias = Callable[[int, float], None]
+Read: TypeAlias = Callable[[list[Any], list[Any], list[str]], Awaitable[dict[str, Sequence[Any]]]]
+Tell: TypeAlias = Callable[[int, float, int], None]
+"""A token, its logprob and its version."""
 
 _REQUESTS_PER_S = 500  # looked at while they run, of all together
 _LEAST_S, _MOST_S = 0.02, 2.0
@@ -35,6 +37,7 @@ class Request:
 
     def __init__(self, name: str, max_tokens: int, end_ids: Collection[int], tell: Tell | None) -> None:
         self.name, self.ids, self.logprobs = name, array("i"), array("f")
+        self._since: Since = []
         self._left, self._end_ids, self._tell = max_tokens, end_ids, tell
         self.told: asyncio.Future[None] | None = None
         """Once it has ended and waits for what is missing."""
@@ -50,7 +53,13 @@ class Request:
     def missing(self) -> list[Any]:
         return [self.name, len(self.ids), self.num_ids]
 
-    def grow(self, ids: array[int], logprobs: array[float]) -> None:
+    @property
+    def spans(self) -> list[Span]:
+        ends = [*(position for position, _ in self._since[1:]), len(self.ids)]
+        counts = [min(end, len(self.ids)) - start for (start, _), end in zip(self._since, ends, strict=True)]
+        return [Span(version, count) for (_, version), count in zip(self._since, counts, strict=True) if count > 0]
+
+    def grow(self, ids: array[int], logprobs: array[float], since: Since) -> None:
         """While it runs: what comes after its end is left out."""
         for position, token_id in enumerate(ids):
             self._left -= 1
@@ -58,10 +67,10 @@ class Request:
                 self._left = 0
                 ids, logprobs = ids[: position + 1], logprobs[: position + 1]
                 break
-        self._take(ids, logprobs)
+        self._take(ids, logprobs, since)
 
-    def end(self, ids: array[int], logprobs: array[float]) -> None:
-        self._take(ids, logprobs)
+    def end(self, ids: array[int], logprobs: array[float], since: Since) -> None:
+        self._take(ids, logprobs, since)
         assert self.told is not None
         if not self.told.done():
             self.told.set_result(None)
@@ -70,14 +79,17 @@ class Request:
         if self.told is not None and not self.told.done():
             self.told.set_exception(error)
 
-    def _take(self, ids: array[int], logprobs: array[float]) -> None:
+    def _take(self, ids: array[int], logprobs: array[float], since: Since) -> None:
+        first = len(self.ids)
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
+        self._since = since
         if self._tell is None:
             return
         try:
-            for token_id, logprob in zip(ids, logprobs, strict=True):
-                self._tell(token_id, logprob)
+            for position, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), first):
+                version = next(version for start, version in reversed(since) if start <= position)
+                self._tell(token_id, logprob, version)
         except Exception as error:  # noqa: BLE001  whoever is told fails for its own request, and for no other
             self._tell, self.error = None, error
 
@@ -152,6 +164,7 @@ class SampledReader:
             for request in ended:
                 request.end(*unpacked(news[request.name]))
         except TandemError as error:
+            self._dropped = dropped + self._dropped
             for request in ended:
                 request.fail(error)
             _log.warning("what is sampled could not be read: %s", error)

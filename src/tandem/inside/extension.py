@@ -33,7 +33,7 @@ class TandemWorker:
         return _answer(lambda: _of(self).stage(version, patience_s))
 
     def tandem_load(self, version: int, into: str = "", patience_s: float | None = None, later: bool = False) -> Answer:
-        return _answer(lambda: _of(self).load(version, into, patience_s, later))
+        return _answer(lambda: _load(self, version, into, patience_s, later))
 
     def tandem_proof(self, version: int) -> Answer:
         return _answer(lambda: _of(self).proof(version))
@@ -59,9 +59,9 @@ class TandemWorker:
     def tandem_status(self) -> Answer:
         return _answer(lambda: _of(self).status())
 
-    def tandem_keep(self) -> Answer:
-        """Logprobs of marked requests, for `tandem_sampled`. Again: as before."""
-        return _answer(lambda: _keep(self))
+    def tandem_keep(self, version: int) -> Answer:
+        """Tokens and logprobs of marked requests, for `tandem_sampled`; that version is served. Again: as before."""
+        return _answer(lambda: _keep(self, version))
 
     def tandem_sampled(self, running: Reading, ended: Reading, dropped: Sequence[str]) -> Answer:
         return _answer(lambda: {"news": _keeping(self).read(running, ended, dropped)})
@@ -77,9 +77,16 @@ def _of(theirs: Any) -> Worker:
     return theirs._tandem
 
 
-def _keep(theirs: Any) -> Answer:
+def _load(theirs: Any, version: int, *how: Any) -> Answer:
+    answer = _of(theirs).load(version, *how)
+    if answer["arrived"] and "adapter" not in answer and hasattr(theirs, "_tandem_kept"):
+        theirs._tandem_kept.serve(version)
+    return answer
+
+
+def _keep(theirs: Any, version: int) -> Answer:
     def keep() -> None:
-        theirs._tandem_kept = keep_sampled(theirs.model_runner, theirs.vllm_config)
+        theirs._tandem_kept = keep_sampled(theirs.model_runner, theirs.vllm_config, version)
 
     return {"why_not": "" if hasattr(theirs, "_tandem_kept") else _why_not(keep)}
 

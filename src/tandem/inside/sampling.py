@@ -1,7 +1,7 @@
 """What a worker of vLLM samples, kept with its logprobs until the engine asks for it.
 
 consumes: what comes back from the GPU, step by step     waits for: nothing
-produces: tokens and logprobs of one request, in one piece
+produces: tokens and logprobs of one request, in one piece, and which version made which of them
 
 vLLM sends a token's logprob from its core to its server and on as objects of their own, and that takes longer than the
 model does. So a request that is marked (`MARK` among its extra arguments) asks for none; here, in the worker alone, it
@@ -41,16 +41,19 @@ class Unfit(Exception):
 
 
 class _Record:
-    __slots__ = ("ids", "logprobs", "why")
+    __slots__ = ("ids", "logprobs", "since", "why")
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         self.ids, self.logprobs = array("i"), array("f")
+        self.since = [[0, version]]
         self.why = ""
         """Empty if the logprobs are whole."""
 
 
 class Kept:
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
+        """`version`: of the weights that are served."""
+        self._version = version
         self._open: dict[str, _Record] = {}
         self._unread: dict[str, _Record] = {}
 
@@ -60,6 +63,16 @@ class Kept:
     @property
     def under_way(self) -> int:
         return len(self._open)
+
+    def serve(self, version: int) -> None:
+        """From now on. No step is under way."""
+        if version == self._version:
+            return
+        self._version = version
+        for record in self._open.values():
+            if record.since[-1][0] == len(record.ids):
+                record.since.pop()
+            record.since.append([len(record.ids), version])
 
     def scheduled(self, step: Any) -> None:
         """Before a step. `step`: vLLM's scheduler's output."""
@@ -72,7 +85,7 @@ class Kept:
             new.sampling_params = copy.copy(new.sampling_params)  # the scheduler's own asks for none
             new.sampling_params.logprobs = 0
             if new.req_id not in self._open:  # else it was preempted
-                self._open[new.req_id] = self._unread[marks[MARK]] = _Record()
+                self._open[new.req_id] = self._unread[marks[MARK]] = _Record(self._version)
         while len(self._unread) > _MAX_UNREAD:
             self._unread.pop(next(iter(self._unread)))
 
@@ -102,24 +115,24 @@ class Kept:
             self._unread.pop(name, None)
         return news
 
-    def _piece(self, name: str, start: int, end: int) -> list[str]:
+    def _piece(self, name: str, start: int, end: int) -> list[Any]:
         record = self._unread.get(name)
         if record is None:  # of another rank, or still in vLLM's queue
-            return packed(array("i"), array("f"))
+            return packed(array("i"), array("f"), [])
         if record.why:
             raise EngineError(f"engine: {record.why}")
         part = slice(start, max(start, len(record.ids) - _UNSURE) if end < 0 else end)
-        return packed(record.ids[part], record.logprobs[part])
+        return packed(record.ids[part], record.logprobs[part], list(record.since))
 
 
-def keep_sampled(runner: Any, config: Any) -> Kept:
-    """From now on, in this worker. Unfit if that cannot be."""
+def keep_sampled(runner: Any, config: Any, version: int) -> Kept:
+    """From now on, in this worker, which serves that version. Unfit if that cannot be."""
     if config.speculative_config is not None:
         raise Unfit("speculative decoding samples several tokens a step")
     schedule, sample = getattr(runner, "execute_model", None), getattr(runner, "sample_tokens", None)
     if not callable(schedule) or not callable(sample):
         raise Unfit("this vLLM's model runner has other steps than execute_model and sample_tokens")
-    kept = Kept()
+    kept = Kept(version)
 
     def scheduled(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         kept.scheduled(scheduler_output)

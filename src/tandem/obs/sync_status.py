@@ -21,8 +21,9 @@ from tandem.obs.history import read_status
 
 MAP_FILE = "sync-map.json"
 TOLD = {
-    "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "scheduler": "vLLM's scheduler",
-    "compiled": "compiled models", "beside": "adapters beside the base", "blocks": "blocks of adapters",
+    "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "on_update": "requests under way",
+    "scheduler": "vLLM's scheduler", "compiled": "compiled models",
+    "beside": "adapters beside the base", "blocks": "blocks of adapters",
 }  # fmt: skip
 """What an engine said of itself when it was attached, requested and engaged, and what it is called, here and among a
 run's options."""

@@ -164,9 +164,8 @@ def vllm_alone(
         process.kill()
         raise
     process.wait_ready(spec.start_deadline_s)
-    restarts = spec.on_update == "restart"
     num_ids = len(renderer.tokenizer)
-    engine = VllmEngine(process, end_ids=renderer.end_ids, num_ids=num_ids, restarts=restarts, version=version)
+    engine = VllmEngine(process, end_ids=renderer.end_ids, num_ids=num_ids, on_update=spec.on_update, version=version)
     return Alone(engine, renderer, context, num_ids)
 
 

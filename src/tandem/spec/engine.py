@@ -75,9 +75,10 @@ class VllmEngineSpec(_Process):
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
     """Which ones, of those that the run itself sees; left out, all of them. For several replicas `tensor_parallel` of
     them, which they share, or so many for each, one replica's behind the other's."""
-    on_update: Literal["finish", "restart"] = "finish"
+    on_update: OnUpdate = "finish"
     """What becomes of requests under way when a version comes. finish: they end under the old one first. restart: they
-    are sampled again from their prompt."""
+    are sampled again from their prompt. continue: they go on under it, keys and values computed anew; under an adapter
+    they end with the one that they began with."""
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Empty: all of them."""
