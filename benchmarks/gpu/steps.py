@@ -100,6 +100,7 @@ def beside_one_engine(cases: list[str], checkpoint: Path, arguments: argparse.Na
     asked: dict[str, Any] = {
         "kind": "vllm", "python": arguments.python, "max_context": arguments.tokens + 512,
         "memory_share": arguments.memory_share, "max_running": arguments.max_running or 8 * arguments.groups,
+        "on_update": arguments.on_update,
     }  # fmt: skip
     asked |= {"gpus": [arguments.gpu]} if arguments.gpu else {}
     adapters = ["--adapter-slots", "4"] if cases[0].startswith("adapter") else []
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
     parser.add_argument("--max-running", type=int, default=0, help="sequences that vLLM decodes together; 0: a step's")
+    parser.add_argument("--on-update", default="finish", help="what becomes of requests under way")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--memory-share", type=float, default=0.3)
