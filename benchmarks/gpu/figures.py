@@ -167,13 +167,17 @@ MEASUREMENTS = [
         "optimizer", f"{TRAIN} optimizer", "train.json",
         [Figure("optimizer step 1.7B, of torch's fused AdamW", "", middle(0, "ratio"), 1.1, 0.8)],
     ),
+] + [
     Measurement(
-        "lag",
+        name,
         f"{STEP} broadcast broadcast:1 --gpu 1 --memory-share 0.85 --max-running 512 --micro-tokens 16896 "
-        "--shape qwen3-1.7b",
+        f"--on-update {on_update} --shape qwen3-1.7b",
         "steps-qwen3-1.7b-broadcast-broadcast1.json",
-        [Figure("max_lag 1 against 0, 1.7B", "", against(1), 1.5, 1.9, more=True)], gpus=2,
-    ),
+        [Figure(f"max_lag 1 against 0, 1.7B, {what}", "", against(1), 1.5, 1.9, more=True)], gpus=2,
+    )
+    for name, on_update, what in (
+        ("lag", "finish", "waiting for requests"), ("lag-continue", "continue", "requests going on")
+    )
 ] + [
     Measurement(
         f"engines-{count}", f"pools.py --engines {count} --times 4 --shape qwen3-1.7b", "pools.json",
