@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 Read = Callable[[Any], float]
@@ -48,13 +50,8 @@ def of_the_first(read: Read) -> Read:
     return lambda rows: read(proven(rows[0]))
 
 
-def middle(*path: str | int) -> Read:
-    def read(found: Any) -> float:
-        for part in path:
-            found = found[part]
-        return statistics.median(found) if isinstance(found, list) else float(found)
-
-    return read
+def at(*path: str | int) -> Read:
+    return lambda found: float(reduce(getitem, path, found))
 
 
 def first_token(row: Any) -> float:
@@ -67,14 +64,10 @@ def flip(row: Any) -> float:
     return row["ms"]["paused"] + row["ms"].get("hash", 0.0)
 
 
-def against(other: int) -> Read:
-    """Of the first case's tokens/s."""
-
-    def read(rows: Any) -> float:
-        one, many = (proven(rows[case])["sampled"] / rows[case]["step_s"] for case in (0, other))
-        return many / one
-
-    return read
+def second_against_first(rows: Any) -> float:
+    """Tokens/s of two cases."""
+    first, second = (proven(row)["sampled"] / row["step_s"] for row in rows)
+    return second / first
 
 
 def pooled(count: int) -> Read:
@@ -89,7 +82,7 @@ MEASUREMENTS = [
     Measurement(
         f"broadcast-{shape}", f"{SYNC} broadcast --gpu 1 --eager --share 0.3 --shape qwen3-{shape}",
         f"sync-fast-qwen3-{shape}.json",
-        [Figure(f"broadcast {shape.upper()}, paused", "ms", of_the_first(middle("ms", "paused")), must, goal)],
+        [Figure(f"broadcast {shape.upper()}, paused", "ms", of_the_first(at("ms", "paused")), must, goal)],
         gpus=2,
     )
     for shape, must, goal in (("8b", 90, 60), ("0.6b", 30, 12))
@@ -103,7 +96,7 @@ MEASUREMENTS = [
     ),
     Measurement(
         "adapter_broadcast", f"{SYNC} adapter_broadcast --share 0.3 --shape qwen3-8b", "sync-fast-qwen3-8b.json",
-        [Figure("adapter_broadcast r16 8B, in all", "ms", of_the_first(middle("sync_ms", 1)), 10, 2)],
+        [Figure("adapter_broadcast r16 8B, in all", "ms", of_the_first(at("sync_ms", 1)), 10, 2)],
     ),
     Measurement(
         "adapter", f"{SYNC} adapter --streams 64 --share 0.3 --shape qwen3-1.7b", "sync-fast-qwen3-1.7b.json",
@@ -126,20 +119,20 @@ MEASUREMENTS = [
     ),
     Measurement(
         "rollouts", "rollouts.py --ways run --times 4 --shape qwen3-1.7b", "rollouts.json",
-        [Figure("rollouts 1.7B, 256 x (128 + 512)", "tokens/s", middle("run", "rate"), 26_000, 45_000, more=True)],
+        [Figure("rollouts 1.7B, 256 x (128 + 512)", "tokens/s", at("run", "rate"), 26_000, 45_000, more=True)],
     ),
     Measurement(
         "step-1.7b",
         f"{STEP} shared {LIGHT} --optimizer adamw_8bit --micro-tokens 8192 --shape qwen3-1.7b",
         "steps-qwen3-1.7b-shared.json",
         [
-            Figure("GRPO step 1.7B", "s", of_the_first(middle("step_s")), 9.5, 6.5),
-            Figure("GRPO step 1.7B, of the GPU", "GiB", of_the_first(middle("peak_gib")), 50, 50),
+            Figure("GRPO step 1.7B", "s", of_the_first(at("step_s")), 9.5, 6.5),
+            Figure("GRPO step 1.7B, of the GPU", "GiB", of_the_first(at("peak_gib")), 50, 50),
         ],
     ),
     Measurement(
         "step-0.6b", f"{STEP} shared {LIGHT} --micro-tokens 8448 --steps 7 --shape qwen3-0.6b",
-        "steps-qwen3-0.6b-shared.json", [Figure("GRPO step 0.6B", "s", of_the_first(middle("step_s")), 6, 3.5)],
+        "steps-qwen3-0.6b-shared.json", [Figure("GRPO step 0.6B", "s", of_the_first(at("step_s")), 6, 3.5)],
     ),
     Measurement(
         "step-8b",
@@ -151,21 +144,21 @@ MEASUREMENTS = [
                 "GRPO 8B, 20 steps: reward, last against first", "",
                 of_the_first(lambda row: row["rewards"][19] - row["rewards"][0]), 0.01, 0.1, more=True,
             ),
-            Figure("GRPO 8B, of the GPU", "GiB", of_the_first(middle("peak_gib")), 135, 90),
+            Figure("GRPO 8B, of the GPU", "GiB", of_the_first(at("peak_gib")), 135, 90),
         ],
     ),
     Measurement(
         "sft-0.6b", f"{TRAIN} sft-0.6b --ways compiled --tokens 65536 --micro-tokens 32768", "train.json",
-        [Figure("SFT 0.6B, packed 4k", "tokens/s", middle(0, "tokens_s"), 52_000, 80_000, more=True)],
+        [Figure("SFT 0.6B, packed 4k", "tokens/s", at(0, "tokens_s"), 52_000, 80_000, more=True)],
     ),
     Measurement(
         "sft-8b",
         f"{TRAIN} sft-8b --ways compiled --activations selective --optimizer adamw_8bit --micro-tokens 8192",
-        "train.json", [Figure("SFT 8B, all weights", "MFU", middle(0, "mfu"), 0.45, 0.55, more=True)],
+        "train.json", [Figure("SFT 8B, all weights", "MFU", at(0, "mfu"), 0.45, 0.55, more=True)],
     ),
     Measurement(
         "optimizer", f"{TRAIN} optimizer", "train.json",
-        [Figure("optimizer step 1.7B, of torch's fused AdamW", "", middle(0, "ratio"), 1.1, 0.8)],
+        [Figure("optimizer step 1.7B, of torch's fused AdamW", "", at(0, "ratio"), 1.1, 0.8)],
     ),
 ] + [
     Measurement(
@@ -173,7 +166,7 @@ MEASUREMENTS = [
         f"{STEP} broadcast broadcast:1 --gpu 1 --memory-share 0.85 --max-running 512 --micro-tokens 16896 "
         f"--on-update {on_update} --shape qwen3-1.7b",
         "steps-qwen3-1.7b-broadcast-broadcast1.json",
-        [Figure(f"max_lag 1 against 0, 1.7B, {what}", "", against(1), 1.5, 1.9, more=True)], gpus=2,
+        [Figure(f"max_lag 1 against 0, 1.7B, {what}", "", second_against_first, 1.5, 1.9, more=True)], gpus=2,
     )
     for name, on_update, what in (
         ("lag", "finish", "waiting for requests"), ("lag-continue", "continue", "requests going on")

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 import table as page
-from figures import MEASUREMENTS, Figure, Measurement, against, first_token, middle, of_the_first, pooled
+from figures import MEASUREMENTS, Figure, Measurement, at, first_token, of_the_first, pooled, second_against_first
 
 SCRIPT = """
 import json, os, sys, time
@@ -22,7 +22,7 @@ found = {"rate": float(sys.argv[1]), "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
 Path(os.environ["OUT"], "it.json").write_text(json.dumps(found))
 sys.exit(int(sys.argv[2]))
 """
-RATE = Figure("a rate", "tokens/s", middle("rate"), 100, 200, more=True)
+RATE = Figure("a rate", "tokens/s", at("rate"), 100, 200, more=True)
 
 
 def measurement(name: str, rate: float = 100, code: int = 0, gpus: int = 1) -> Measurement:
@@ -63,7 +63,7 @@ def test_what_needs_more_gpus_than_there_are_is_told_and_not_made(tmp_path: Path
 @pytest.mark.parametrize(("rate", "told"), [(99, "MISSED"), (100, "met"), (200, "goal"), (float("nan"), "MISSED")])
 def test_a_figure_is_held_against_what_it_must_be(rate: float, told: str):
     assert RATE.verdict(rate) == told
-    assert Figure("a time", "s", middle("rate"), -100, -200).verdict(-rate) == told
+    assert Figure("a time", "s", at("rate"), -100, -200).verdict(-rate) == told
 
 
 def test_a_command_that_fails_has_no_figure_whatever_it_wrote(tmp_path: Path):
@@ -83,7 +83,7 @@ def test_what_another_day_wrote_is_no_figure(tmp_path: Path):
     ("row", "why"), [({"verified": ["digest", "unverified"], "step_s": 1}, "proven"), ({"error": "it broke"}, "broke")]
 )
 def test_what_is_not_proven_is_no_figure(row: Any, why: str):
-    asked = Figure("a step", "s", of_the_first(middle("step_s")), 9, 6)
+    asked = Figure("a step", "s", of_the_first(at("step_s")), 9, 6)
     told = page.told(page.Made(measurement("step"), found=[row]), asked)
     assert told[1] == "none"
     assert why in told[-1]
@@ -91,7 +91,7 @@ def test_what_is_not_proven_is_no_figure(row: Any, why: str):
 
 def test_figures_of_several_numbers():
     case = {"verified": ["digest"], "sampled": 100.0}
-    assert against(1)([case | {"step_s": 2.0}, case | {"step_s": 1.0}]) == 2
+    assert second_against_first([case | {"step_s": 2.0}, case | {"step_s": 1.0}]) == 2
     assert pooled(2)({"rates": {"1": [9, 10, 10], "2": [9, 19, 21]}}) == 2  # the first round warms up
     assert first_token({"sync_ms": [1, 20, 90], "first_token": [500, 500, *[10, 20, 30] * 3]}) == 40
 

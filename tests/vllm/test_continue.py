@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_cpu import PYTHON, adapted, changed, full, small_model
+from vllm_cpu import PYTHON, adapted, changed, logprobs_of, publish, small_model
 
 from tandem.bridge.adapter.trainer import AdapterBridge
 from tandem.bridge.disk.trainer import DiskBridge
@@ -48,10 +48,8 @@ class Rig:
         return self.loop.run_until_complete(work)
 
     async def publish(self, module: Any) -> None:
-        version = self.engine.version + 1
-        self.modules[version] = module
-        await self.engine.attach(self.bridge.source(1))
-        await asyncio.gather(asyncio.to_thread(self.bridge.send, full(module, version)), self.engine.load(version))
+        self.modules[self.engine.version + 1] = module
+        await publish(self.engine, self.bridge, module)
 
     def ask(self, number: int, **settings: Any) -> asyncio.Task[Completion]:
         made = Sampling(**{"max_tokens": LONG, "seed": number, **settings})
@@ -69,14 +67,12 @@ class Rig:
             while sum(version in (None, each) for each in self.told) < count:
                 await asyncio.sleep(0.002)
 
-    @torch.no_grad()
     def off(self, number: int, done: Completion, *, by: int | None = None) -> float:
         """By how many nats, in the mean, logprobs differ from those of the version which is said to have made their
         tokens, or of the version `by`; of the worst version."""
-        ids, worst = torch.tensor([[*PROMPTS[number], *done.ids]]), 0.0
+        worst = 0.0
         for version in set(done.versions):
-            logits = self.modules[version if by is None else by](ids).logits[0, len(PROMPTS[number]) - 1 : -1].float()
-            ours = logits.log_softmax(-1)[torch.arange(len(done.ids)), torch.tensor(done.ids)]
+            ours = logprobs_of(self.modules[version if by is None else by], PROMPTS[number], done.ids)
             made = torch.tensor([each == version for each in done.versions])
             worst = max(worst, (ours - torch.tensor(done.logprobs))[made].abs().mean().item())
         return worst
@@ -203,7 +199,7 @@ def test_under_an_adapter_requests_end_with_the_one_that_they_began_with(rig: Ri
     first = rig.engine.version
     rig.run(rig.engine.attach(source))
 
-    async def publish(number: int) -> None:
+    async def give(number: int) -> None:
         module = trained[number]
         weights = Weights(
             first + number, "adapter", lambda: serving.adapter(module.base_model.model), serving.adapter_config(module)
@@ -212,10 +208,10 @@ def test_under_an_adapter_requests_end_with_the_one_that_they_began_with(rig: Ri
         rig.modules[first + number] = module
 
     async def play() -> Completion:
-        await publish(1)
+        await give(1)
         asked = rig.ask(0)
         await rig.until_told(50)
-        await publish(2)
+        await give(2)
         assert not asked.done()
         return await asked
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_cpu import PYTHON, full, gap, small_model
+from vllm_cpu import PYTHON, gap, publish, small_model
 
 from tandem.bridge.disk.trainer import DiskBridge
 from tandem.engine.vllm import VllmEngine
@@ -55,11 +55,6 @@ class Rig:
 
     def keeping(self) -> dict[str, int]:
         return self.run(self.engine._exchange.workers("tandem_keeping", deadline_s=10))[0]
-
-    async def publish(self, module: Any) -> None:
-        version = self.engine.version + 1
-        await self.engine.attach(self.bridge.source(1))
-        await asyncio.gather(asyncio.to_thread(self.bridge.send, full(module, version)), self.engine.load(version))
 
     def counted(self, name: str) -> float:
         """By vLLM itself."""
@@ -157,7 +152,7 @@ def test_what_is_given_up_or_begun_again_leaves_nothing_behind(rig: Rig):
         exchange = rig.engine._exchange
         await exchange._gate.shut(20)  # as for a new version: this engine ends what runs
         late = not given_up.cancelled() or begun_again.done()
-        await rig.publish(rig.module)
+        await publish(rig.engine, rig.bridge, rig.module)
         done = await begun_again
         return None if late or set(done.versions) == {before} else done
 

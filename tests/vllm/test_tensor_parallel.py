@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from test_vllm_engine import NEAR, PROMPT, Rig
-from vllm_cpu import adapted, small_model
+from vllm_cpu import adapted, logprobs_of, small_model
 
 from tandem.types import Completion, Sampling
 
@@ -36,7 +36,7 @@ def test_shards_add_up_where_heads_are_split_and_where_they_are_replicated(tmp_p
                 before = told.versions.count(rig.version - 1)
                 first = Completion(told.ids[:before], told.logprobs[:before], [], "length")
                 assert rig.gap(trained, first) < NEAR
-                logprobs = logprobs_of(module, told.ids)
+                logprobs = logprobs_of(module, PROMPT, told.ids)
                 assert (logprobs - torch.tensor(told.logprobs))[before:].abs().mean() < NEAR
             bridge.close()
     finally:
@@ -59,9 +59,3 @@ def across_the_next_version(rig: Rig, bridge: Any, module: Any) -> Completion:
     asking = rig.run(begun())
     rig.publish(bridge, module)
     return rig.run(asking)
-
-
-@torch.no_grad()
-def logprobs_of(module: Any, ids: list[int]) -> torch.Tensor:
-    logits = module(torch.tensor([[*PROMPT, *ids]])).logits[0, len(PROMPT) - 1 : -1].float()
-    return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]

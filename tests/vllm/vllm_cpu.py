@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import tandem
+from tandem.engine.vllm import VllmEngine
 from tandem.types import Weights
 
 ROOT = Path(__file__).parents[2]
@@ -148,9 +150,19 @@ def full(module: Any, version: int) -> Weights:
     return Weights(version, "full", lambda: whole(module))
 
 
-@torch.no_grad()
+async def publish(engine: VllmEngine, bridge: Any, module: Any) -> None:
+    """As the next version, over a bridge of one engine."""
+    version = engine.version + 1
+    await engine.attach(bridge.source(1))
+    await asyncio.gather(asyncio.to_thread(bridge.send, full(module, version)), engine.load(version))
+
+
 def gap(module: Any, prompt: list[int], answer: dict[str, Any]) -> float:
     """Mean distance, in nats, between what the engine says of its tokens and what `module` does."""
-    logits = module(torch.tensor([[*prompt, *answer["ids"]]])).logits[0, len(prompt) - 1 : -1].float()
-    ours = logits.log_softmax(-1)[torch.arange(len(answer["ids"])), torch.tensor(answer["ids"])]
-    return (ours - torch.tensor(answer["logprobs"])).abs().mean().item()
+    return (logprobs_of(module, prompt, answer["ids"]) - torch.tensor(answer["logprobs"])).abs().mean().item()
+
+
+@torch.no_grad()
+def logprobs_of(module: Any, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    logits = module(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]

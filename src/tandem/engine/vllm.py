@@ -46,7 +46,6 @@ class VllmEngine:
     ) -> None:
         """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes."""
         self._process, self._exchange = process, Exchange(process, on_update, version)
-        self._on_update = on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: SampledReader | None = None
@@ -186,7 +185,7 @@ class VllmEngine:
             "sampled": requested("kept", self._why_streamed),
             "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
-        if self._on_update == "continue":
+        if self._exchange.on_update == "continue":
             told["on_update"] = requested("continue", self._why_none_is_held(source))
         if not self._process.options.eager:
             told["compiled"] = requested("by form", self._process.why_not_found_again)

@@ -82,6 +82,10 @@ class Exchange:
         return self._torn and f"engine: it serves nothing until a version is loaded: {self._torn}"
 
     @property
+    def on_update(self) -> OnUpdate:
+        return self._gate.on_update
+
+    @property
     def serves_base(self) -> bool:
         return self.model == _BASE
 
@@ -235,7 +239,7 @@ class Exchange:
             served = tiling.fingerprints(each for answer in loaded for each in parted(answer["digests"]))
         else:
             served = await self._first_in_slot(name, slot, deadline_s, phases, loaded=loaded[0]["loaded"])
-        if self._gate.on_update == "restart":
+        if self.on_update == "restart":
             await self._gate.shut(deadline_s)
         self.model = name
         self._serve(version)
@@ -280,7 +284,7 @@ class Exchange:
                 while True:
                     if idle := next((each for each in self._adapters if self._is_idle(each)), ""):
                         return idle
-                    if self._gate.on_update == "restart":
+                    if self.on_update == "restart":
                         await self._gate.shut(deadline_s)
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError as error:
