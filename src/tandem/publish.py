@@ -325,7 +325,7 @@ class Publisher:
         """Which engine is furthest from the trainer, how far, and over how many tokens of all of them. `guess`: what it
         may say."""
         prompt, ours = list(prompt_ids), list[float]()
-        asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=most, temperature=0.0)))
+        asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=most, temperature=0.0, urgent=True)))
         try:
             if guess and self._call is not on_this_thread:
                 # Most answers are the last version's. The engine computes elsewhere: score that meanwhile.

@@ -69,6 +69,8 @@ class Sampling:
     on_update: OnUpdate = ""
     """What becomes of it when new weights come: it goes on under them (`follow`), ends under those that it began with
     (`pin`), or is sampled again from its prompt (`restart`). Empty: as the engine does by itself."""
+    urgent: bool = False
+    """Before all that wait, and beside one more than may run: a trainer stands still until it is answered."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.engine import http
-from tandem.engine.http import Broken, HttpClient, Silent
+from tandem.engine.http import Answer, Broken, HttpClient, Silent
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = HEAD + b"Content-Length: 2\r\n\r\n{}"
@@ -62,18 +62,47 @@ async def asking(
         server.close()
 
 
-def test_connections_are_kept_and_no_more_are_made_than_may_be():
+async def streamed(client: HttpClient, *, urgent: bool = False) -> Answer:
+    async with client.stream("/x", b"{}", urgent=urgent) as coming:
+        return await coming.whole()
+
+
+def test_connections_are_kept_and_no_more_streams_are_under_way_than_may_be():
     async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.01)
         writer.write(WHOLE)
 
     async def check() -> None:
         async with asking(says, most=2) as (raw, client):
-            answers = await asyncio.gather(*(client.ask("POST", "/x", b"{}", within_s=5) for _ in range(9)))
+            answers = await asyncio.gather(*(streamed(client) for _ in range(9)))
             assert {(each.status, each.kind, each.content) for each in answers} == {(200, "application/json", b"{}")}
             assert (len(raw.asked), raw.connections) == (9, 2)
 
     asyncio.run(check())
+
+
+def test_what_is_urgent_or_short_does_not_wait_for_streams():
+    """A version's own calls would come to an end when somebody's answer does."""
+    open_ = asyncio.Event()
+
+    async def says(head: bytes, writer: asyncio.StreamWriter) -> None:
+        if head.startswith(b"POST"):
+            await open_.wait()
+        writer.write(WHOLE)
+
+    async def check() -> None:
+        async with asking(says, most=2) as (raw, client):
+            streams = [asyncio.ensure_future(streamed(client)) for _ in range(5)]
+            while len(raw.asked) < 2:
+                await asyncio.sleep(0.001)
+            assert (await client.ask("GET", "/x", within_s=5)).status == 200
+            urgent = asyncio.ensure_future(streamed(client, urgent=True))
+            while len(raw.asked) < 4:
+                await asyncio.sleep(0.001)
+            open_.set()
+            assert [each.status for each in await asyncio.gather(urgent, *streams)] == [200] * 6
+
+    asyncio.run(asyncio.wait_for(check(), 10))
 
 
 @pytest.mark.parametrize("begun", [b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
@@ -228,10 +257,11 @@ def test_who_asks_a_client_that_is_closed_or_waits_as_it_is_closed_is_told_so():
     async def check() -> None:
         async with asking(says, most=1) as (_, client):
             asked = [asyncio.ensure_future(client.ask("GET", "/x", within_s=20)) for _ in range(3)]
+            asked += [asyncio.ensure_future(streamed(client)) for _ in range(3)]
             await asyncio.sleep(0.1)
             await client.close()
             ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
-            assert [type(each) for each in ends] == [Broken] * 3
+            assert [type(each) for each in ends] == [Broken] * 6
             with pytest.raises(Broken, match="closed"):
                 await client.ask("GET", "/x", within_s=5)
         unasked = HttpClient("http://127.0.0.1:9", most=1)

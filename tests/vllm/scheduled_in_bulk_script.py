@@ -1,6 +1,7 @@
 """Run by vLLM's interpreter: its scheduler, twice, over the same requests: its own, and one that takes those that go on
-in bulk. All that a step says is compared, and all that is left after it. Arguments: a model, how many settings, steps
-of each. Prints what differed, and how much of what happened."""
+in bulk. All that a step says is compared, and all that is left after it. Where some requests are urgent both let them
+go first, and it is seen to that nobody comes before them. Arguments: a model, how many settings, steps of each. Prints
+what differed, and how much of what happened."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tandem.inside.going_on import going_on
+from tandem.inside.urgent import Urgent
+from tandem.ops.sampled import URGENT, URGENT_PLACES
 from vllm import __version__
 
 BLOCK, CONTEXT, EOS = 16, 128, 50
@@ -67,8 +70,11 @@ class Run:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
         kind: Any = AsyncScheduler if setting["ahead"] else Scheduler
+        ours = going_on(kind, __version__)
         if in_bulk:
-            kind = going_on(kind, __version__)
+            kind = ours
+        elif setting["urgent"]:
+            kind = type("Scheduler", (Urgent, kind), {"_new_queue": ours._new_queue})
         self.scheduler = kind(
             vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
             kv_cache_config=KVCacheConfig(num_blocks=setting["blocks"], kv_cache_tensors=[], kv_cache_groups=groups),
@@ -76,6 +82,7 @@ class Run:
         )  # fmt: skip
         self.scheduler.use_v2_model_runner = setting["younger_runner"]
         self.under_way: deque[Any] = deque()
+        self.stood, self.has_room = 0, setting["blocks"] == 200
         self.events: list[str] = []
         self.scheduler.kv_event_publisher = self
         if in_bulk:
@@ -92,7 +99,17 @@ class Run:
         self.put_in(step, plain, left_out)
 
     def schedule(self, throttled: bool) -> Any:
+        urgent = {name for name in self.scheduler.requests if name.startswith("u")}
+        waiting = urgent - {each.request_id for each in self.scheduler.running}
         step = self.scheduler.schedule(throttled)
+        if urgent:
+            cached = step.scheduled_cached_reqs
+            admitted = {each.req_id for each in step.scheduled_new_reqs} | set(cached.resumed_req_ids)
+            HAPPENED["urgent"] += len(admitted & urgent)
+            HAPPENED["overtaken"] += len(admitted - urgent)
+            may = not throttled and self.scheduler.pause_state == PauseState.UNPAUSED and len(urgent) == 1
+            self.stood = self.stood + 1 if may and waiting - admitted else 0
+            HAPPENED["stood"] = max(HAPPENED["stood"], self.stood if self.has_room else 0)
         if step.total_num_scheduled_tokens:
             samples = {name: not self.scheduler.requests[name].is_prefill_chunk for name in step.num_scheduled_tokens}
             self.under_way.append((step, samples))
@@ -156,14 +173,16 @@ def some_setting(rng: random.Random) -> dict[str, Any]:
         "caching": rng.random() < 0.7, "priority": rng.random() < 0.3, "adapters": rng.random() < 0.5,
         "throttled": rng.random() < 0.25, "resets": rng.random() < 0.5, "blocks": rng.choice([24, 30, 60, 200]),
         "sequences": rng.choice([4, 8, 16]), "tokens": rng.choice([32, 64, 256]), "clients": rng.choice([1, 2]),
-        "fewer": rng.random() < 0.3, "threshold": 20 if rng.random() < 0.2 else 0, "shared": rng.choice(either),
+        "urgent": rng.random() < 0.4, "fewer": rng.random() < 0.3, "threshold": 20 if rng.random() < 0.2 else 0,
+        "shared": rng.choice(either),
     }  # fmt: skip
 
 
-def config_of(setting: dict[str, Any], model: str) -> Any:
+def config_of(setting: dict[str, Any], model: str, kept: int) -> Any:
+    """`kept`: places that its scheduler keeps for who is urgent."""
     config = EngineArgs(
-        model=model, max_num_seqs=setting["sequences"], max_num_batched_tokens=setting["tokens"], dtype="float32",
-        max_model_len=CONTEXT, enable_prefix_caching=setting["caching"], skip_tokenizer_init=True,
+        model=model, max_num_seqs=setting["sequences"] + kept, max_num_batched_tokens=setting["tokens"],
+        dtype="float32", max_model_len=CONTEXT, enable_prefix_caching=setting["caching"], skip_tokenizer_init=True,
         scheduling_policy="priority" if setting["priority"] else "fcfs",
     ).create_engine_config()  # fmt: skip
     config.scheduler_config.async_scheduling = setting["ahead"]
@@ -189,7 +208,9 @@ class Arrivals:
         ]
 
     def one(self) -> list[Request]:
-        rng, setting, name = self.rng, self.setting, f"r{self.count}"
+        rng, setting = self.rng, self.setting
+        is_urgent = setting["urgent"] and rng.random() < 0.1
+        name = f"{'u' if is_urgent else 'r'}{self.count}"
         self.count += 1
         prompt, most = rng.choice(self.prompts), rng.choice([1, 2, 17, 40, 90, 200])
         ends = [rng.randrange(200), 77] if rng.random() < 0.5 else []
@@ -205,7 +226,10 @@ class Arrivals:
         least, logprobs = min(most, rng.choice([0, 5])), 0 if rng.random() < 0.1 else None
         requests = list[Request]()
         for _ in range(2):
-            sampling = SamplingParams(max_tokens=most, min_tokens=least, stop_token_ids=ends, logprobs=logprobs)
+            sampling = SamplingParams(
+                max_tokens=most, min_tokens=least, stop_token_ids=ends, logprobs=logprobs,
+                extra_args={URGENT: True} if is_urgent else None,
+            )  # fmt: skip
             sampling._eos_token_id = EOS if self.count % 2 else None
             requests.append(Request(name, list(prompt), sampling, None, **told))
         return requests
@@ -214,8 +238,10 @@ class Arrivals:
 def compared(model: str, seed: int, steps: int) -> list[str]:
     rng = random.Random(seed)
     setting = some_setting(rng)
-    config = config_of(setting, model)
-    runs = [Run(setting, config, in_bulk=in_bulk) for in_bulk in (True, False)]
+    runs = [
+        Run(setting, config_of(setting, model, URGENT_PLACES if in_bulk or setting["urgent"] else 0), in_bulk=in_bulk)
+        for in_bulk in (True, False)
+    ]
     arrivals, pause = Arrivals(setting, rng), PauseState.UNPAUSED
 
     def now_and_then_abort() -> None:

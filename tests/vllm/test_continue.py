@@ -135,6 +135,24 @@ def test_a_request_whose_end_only_vllm_s_server_knows_is_waited_for_and_the_othe
     assert max(rig.off(number, each) for number, each in enumerate((waited_for, held))) < NEAR
 
 
+def test_who_is_urgent_comes_past_those_that_go_on_and_those_that_wait(rig: Rig):
+    """As a version's canary, for which the trainer stands still."""
+    before = rig.engine.version
+
+    async def play() -> Completion:
+        others = [rig.ask(number) for number in range(len(PROMPTS))]
+        await rig.until_told(600)
+        await rig.publish(changed(rig.modules[0], 5))
+        answer = await rig.engine.generate(PROMPTS[0], Sampling(max_tokens=3, temperature=0.0, urgent=True))
+        assert not any(each.done() for each in others)
+        await asyncio.gather(*others)
+        return answer
+
+    answer = rig.run(play())
+    assert set(answer.versions) == {before + 1}
+    assert rig.off(0, answer) < NEAR
+
+
 @pytest.mark.parametrize("untouched", [True, False])
 def test_if_a_load_fails_who_is_held_goes_on_under_the_version_before_unless_that_is_torn(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, *, untouched: bool

@@ -16,7 +16,8 @@ SETTINGS, STEPS = 60, 250
 
 
 def test_every_step_is_what_it_was_and_all_that_is_left_after_it(tmp_path: Path):
-    """With steps ahead or without, shared prefixes, adapters, priorities, preemption, aborts, pauses, resets, stops."""
+    """With steps ahead or without, shared prefixes, adapters, priorities, preemption, aborts, pauses, resets, stops,
+    and some that are urgent."""
     small_model().save_pretrained(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src")}
     command = [str(PYTHON), str(HERE / "scheduled_in_bulk_script.py"), str(tmp_path), str(SETTINGS), str(STEPS)]
@@ -29,3 +30,6 @@ def test_every_step_is_what_it_was_and_all_that_is_left_after_it(tmp_path: Path)
     assert told["stop"] > 500
     assert told["went on"] > told["scheduled"] / 8  # of both; and of four that run, one is always looked at
     assert told["went on beside others"] > 2000
+    assert told["urgent"] > 300
+    assert told["overtaken"] == 0
+    assert told["stood"] < 8  # steps, where there is room: for those whose prompts are being computed

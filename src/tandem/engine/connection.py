@@ -28,7 +28,7 @@ from tandem.types import Completion, Sampling, Span
 _log = logging.getLogger(__name__)
 
 _BEAT_S, _BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
-_CONNECTIONS = 512  # files are not without end; who comes later waits for one of these
+_STREAMS = 512  # files are not without end; who comes later waits for one of these
 _STATUS_S = 5.0
 _TRIES = 3
 _LAST_WORDS_S = 0.2  # how a process ended is known a moment after its connections broke
@@ -46,7 +46,7 @@ class Connection:
         """By us: nothing was lost."""
         self._headers = {"Authorization": f"Bearer {token}"}
         self._epitaph = epitaph
-        self._http = HttpClient(url, headers=self._headers, most=_CONNECTIONS)
+        self._http = HttpClient(url, headers=self._headers, most=_STREAMS)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
         self._loaded = False
@@ -88,7 +88,7 @@ class Connection:
         content = encoded(body)
         for _ in range(_TRIES):
             try:
-                return await self._unless_gone(self._stream(content, on_token))
+                return await self._unless_gone(self._stream(content, on_token, urgent=sampling.urgent))
             except Broken as error:
                 await self._must_be_there(error)
         raise EngineLost(f"engine: {self.url} breaks every connection")
@@ -115,10 +115,10 @@ class Connection:
             raise EngineLost(self._describe(error)) from error
         return _checked(self.url + route, answer)
 
-    async def _stream(self, content: bytes, on_token: OnToken | None) -> Completion:
+    async def _stream(self, content: bytes, on_token: OnToken | None, *, urgent: bool) -> Completion:
         # Tokens are the sign of life, and who waits for them may have to queue: no limit but the watch's.
         growing, route = _Growing(on_token), "/engine/generate"
-        async with self._http.stream(route, content) as answer:
+        async with self._http.stream(route, content, urgent=urgent) as answer:
             if answer.status != 200:
                 _checked(self.url + route, await answer.whole())
             async for piece in answer.pieces():

@@ -126,10 +126,9 @@ class EmbeddedEngine:
         itemsize = next(module.parameters()).element_size()
         self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
         self._cache = SlotCache(config.num_hidden_layers, self._kv_positions)
-        self._settings = Settings.empty(max_running, self._device)
-        self._last_S, self._position_S, self._drawn_S = torch.zeros(
-            3, max_running, dtype=torch.long, device=self._device
-        )
+        rows = max_running + 1  # the last for who is urgent
+        self._settings = Settings.empty(rows, self._device)
+        self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         self._waited = 0
@@ -171,7 +170,8 @@ class EmbeddedEngine:
             raise EngineError(f"engine: it has stopped: {self._why}")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
-        self._waiting.append(_Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
+        asked = _Request(list(prompt_ids), sampling, stop_ids, answer, on_token)
+        self._waiting.appendleft(asked) if sampling.urgent else self._waiting.append(asked)
         self._work.set()
         return await answer  # cancelled: the row is freed before the next iteration
 
@@ -342,11 +342,15 @@ class EmbeddedEngine:
                 return
 
     def _next_wave(self) -> list[_Request]:
-        """Who is prefilled now. Nobody, while it pays to wait for more rows to end."""
+        """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
         self._waited = self._waited + 1 if self._waiting else 0
+        if self._draining or any(request.sampling.urgent for request in self._running):
+            return []
+        if self._waiting and self._waiting[0].sampling.urgent:
+            return [self._waiting.popleft()]
         free = self._max_running - len(self._running)
         wanted = min(len(self._waiting), max(1, self._max_running // 8))
-        if self._draining or not self._waiting or (self._running and free < wanted and self._waited < _PATIENCE):
+        if not self._waiting or (self._running and free < wanted and self._waited < _PATIENCE):
             return []
         wave: list[_Request] = []
         final = max((request.final_length for request in self._running), default=0)

@@ -10,7 +10,7 @@ import io
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +73,10 @@ class HttpClient:
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
     ) -> None:
-        """`socket`: where it listens, if that is a file. Who comes when `most` connections are in use waits; 0: there
-        may be any number."""
-        self._url, self._socket, self._most = url.rstrip("/"), socket, most
+        """`socket`: where it listens, if that is a file. `most`: streams at a time, and who comes later waits for one
+        to end; 0: any number. What is urgent, and what has one short answer, waits for nobody."""
+        self._url, self._socket = url.rstrip("/"), socket
+        self._turn = asyncio.Semaphore(most) if most else nullcontext()
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
         self._verify: ssl.SSLContext | bool = True
         if self._url.startswith("https:"):
@@ -107,13 +108,16 @@ class HttpClient:
                 return await Coming(response).whole()
 
     @asynccontextmanager
-    async def stream(self, path: str, content: bytes | None, method: str = "POST") -> AsyncIterator[Coming]:
+    async def stream(
+        self, path: str, content: bytes | None, method: str = "POST", *, urgent: bool = False
+    ) -> AsyncIterator[Coming]:
         """However long that takes. Who leaves before its end hangs up."""
         for _ in range(2):  # a loop that stood still hears first which connections were closed meanwhile
             await asyncio.sleep(0)
         with self._as_ours():
-            async with self._held(await self._request(method, path, content, None, None)) as response:
-                yield Coming(response)
+            async with nullcontext() if urgent else self._turn:
+                async with self._held(await self._request(method, path, content, None, None)) as response:
+                    yield Coming(response)
 
     async def close(self) -> None:
         self.closed = True
@@ -153,7 +157,7 @@ class HttpClient:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(
                     total=None,
-                    connect=None if self._most else _CONNECT_S,  # names are looked up, and nobody waits his turn
+                    connect=_CONNECT_S,
                     sock_connect=_CONNECT_S,
                     sock_read=within_s,
                 ),
@@ -169,7 +173,7 @@ class HttpClient:
             raise Silent(str(error)) from error
         except aiohttp.ClientError as error:
             raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        except asyncio.CancelledError:  # who waits for a connection as this end is closed, though nobody cancelled them
+        except asyncio.CancelledError:  # who makes a connection as this end is closed, though nobody cancelled them
             task = asyncio.current_task()
             if self.closed and not (task and task.cancelling()):
                 raise Broken(_CLOSED) from None
@@ -177,10 +181,8 @@ class HttpClient:
 
     def _connector(self) -> aiohttp.BaseConnector:
         if self._socket is not None:
-            return aiohttp.UnixConnector(str(self._socket), limit=self._most, keepalive_timeout=_IDLE_S)
-        return aiohttp.TCPConnector(
-            limit=self._most, keepalive_timeout=_IDLE_S, ssl=self._verify, socket_factory=_impatient
-        )
+            return aiohttp.UnixConnector(str(self._socket), limit=0, keepalive_timeout=_IDLE_S)
+        return aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=self._verify, socket_factory=_impatient)
 
 
 def _impatient(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -24,7 +24,7 @@ from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
 from tandem.io.engine_wire import decoded
 from tandem.ops.requested import requested
-from tandem.ops.sampled import MARK
+from tandem.ops.sampled import MARK, URGENT
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
 
@@ -105,7 +105,8 @@ class VllmEngine:
             body = self._request(prompt_ids, sampling, version)
             body["stream"] = False
             del body["sampling_params"]["logprobs"]
-            body["sampling_params"] |= {"output_kind": _AT_THE_END, "extra_args": {MARK: request.name}}
+            body["sampling_params"]["output_kind"] = _AT_THE_END
+            body["sampling_params"]["extra_args"][MARK] = request.name
             choices = [choice async for choice in self._choices(body)]
             ids, reason = choices[0]["token_ids"], choices[0]["finish_reason"]
             if reason == "abort":
@@ -152,6 +153,7 @@ class VllmEngine:
                 "include_stop_str_in_output": True,
                 "logprobs": 0,
                 "detokenize": bool(sampling.stop),  # only to find a text does vLLM need to write one
+                "extra_args": {URGENT: True} if sampling.urgent else {},
             },
         }
 
@@ -160,7 +162,8 @@ class VllmEngine:
         return answers[0]["news"]  # the rank that vLLM itself takes tokens from
 
     async def _choices(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async with self._process.stream("/inference/v1/generate", request) as answer:
+        urgent = URGENT in request["sampling_params"]["extra_args"]
+        async with self._process.stream("/inference/v1/generate", request, urgent=urgent) as answer:
             if answer.status != 200:
                 text = (await answer.whole()).text
                 raise EngineError(f"engine: vLLM refuses a request with {answer.status}: {text[:500]}")

@@ -27,7 +27,7 @@ from tandem.errors import EngineError, EngineLost
 from tandem.io import ahead
 from tandem.io.child import Child
 from tandem.io.engine_wire import decoded, encoded
-from tandem.ops.sampled import SCHEDULER_TOLD
+from tandem.ops.sampled import SCHEDULER_TOLD, URGENT_PLACES
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v
 _EXTENSION = "tandem.inside.extension.TandemWorker"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.inside.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # what was compiled without inside/lora_layers.py is not taken from vLLM's cache
-_LEAST_CONNECTIONS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
+_LEAST_STREAMS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
 _SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
 
 
@@ -79,7 +79,7 @@ class VllmOptions:
         given = [
             *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
             *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
-            *("--max-num-seqs", str(self.max_running), "--seed", str(self.seed)),
+            *("--max-num-seqs", str(self.max_running + URGENT_PLACES), "--seed", str(self.seed)),
             *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER),
             # Logprobs of the distribution that the token was drawn from, not of the model before temperature.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
@@ -123,7 +123,7 @@ class VllmProcess:
             log=home / "vllm.log",
             environment=self._environment(Path(self._folder.name)),
         )
-        most = max(_LEAST_CONNECTIONS, 2 * options.max_running)
+        most = max(_LEAST_STREAMS, 2 * options.max_running)
         self._http = HttpClient(_BASE_URL, socket=self.socket, most=most)
 
     def serve(self, options: VllmOptions) -> None:
@@ -209,10 +209,10 @@ class VllmProcess:
             self._name.close()
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Any) -> AsyncIterator[Coming]:
+    async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[Coming]:
         """The answer as it comes in, however long that takes. EngineLost if nobody is there any more."""
         try:
-            async with self._http.stream(path, encoded(body)) as answer:
+            async with self._http.stream(path, encoded(body), urgent=urgent) as answer:
                 yield answer
         except Broken as error:
             raise EngineLost(f"engine: vLLM is gone: {error}") from error

@@ -17,13 +17,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from tandem.inside.sampling import Unfit
+from tandem.inside.urgent import LIMITS, QUEUES, Urgent
 
 COMPARED = ("0.26.0", "0.32.0")
 """Versions of vLLM whose scheduler was compared with this one, step by step (tests/vllm/test_scheduled_in_bulk.py)."""
 
 # What only some of those versions have is looked for by name.
-_LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
-_QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 _ODD = (
     "defer_block_free", "enable_return_routed_experts", "aux_output_connector", "is_mm_encoder_only",
     "return_sampling_mask",
@@ -42,6 +41,7 @@ def going_on(kind: type[Any], version: str) -> type[Any]:
     if (plain := version.partition("+")[0]) not in COMPARED:
         raise Unfit(f"the scheduler of vLLM {plain} was not compared")
     from vllm.v1.core.sched.interface import PauseState  # pyright: ignore[reportMissingImports]
+    from vllm.v1.core.sched.request_queue import create_request_queue  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # pyright: ignore[reportMissingImports]
     from vllm.v1.request import Request, RequestStatus  # pyright: ignore[reportMissingImports]
 
@@ -50,7 +50,11 @@ def going_on(kind: type[Any], version: str) -> type[Any]:
         "_unpaused": PauseState.UNPAUSED, "_running": RequestStatus.RUNNING, "_stale": stale,
         "_output": EngineCoreOutput, "_outputs": EngineCoreOutputs,
     }  # fmt: skip
-    return type("Scheduler", (GoingOn, kind), theirs)
+
+    def new_queue(scheduler: Any) -> Any:
+        return create_request_queue(scheduler.policy)
+
+    return type("Scheduler", (GoingOn, Urgent, kind), {**theirs, "_new_queue": new_queue})
 
 
 class GoingOn(_Base):
@@ -95,9 +99,7 @@ class GoingOn(_Base):
             return super().schedule(*args, **more)
         plain, rest = parted
         everybody, others = self.running, len(rest)
-        budgets = {
-            name: self.__dict__[name] for name in ("max_num_scheduled_tokens", *_LIMITS) if name in self.__dict__
-        }
+        budgets = {name: self.__dict__[name] for name in ("max_num_scheduled_tokens", *LIMITS) if name in self.__dict__}
         self.running = rest
         self.__dict__.update({name: budget - len(plain) for name, budget in budgets.items()})
         try:
@@ -116,7 +118,7 @@ class GoingOn(_Base):
         adapters. None if it must look at all of them, for want of blocks."""
         if self.why_not or self._pause_state != self._unpaused or len(self.running) > self.max_num_scheduled_tokens:
             return None
-        if self.scheduler_config.long_prefill_token_threshold and any(self.__dict__.get(name) for name in _QUEUES):
+        if self.scheduler_config.long_prefill_token_threshold and any(self.__dict__.get(name) for name in QUEUES):
             return None  # how much of a prompt is taken depends on how many run
         everybody, cache, blocks = self.running, self.kv_cache_manager, self._blocks
         size, tables = blocks.block_size, blocks.req_to_blocks

@@ -10,6 +10,11 @@ from typing import Any, TypeAlias
 MARK = "tandem"
 """Among the extra arguments of a request whose tokens and logprobs are kept: what the engine calls it."""
 
+URGENT = "tandem_urgent"
+"""Among them, of a request that goes before all that wait."""
+URGENT_PLACES = 1
+"""Among those that vLLM computes together, which nobody else takes."""
+
 SCHEDULER_TOLD = "TANDEM_SCHEDULER_TOLD"
 """Names the file in which vLLM's core says why its scheduler is not sped up."""
 

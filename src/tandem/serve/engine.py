@@ -81,6 +81,7 @@ class SamplingBody(_Strict):
     stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default=[], max_length=64)
     stop_ids: Ids = []
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
+    urgent: bool = False
 
     def sampling(self) -> Sampling:
         values = self.model_dump()
@@ -205,7 +206,7 @@ class _Api:
                 f"{self.context}; ask for fewer, or raise engine.max_context",
                 field="sampling.max_tokens",
             )
-        if self.running >= _MAX_GENERATIONS:
+        if self.running >= _MAX_GENERATIONS and not sampling.urgent:
             raise Refused(429, f"{self.running} generations are under way; try again")
 
     def _ended(self, answer: asyncio.Future[Completion]) -> None:
