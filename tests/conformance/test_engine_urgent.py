@@ -22,7 +22,7 @@ def test_a_version_and_its_canary_come_past_a_full_engine_and_as_many_streams_as
 ) -> None:
     monkeypatch.setattr("tandem.engine.connection._STREAMS", 3)
     module = llama()
-    module.get_input_embeddings().register_forward_pre_hook(lambda *_: time.sleep(0.01))
+    module.get_input_embeddings().register_forward_pre_hook(lambda *_: time.sleep(0.02))
     engine = make_engine(kind, module, max_running=2)
     bridge = (LinkedBridge if kind == "server" else InprocBridge)(deadline_s=5)
     told: list[int] = []

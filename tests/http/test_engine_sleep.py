@@ -109,7 +109,7 @@ class Vllm:
         assert self.running, "an illegal memory access"
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Any) -> AsyncIterator[Any]:
+    async def stream(self, path: str, body: Any, *, urgent: bool) -> AsyncIterator[Any]:
         self._touch()
 
         async def pieces() -> AsyncIterator[bytes]:

@@ -30,6 +30,7 @@ class Engine(NullEngine):
         self.says, self.off, self.chance, self.gone = [7], 0.0, 0.0, False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **_: Any) -> Completion:
+        assert sampling.urgent or sampling.temperature  # a canary that waited for the answers of others
         await asyncio.sleep(0.01)
         if self.gone:
             raise EngineLost("it was stopped")

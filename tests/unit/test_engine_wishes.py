@@ -16,12 +16,12 @@ from tandem.types import Completion, Sampling
 TOKENS = 240
 
 
-def play(work: Callable[[EmbeddedEngine, Callable[[int], Awaitable[None]]], Awaitable[Any]]) -> Any:
+def play(work: Callable[[EmbeddedEngine, Callable[[int], Awaitable[None]]], Awaitable[Any]], **more: Any) -> Any:
     """`work` gets an engine of voting weights, and what publishes the next version."""
 
     async def run() -> Any:
         engine = EmbeddedEngine(
-            votes.make(), num_ids=256, end_ids=frozenset(), decode=lambda ids: "", inline=False, max_running=8
+            votes.make(), num_ids=256, end_ids=frozenset(), decode=lambda ids: "", inline=False, max_running=8, **more
         )
         bridge, teacher = BroadcastBridge(backend="ipc"), votes.Teacher(votes.make())
 
@@ -126,3 +126,26 @@ def test_an_older_version_is_asked_beside_the_one_that_serves():
         assert all(sound(each) for each in both)
 
     play(work)
+
+
+def test_nobody_is_let_in_while_a_version_waits_for_what_runs_however_urgent():
+    """They would be answered by the version that is over."""
+
+    async def work(engine: EmbeddedEngine, publish: Callable[[int], Awaitable[None]]) -> list[Completion]:
+        told: list[int] = []
+        other = asyncio.create_task(
+            engine.generate([1] * 5, Sampling(max_tokens=TOKENS, temperature=0.0), on_token=lambda *_: told.append(1))
+        )
+        while not told:
+            await asyncio.sleep(0.001)
+        publishing = asyncio.create_task(publish(1))
+        while not engine._draining:
+            assert not other.done()
+            await asyncio.sleep(0.001)
+        urgent = await engine.generate([2] * 5, Sampling(max_tokens=3, temperature=0.0, urgent=True))
+        await publishing
+        return [await other, urgent]
+
+    done = play(work, on_update="finish")
+    assert [set(each.versions) for each in done] == [{0}, {1}]
+    assert all(map(sound, done))

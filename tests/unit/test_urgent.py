@@ -12,16 +12,24 @@ from tandem.engine.hf import EmbeddedEngine
 from tandem.types import Sampling
 
 
-@pytest.mark.parametrize(("max_running", "positions"), [(1, 10**6), (8, 39), (8, 10**6)])
-def test_nobody_else_who_waits_is_let_in_before_it_has_ended(max_running: int, positions: int):
-    """One runs: it has the only place, or all the room there is for keys and values, or some are left."""
+def engine_of(max_running: int) -> EmbeddedEngine:
+    engine = EmbeddedEngine(
+        votes.make(), num_ids=256, end_ids=frozenset(), decode=lambda ids: "", max_running=max_running
+    )
+    engine.version = 0
+    return engine
+
+
+@pytest.mark.parametrize("max_running", [1, 8])
+@pytest.mark.parametrize("room_for", [1, 2, 1000])
+def test_nobody_else_who_waits_is_let_in_before_it_has_ended(max_running: int, room_for: int):
+    """One runs, and may have the only place, or all the room that there is for keys and values: that alone it waits
+    for."""
     order: list[str] = []
 
     async def work() -> None:
-        engine = EmbeddedEngine(
-            votes.make(), num_ids=256, end_ids=frozenset(), decode=lambda ids: "", max_running=max_running
-        )
-        engine.version, engine._kv_positions = 0, positions
+        engine = engine_of(max_running)
+        engine._kv_positions = room_for * 39
 
         async def ask(name: str, tokens: int, *, urgent: bool = False) -> None:
             sampling = Sampling(max_tokens=tokens, urgent=urgent)
@@ -39,4 +47,26 @@ def test_nobody_else_who_waits_is_let_in_before_it_has_ended(max_running: int, p
     assert Counter(order) == {"first": 30, "other": 6, "urgent": 2}
     ended = len(order) - order[::-1].index("urgent")
     assert "other" not in order[:ended]
-    assert "first" in order[ended:]
+    assert ("first" in order[ended:]) == (room_for > 1)
+
+
+def test_the_cache_does_not_grow_for_it():
+    """Beside as many as may run."""
+
+    async def work() -> None:
+        engine = engine_of(16)
+        told: list[int] = []
+        others = [
+            asyncio.create_task(engine.generate([5] * 9, Sampling(max_tokens=30), on_token=lambda *_: told.append(1)))
+            for _ in range(16)
+        ]
+        while len(told) < 16:
+            await asyncio.sleep(0)
+        held = engine._cache.rows_held
+        assert len((await engine.generate([5] * 9, Sampling(max_tokens=3, urgent=True))).ids) == 3
+        assert not any(each.done() for each in others)
+        assert engine._cache.rows_held == held
+        await asyncio.gather(*others)
+        await engine.close()
+
+    asyncio.run(work())

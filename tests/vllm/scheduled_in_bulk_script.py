@@ -25,6 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -32,7 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tandem.inside.going_on import going_on
-from tandem.inside.urgent import Urgent
+from tandem.inside.urgent import QUEUES, Urgent
 from tandem.ops.sampled import URGENT, URGENT_PLACES
 from vllm import __version__
 
@@ -74,7 +75,7 @@ class Run:
         if in_bulk:
             kind = ours
         elif setting["urgent"]:
-            kind = type("Scheduler", (Urgent, kind), {"_new_queue": ours._new_queue})
+            kind = type("Scheduler", (Urgent, kind), {"_new_queue": FCFSRequestQueue})
         self.scheduler = kind(
             vllm_config=config, structured_output_manager=StructuredOutputManager(config), block_size=BLOCK,
             kv_cache_config=KVCacheConfig(num_blocks=setting["blocks"], kv_cache_tensors=[], kv_cache_groups=groups),
@@ -101,8 +102,15 @@ class Run:
     def schedule(self, throttled: bool) -> Any:
         urgent = {name for name in self.scheduler.requests if name.startswith("u")}
         waiting = urgent - {each.request_id for each in self.scheduler.running}
+        before = [name for name in self.queued() if name not in urgent]
         step = self.scheduler.schedule(throttled)
+        after = self.queued()
+        running = [each.request_id for each in self.scheduler.running]
+        assert sorted(after + running) == sorted(self.scheduler.requests)
+        if in_line := getattr(self.scheduler, "_urgent", None):
+            assert in_line <= urgent  # else nobody would be let in any more
         if urgent:
+            assert [name for name in after if name in before] == before  # and nobody moved
             cached = step.scheduled_cached_reqs
             admitted = {each.req_id for each in step.scheduled_new_reqs} | set(cached.resumed_req_ids)
             HAPPENED["urgent"] += len(admitted & urgent)
@@ -122,6 +130,9 @@ class Run:
         told["scheduled_cached_reqs"] = dict(zip(names, zip(*columns, strict=True), strict=True)), cached
         told["scheduled_new_reqs"] = [(new.req_id, new.block_ids) for new in step.scheduled_new_reqs]
         return told
+
+    def queued(self) -> list[str]:
+        return [each.request_id for name in QUEUES for each in getattr(self.scheduler, name, ())]
 
     def update(self, number: int, order: random.Random) -> Any:
         step, samples = self.under_way.popleft()

@@ -171,7 +171,10 @@ class EmbeddedEngine:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
         asked = _Request(list(prompt_ids), sampling, stop_ids, answer, on_token)
-        self._waiting.appendleft(asked) if sampling.urgent else self._waiting.append(asked)
+        if sampling.urgent:
+            self._waiting.appendleft(asked)
+        else:
+            self._waiting.append(asked)
         self._work.set()
         return await answer  # cancelled: the row is freed before the next iteration
 
@@ -344,24 +347,24 @@ class EmbeddedEngine:
     def _next_wave(self) -> list[_Request]:
         """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
         self._waited = self._waited + 1 if self._waiting else 0
-        if self._draining or any(request.sampling.urgent for request in self._running):
+        if not self._waiting or self._draining or any(request.sampling.urgent for request in self._running):
             return []
-        if self._waiting and self._waiting[0].sampling.urgent:
-            return [self._waiting.popleft()]
+        final, first = max((request.final_length for request in self._running), default=0), self._waiting[0]
+        if first.sampling.urgent:
+            fits = not self._running or self._has_room(max(final, first.final_length), 1)
+            return [self._waiting.popleft()] if fits else []
         free = self._max_running - len(self._running)
         wanted = min(len(self._waiting), max(1, self._max_running // 8))
-        if not self._waiting or (self._running and free < wanted and self._waited < _PATIENCE):
+        if self._running and free < wanted and self._waited < _PATIENCE:
             return []
         wave: list[_Request] = []
-        final = max((request.final_length for request in self._running), default=0)
         longest, prompts = 0, set[tuple[int, ...]]()
         while self._waiting and len(wave) < free:
             request = self._waiting[0]
             so_far = (*request.prompt, *request.ids)
             final = max(final, request.final_length)
             longest = max(longest, len(so_far))
-            fits = final * (len(self._running) + len(wave) + 1) <= self._kv_positions
-            if (self._running or wave) and not fits:
+            if (self._running or wave) and not self._has_room(final, len(wave) + 1):
                 break
             if wave and longest * len(prompts | {so_far}) > self._prefill_tokens:
                 break
@@ -369,6 +372,10 @@ class EmbeddedEngine:
             wave.append(self._waiting.popleft())
         self._waited = 0 if wave else self._waited
         return wave
+
+    def _has_room(self, length: int, more: int) -> bool:
+        """For keys and values of as many more rows as that, all of them of that length."""
+        return length * (len(self._running) + more) <= self._kv_positions
 
     @torch.inference_mode()
     def _forward(self, wave: list[_Request]) -> tuple[int, list[int], list[float]]:

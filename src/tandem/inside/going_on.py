@@ -41,20 +41,16 @@ def going_on(kind: type[Any], version: str) -> type[Any]:
     if (plain := version.partition("+")[0]) not in COMPARED:
         raise Unfit(f"the scheduler of vLLM {plain} was not compared")
     from vllm.v1.core.sched.interface import PauseState  # pyright: ignore[reportMissingImports]
-    from vllm.v1.core.sched.request_queue import create_request_queue  # pyright: ignore[reportMissingImports]
+    from vllm.v1.core.sched.request_queue import FCFSRequestQueue  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # pyright: ignore[reportMissingImports]
     from vllm.v1.request import Request, RequestStatus  # pyright: ignore[reportMissingImports]
 
     (stale,) = (name for name in _STALE if name in Request.__init__.__code__.co_names)
     theirs = {
         "_unpaused": PauseState.UNPAUSED, "_running": RequestStatus.RUNNING, "_stale": stale,
-        "_output": EngineCoreOutput, "_outputs": EngineCoreOutputs,
+        "_output": EngineCoreOutput, "_outputs": EngineCoreOutputs, "_new_queue": FCFSRequestQueue,
     }  # fmt: skip
-
-    def new_queue(scheduler: Any) -> Any:
-        return create_request_queue(scheduler.policy)
-
-    return type("Scheduler", (GoingOn, Urgent, kind), {**theirs, "_new_queue": new_queue})
+    return type("Scheduler", (GoingOn, Urgent, kind), theirs)
 
 
 class GoingOn(_Base):

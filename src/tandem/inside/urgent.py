@@ -30,18 +30,17 @@ class Urgent(_Base):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._urgent: dict[str, Any] = {}
+        self._urgent: set[str] = set()
         self._let_run(-URGENT_PLACES)
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
         sampling = request.sampling_params
         if sampling is not None and (sampling.extra_args or {}).get(URGENT):
-            self._urgent[request.request_id] = request
+            self._urgent.add(request.request_id)
 
     def schedule(self, *args: Any, **more: Any) -> Any:
-        if self._urgent:
-            self._urgent = {name: each for name, each in self._urgent.items() if name in self.requests}
+        self._urgent &= self.requests.keys()
         if not self._urgent:
             return super().schedule(*args, **more)
         queues = {name: self.__dict__[name] for name in QUEUES if name in self.__dict__}

@@ -46,7 +46,7 @@ class Publishing:
                     raise SyncError(f"online: version {version} was not committed")
                 return served_as_json(await self._engine.load(version))
             case Sample(prompt_ids=prompt, max_tokens=most):
-                made = await self._engine.generate(prompt, Sampling(max_tokens=most, temperature=0.0))
+                made = await self._engine.generate(prompt, Sampling(max_tokens=most, temperature=0.0, urgent=True))
                 return {
                     "ids": made.ids,
                     "logprobs": made.logprobs,

@@ -210,8 +210,8 @@ def position_bytes(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> 
 
 def cache_held(rows: int, length: int, most: int) -> tuple[int, int]:
     """Rows and length that the embedded engine's cache has for so many: doubled while that stays within `most`
-    positions, exact beyond."""
-    wide, long = _doubled(8, rows), _doubled(64, length)
+    positions, exact beyond. One row more than a power of two: the last is for who is urgent, beside all that run."""
+    wide, long = _doubled(8, rows - 1) + 1, _doubled(64, length)
     return (wide, long) if wide * long <= most else (rows, length)
 
 

@@ -33,7 +33,7 @@ from tandem.types import Completion, Sampling
 
 _LINES_PER_S = 500  # of all streams together; a line costs its two ends a third of a millisecond
 _MIN_FLUSH_S, _MAX_FLUSH_S = 0.02, 2.0
-_MAX_GENERATIONS = 16384
+_MAX_GENERATIONS, _MAX_URGENT = 16384, 16
 _MAX_LEASE_S, _MAX_DEADLINE_S = 3600.0, 3600.0
 
 
@@ -206,7 +206,7 @@ class _Api:
                 f"{self.context}; ask for fewer, or raise engine.max_context",
                 field="sampling.max_tokens",
             )
-        if self.running >= _MAX_GENERATIONS and not sampling.urgent:
+        if self.running >= _MAX_GENERATIONS + (_MAX_URGENT if sampling.urgent else 0):
             raise Refused(429, f"{self.running} generations are under way; try again")
 
     def _ended(self, answer: asyncio.Future[Completion]) -> None:
