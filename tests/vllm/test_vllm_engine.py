@@ -256,11 +256,11 @@ def test_a_request_that_is_on_its_way_when_a_version_comes_holds_nobody_up(
     next_one = changed(rig.module)
 
     @asynccontextmanager
-    async def slowly(path: str, body: Any) -> AsyncIterator[Any]:
+    async def slowly(path: str, body: Any, **more: Any) -> AsyncIterator[Any]:
         await asyncio.sleep(0.5)
         while on_update != "finish" and not gate._vllm_paused and rig.engine.version < rig.version:
             await asyncio.sleep(0.002)
-        async with stream(path, body) as answer:
+        async with stream(path, body, **more) as answer:
             yield answer
 
     monkeypatch.setattr(rig.engine._process, "stream", slowly)  # pyright: ignore[reportPrivateUsage]
