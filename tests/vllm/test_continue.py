@@ -56,7 +56,7 @@ class Rig:
     def ask(self, number: int, **settings: Any) -> asyncio.Task[Completion]:
         made = Sampling(**{"max_tokens": LONG, "seed": number, **settings})
         asked = self.engine.generate(
-            PROMPTS[number % 8], made, on_token=lambda _id, _logprob, version: self._tell(version)
+            PROMPTS[number % len(PROMPTS)], made, on_token=lambda _id, _logprob, version: self._tell(version)
         )
         return asyncio.ensure_future(asked)
 
