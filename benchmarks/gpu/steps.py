@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -76,7 +77,8 @@ def measure(case: str, spec: Any, home: Path) -> dict[str, Any]:
         "sampled": middle.get("tokens/sampled", 0.0), "computed": middle.get("tokens/computed", 0.0),
         "gap": middle.get("sync/logprob_gap", 0.0),
         "peak_gib": memory.peak_gib, "before_gib": memory.before_gib,
-        "all": [row["time/step_s"] for row in trained], "rewards": [row.get("reward/mean", 0.0) for row in trained],
+        "all": [row["time/step_s"] for row in trained],
+        "rewards": [row.get("reward/mean", math.nan) for row in trained],  # with a lag a step may come before a group
         "memory": {name: value for name, value in middle.items() if name.startswith("memory/")},
         "verified": sorted({proof["verified"] for proof in proofs}), "run_s": time.perf_counter() - started,
         "result": str(result)[:200], "middle": middle,
@@ -131,7 +133,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
     parser.add_argument("--max-running", type=int, default=0, help="sequences that vLLM decodes together; 0: a step's")
-    parser.add_argument("--on-update", default="finish", help="what becomes of requests under way")
+    parser.add_argument("--on-update", default="auto", help="what becomes of requests under way")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--memory-share", type=float, default=0.3)

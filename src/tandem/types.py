@@ -48,7 +48,11 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-OnUpdate: TypeAlias = Literal["", "follow", "pin", "restart"]
+OnUpdate: TypeAlias = Literal["continue", "finish", "restart"]
+"""What becomes of an engine's requests under way when a version comes: they go on under it, they end under the old one
+first, or they are sampled again."""
+
+Wish: TypeAlias = Literal["", "follow", "pin", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Sampling:
     """Added to the tokenizer's own end-of-turn ids."""
     seed: int = 0
     """Equal seeds give equal tokens, whatever else is in the batch."""
-    on_update: OnUpdate = ""
+    on_update: Wish = ""
     """What becomes of it when new weights come: it goes on under them (`follow`), ends under those that it began with
     (`pin`), or is sampled again from its prompt (`restart`). Empty: as the engine does by itself."""
     urgent: bool = False

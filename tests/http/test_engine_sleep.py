@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from engine_served import EngineServed, FakeEnd, engine_serving
 from served import wait_until
 
 from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_gate import OnUpdate
 from tandem.engine.vllm_process import VllmOptions, VllmProcess
 from tandem.errors import EngineError
 from tandem.serve import engine_control
@@ -46,8 +45,6 @@ class Vllm:
         self.unseen = ""
         """Why weights cannot be looked at."""
         self.why_streamed = "tokens are streamed here"
-        self.ends: Callable[[], None] = lambda: None
-        """What it is asked to abort."""
         self.says = "a\u2028b"
         """The text of a token: to Python, two lines."""
 
@@ -67,9 +64,6 @@ class Vllm:
                 self.mapped = ENGINE
             case "tandem_free_bytes":
                 return {"results": [{"free": GPU - self.taken - self.mapped}]}
-            case "/pause abort":
-                self.ends()
-                return {}
             case "/pause keep" | "/resume" | "/reset_prefix_cache" | "/v1/load_lora_adapter":
                 return {}
             case "tandem_status":
@@ -127,7 +121,7 @@ class Vllm:
     async def close(self) -> None: ...
 
 
-def engine_on(vllm: Vllm, on_update: OnUpdate = "finish") -> VllmEngine:
+def engine_on(vllm: Vllm, on_update: Any = "auto") -> VllmEngine:
     process: Any = vllm
     engine = VllmEngine(process, end_ids=frozenset(), num_ids=0, on_update=on_update, version=3)
     engine._exchange.boot_id = "boot-a"
@@ -159,20 +153,22 @@ def vllm_of(served: EngineServed) -> Any:
 # --- the engine
 
 
-def test_before_its_memory_is_free_what_was_held_is_ended_and_asked_again():
+def test_before_its_memory_is_free_all_that_runs_has_ended_for_vllm_s_sleep_keeps_no_request():
     vllm = Vllm()
     engine = engine_on(vllm, "continue")
 
     async def work() -> None:
-        with ExitStack() as held:
-            held.enter_context(engine._exchange._gate.running("base", may_be_held=True))
-            vllm.ends = held.close
-            await engine.sleep()
+        with engine._exchange._gate.running("base", may_be_held=True):
+            sleeping = asyncio.ensure_future(engine.sleep())
+            await asyncio.sleep(0.05)
+            assert not any(call.startswith("/") for call in vllm.calls)
+        await sleeping
 
     run(work())
-    assert [call for call in vllm.calls if call.startswith("/")] == ["/pause keep", "/pause abort", "/sleep"]
+    assert [call for call in vllm.calls if call.startswith("/")] == ["/sleep"]
 
 
+@pytest.mark.parametrize("asked", ["continue", "auto"])
 @pytest.mark.parametrize(
     ("carries", "mode", "sleeps", "keeps", "why_not"),
     [
@@ -184,18 +180,21 @@ def test_before_its_memory_is_free_what_was_held_is_ended_and_asked_again():
     ],
 )
 def test_a_trainer_is_told_whether_requests_under_way_are_held(
-    carries: str, mode: str, sleeps: bool, keeps: bool, why_not: str
+    carries: str, mode: str, sleeps: bool, keeps: bool, why_not: str, asked: Any
 ):
+    """By itself (`auto`) an engine says that they are, and nothing of what it was not asked for."""
     vllm = Vllm()
     vllm.options = replace(vllm.options, sleeps=sleeps)
     if keeps:
         vllm.why_streamed = ""
     source = end(carries)
     source.link = {"mode": mode, "deadline_s": 5.0}
-    run(engine_on(vllm, "continue").attach(source))
-    told = source.reply["on_update"]
-    assert (told["requested"], told["engaged"]) == ("continue", not why_not)
-    assert why_not in told["why_not"]
+    run(engine_on(vllm, asked).attach(source))
+    told = source.reply.get("on_update")
+    assert (told is None) == (asked == "auto" and bool(why_not))
+    if told is not None:
+        assert (told["requested"], told["engaged"]) == (asked, not why_not)
+        assert why_not in told["why_not"]
 
 
 @pytest.mark.parametrize("carries", ["full", "adapter"])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.vllm_gate import Gate, OnUpdate
+from tandem.engine.vllm_gate import Gate
 from tandem.errors import EngineError, SyncTimeout
+from tandem.types import OnUpdate
 
 
 class Process:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +36,9 @@ from tandem.ops.phases import Phases
 from tandem.ops.sizes import position_bytes
 from tandem.ops.tensors import live_tensors
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
+from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
-
-OnUpdate: TypeAlias = Literal["continue", "finish", "restart"]
 
 # Most positions in one prefill, padding included. On a CPU activations should stay in its cache: 1,024 was 1.3 times
 # as fast as 2,048 (docs/LOG.md). Elsewhere it bounds memory.

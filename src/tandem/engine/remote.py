@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from tandem.engine.remote_answer import Answer
 from tandem.engine.remote_server import RemoteServer
@@ -27,11 +27,9 @@ from tandem.ops.digest import fingerprints
 from tandem.ops.finite import Finite
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Fingerprints, Sampling, Served, Weights
+from tandem.types import Completion, Fingerprints, OnUpdate, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
-
-OnUpdate: TypeAlias = Literal["finish", "restart"]
 
 _CONTROL_S = 10.0  # for questions that no forward pass stands behind
 _POLL_S, _POLL_WITHIN_S, _MISSES = 2.0, 2.0, 3  # it is lost when it missed so many looks in a row

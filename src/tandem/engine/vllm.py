@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tandem.engine.server_sent import server_sent
 from tandem.engine.vllm_exchange import Exchange
-from tandem.engine.vllm_gate import OnUpdate
 from tandem.engine.vllm_process import VllmProcess
 from tandem.engine.vllm_sampled import SampledReader
 from tandem.errors import EngineError
@@ -26,7 +25,7 @@ from tandem.io.engine_wire import decoded
 from tandem.ops.requested import requested
 from tandem.ops.sampled import MARK, URGENT
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Fingerprints, FinishReason, Sampling, Served, Span
+from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +40,13 @@ class VllmEngine:
         *,
         end_ids: frozenset[int],
         num_ids: int,
-        on_update: OnUpdate = "finish",
+        on_update: OnUpdate | Literal["auto"] = "auto",
         version: int = -1,
     ) -> None:
-        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes."""
-        self._process, self._exchange = process, Exchange(process, on_update, version)
+        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto:
+        those go on of which that can be had, which is all that `continue` does too, but that is asked for."""
+        exchange = Exchange(process, "continue" if on_update == "auto" else on_update, version)
+        self._process, self._exchange, self._on_update = process, exchange, on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: SampledReader | None = None
@@ -188,8 +189,9 @@ class VllmEngine:
             "sampled": requested("kept", self._why_streamed),
             "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
-        if self._exchange.on_update == "continue":
-            told["on_update"] = requested("continue", self._why_none_is_held(source))
+        why_none_is_held = self._why_none_is_held(source)
+        if self._on_update == "continue" or (self._on_update == "auto" and not why_none_is_held):
+            told["on_update"] = requested(self._on_update, why_none_is_held)
         if not self._process.options.eager:
             told["compiled"] = requested("by form", self._process.why_not_found_again)
         await self._exchange.attach(source, told)
@@ -200,7 +202,7 @@ class VllmEngine:
         if source.link.get("mode") == "restart":
             return "the next version is another process, which is asked again"
         if self._exchange.gives_memory:
-            return "it gives its memory away to sleep, and is asked again"
+            return "it gives its memory away to sleep, and waits for them before"
         return self._why_streamed
 
     async def load(self, version: int) -> Served:

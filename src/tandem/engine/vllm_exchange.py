@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.engine.pieces import Tiling, digests_of, whole
-from tandem.engine.vllm_gate import Gate, OnUpdate
+from tandem.engine.vllm_gate import Gate
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.to_its_end import to_its_end
@@ -33,7 +33,7 @@ from tandem.ops.digest import parted
 from tandem.ops.phases import Phases
 from tandem.ops.requested import requested
 from tandem.protocols import WeightSource
-from tandem.types import Fingerprints, Served
+from tandem.types import Fingerprints, OnUpdate, Served
 
 _log = logging.getLogger(__name__)
 
@@ -320,11 +320,10 @@ class Exchange:
     # --- its memory
 
     async def sleep(self) -> None:
-        """What runs ends or is held, what comes waits; and if it was started for that, its GPU's memory is free, and
-        what was held is asked again."""
-        await self._gate.shut(CONTROL_S)
+        """What runs ends or is held, what comes waits; and if it was started for that, its GPU's memory is free. Then
+        nobody is held: what vLLM keeps of a request does not outlive its own sleep."""
+        await self._gate.shut(CONTROL_S, holds=not self.gives_memory)
         if self.gives_memory:
-            await self._gate.end_held()
             await to_its_end(self._lend())
 
     async def wake(self) -> None:

@@ -14,14 +14,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tandem.engine.vllm_process import CONTROL_S, VllmProcess
 from tandem.errors import EngineError, SyncTimeout
+from tandem.types import OnUpdate
 
 _ABORT_AGAIN_S = 0.1
-
-OnUpdate: TypeAlias = Literal["continue", "finish", "restart"]
 
 
 class Gate:
@@ -55,9 +54,9 @@ class Gate:
     def is_asked(self, model: str) -> bool:
         return bool(self._running[model])
 
-    async def shut(self, deadline_s: float) -> None:
+    async def shut(self, deadline_s: float, *, holds: bool = True) -> None:
         """Afterwards no step is computed, and what has not ended has no keys and values. Again: what has come since is
-        brought to a halt as well."""
+        brought to a halt as well. `holds`: whom it may hold; else they are waited for, too."""
         self._is_open.clear()
         try:
             async with asyncio.timeout(deadline_s):
@@ -67,19 +66,14 @@ class Gate:
                     case "restart":
                         await self._end_all()
                     case "continue":
-                        await self._until_none_runs(but_held=True)
+                        await self._until_none_runs(but_held=holds)
         except TimeoutError as error:
-            raise SyncTimeout(f"engine: what it was asked did not end within {deadline_s:g} s") from error
+            raise SyncTimeout(
+                f"engine: what it was asked did not end within {deadline_s:g} s; with engine.on_update = 'restart' "
+                "it is ended, and asked again"
+            ) from error
         if self._running.total():
             await self._pause("keep")
-
-    async def end_held(self) -> None:
-        """To be asked again. Raises EngineError if vLLM does not do it."""
-        try:
-            async with asyncio.timeout(CONTROL_S):
-                await self._end_all()
-        except TimeoutError as error:
-            raise EngineError(f"engine: vLLM did not end what it was asked within {CONTROL_S:g} s") from error
 
     async def _end_all(self) -> None:
         """As often as more has come: a request that reaches a vLLM which is paused waits there for the end of the
@@ -104,8 +98,9 @@ class Gate:
         """Whoever waits or is held goes on to an error, and does not wait for ever."""
         self._is_open.set()
         try:
-            await self.end_held()
-        except EngineError:
+            async with asyncio.timeout(CONTROL_S):
+                await self._end_all()
+        except (EngineError, TimeoutError):
             await self._process.end()  # else they would go on there, whatever it computes with
 
     async def _until_none_runs(self, *, but_held: bool = False) -> None:

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tandem.spec.base import Place, Spec
-
-OnUpdate = Literal["continue", "finish", "restart"]
+from tandem.types import OnUpdate
 
 
 class _Engine(Spec):
@@ -75,10 +74,10 @@ class VllmEngineSpec(_Process):
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
     """Which ones, of those that the run itself sees; left out, all of them. For several replicas `tensor_parallel` of
     them, which they share, or so many for each, one replica's behind the other's."""
-    on_update: OnUpdate = "finish"
-    """What becomes of requests under way when a version comes. finish: they end under the old one first. restart: they
-    are sampled again from their prompt. continue: they go on under it, keys and values computed anew; under an adapter
-    they end with the one that they began with."""
+    on_update: Literal["auto", OnUpdate] = "auto"
+    """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
+    anew; under an adapter they end with the one that they began with. finish: they end under the old one first.
+    restart: they are sampled again from their prompt. auto: those go on of which that can be had, the others end."""
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Empty: all of them."""
