@@ -29,7 +29,7 @@ def test_nobody_else_who_waits_is_let_in_before_it_has_ended(max_running: int, r
 
     async def work() -> None:
         engine = engine_of(max_running)
-        engine._kv_positions = room_for * 39
+        engine._waiting._positions = room_for * 39
 
         async def ask(name: str, tokens: int, *, urgent: bool = False) -> None:
             sampling = Sampling(max_tokens=tokens, urgent=urgent)

@@ -102,9 +102,11 @@ def test_it_learns_while_it_answers_and_goes_back(tmp_path: Path, more: str):
             thread.join(60)
         assert answers
         for answer in answers:
-            ((version, count),) = answer["choices"][0]["weight_versions"]
-            assert 0 <= version <= 3
-            assert count == answer["usage"]["completion_tokens"]
+            versions, counts = zip(*answer["choices"][0]["weight_versions"], strict=True)
+            assert set(versions) <= {0, 1, 2, 3}
+            assert list(versions) == sorted(versions)
+            assert more == FULL or len(versions) == 1  # it ends with the adapter that it began with
+            assert sum(counts) == answer["usage"]["completion_tokens"]
         version, last = served_as_proven(server)
         assert version == 3
         server.post("/versions/1/activate")

@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +26,7 @@ from tandem.engine.holding import Holding
 from tandem.engine.sample import Settings, draw
 from tandem.engine.slots import SlotCache
 from tandem.engine.twin import twin
+from tandem.engine.waiting import Request, Waiting
 from tandem.errors import EngineError, SyncError
 from tandem.ops import digest, masks
 from tandem.ops.devices import device_name
@@ -36,7 +35,7 @@ from tandem.ops.phases import Phases
 from tandem.ops.sizes import position_bytes
 from tandem.ops.tensors import live_tensors
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
+from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served
 
 _log = logging.getLogger(__name__)
 
@@ -45,43 +44,6 @@ _log = logging.getLogger(__name__)
 _PREFILL_TOKENS = {"cpu": 1024}
 _DRAIN_POLL_S = 0.002
 _MAX_TWINS = 3  # old versions in memory at a time, for requests that are pinned to them
-_PATIENCE = 4  # iterations that a request waits for others to share its prefill with
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    prompt: list[int]
-    sampling: Sampling
-    stop_ids: frozenset[int]
-    answer: asyncio.Future[Completion]
-    on_token: OnToken | None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[list[int]] = field(default_factory=list)
-    """[version, tokens], oldest first."""
-
-    @property
-    def final_length(self) -> int:
-        return len(self.prompt) + self.sampling.max_tokens
-
-    def add(self, token_id: int, logprob: float, version: int) -> None:
-        self.ids.append(token_id)
-        self.logprobs.append(logprob)
-        if self.spans and self.spans[-1][0] == version:
-            self.spans[-1][1] += 1
-        else:
-            self.spans.append([version, 1])
-        if self.on_token is not None:
-            self.on_token(token_id, logprob, version)
-
-    def begin_again(self) -> None:
-        """What was sampled is forgotten; whoever listens token by token hears the new ones after the old."""
-        self.ids, self.logprobs, self.spans = [], [], []
-
-    def finish(self, reason: FinishReason) -> None:
-        if not self.answer.done():
-            spans = [Span(version, count) for version, count in self.spans]
-            self.answer.set_result(Completion(self.ids, self.logprobs, spans, reason))
 
 
 class EmbeddedEngine:
@@ -118,7 +80,6 @@ class EmbeddedEngine:
         )  # fmt: skip
         self._end_ids, self._decode, self._inline = end_ids, decode, inline
         self._device = next(module.parameters()).device
-        self._max_running, self._prefill_tokens = max_running, _PREFILL_TOKENS.get(self._device.type, 16384)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = next(module.parameters()).element_size()
@@ -127,9 +88,11 @@ class EmbeddedEngine:
         rows = max_running + 1  # the last for who is urgent
         self._settings = Settings.empty(rows, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
-        self._waited = 0
+        self._waiting = Waiting(
+            max_running=max_running, positions=self._kv_positions,
+            prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
+        )  # fmt: skip
+        self._running: list[Request] = []
         self._holding, self._on_update, self._draining = Holding(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -168,11 +131,7 @@ class EmbeddedEngine:
             raise EngineError(f"engine: it has stopped: {self._why}")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
-        asked = _Request(list(prompt_ids), sampling, stop_ids, answer, on_token)
-        if sampling.urgent:
-            self._waiting.appendleft(asked)
-        else:
-            self._waiting.append(asked)
+        self._waiting.add(Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
         self._work.set()
         return await answer  # cancelled: the row is freed before the next iteration
 
@@ -232,7 +191,7 @@ class EmbeddedEngine:
         `old`'s from now on; those that came after it was made go on here."""
         begun = [*self._running, *(request for request in self._waiting if request.ids)]
         own: dict[str, str] = {"continue": "follow", "finish": "follow", "restart": "restart"}
-        pinned: list[_Request] = []
+        pinned: list[Request] = []
         for request in begun:
             match request.sampling.on_update or own[self._on_update]:
                 case "restart":
@@ -241,9 +200,9 @@ class EmbeddedEngine:
                     pinned.append(request)
                 case _:
                     pass
-        self._waiting.extendleft(reversed(self._running))
+        self._waiting.put_back(self._running)
         if pinned and old is not None:
-            self._waiting = deque(request for request in self._waiting if request not in pinned)
+            self._waiting.keep(lambda request: request not in pinned)
             self._twins[old] = asyncio.create_task(old.answer_all(pinned, self.version), name="pinned requests")
             self._twins[old].add_done_callback(lambda _: self._twins.pop(old))
         self._running = []
@@ -258,10 +217,10 @@ class EmbeddedEngine:
         other.version = version
         return other
 
-    async def answer_all(self, requests: list[_Request], version: int) -> None:
+    async def answer_all(self, requests: list[Request], version: int) -> None:
         """A twin's life."""
         self.version = version
-        self._waiting.extend(requests)
+        self._waiting.put_back(requests)
         self._pump = asyncio.create_task(self._run(), name=f"engine of version {version}")
         self._work.set()
         await asyncio.wait([request.answer for request in requests])
@@ -306,7 +265,7 @@ class EmbeddedEngine:
     # --- the pump
 
     async def _run(self) -> None:
-        wave: list[_Request] = []
+        wave: list[Request] = []
         try:
             while True:
                 await self._work.wait()
@@ -319,7 +278,7 @@ class EmbeddedEngine:
                     if not self._waiting and not self._running:
                         self._work.clear()
                         continue
-                    wave = self._next_wave()
+                    wave = [] if self._draining else self._waiting.next_wave(self._running)
                     if not wave and not self._running:  # draining, and drained
                         self._work.clear()
                         continue
@@ -331,7 +290,7 @@ class EmbeddedEngine:
         except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who wait for an answer
             _log.exception("the engine stopped")
             self._why = f"{type(error).__name__}: {error}"
-            self._waiting.extend(wave)  # those that it stopped over are nowhere else yet
+            self._waiting.put_back(wave)  # those that it stopped over are nowhere else yet
             self._fail_all(EngineError(f"engine: stopped by {self._why}"))
 
     async def _let_requests_gather(self) -> None:
@@ -342,41 +301,8 @@ class EmbeddedEngine:
             if len(self._waiting) == before:
                 return
 
-    def _next_wave(self) -> list[_Request]:
-        """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
-        self._waited = self._waited + 1 if self._waiting else 0
-        if not self._waiting or self._draining or any(request.sampling.urgent for request in self._running):
-            return []
-        final, first = max((request.final_length for request in self._running), default=0), self._waiting[0]
-        if first.sampling.urgent:
-            fits = not self._running or self._has_room(max(final, first.final_length), 1)
-            return [self._waiting.popleft()] if fits else []
-        free = self._max_running - len(self._running)
-        wanted = min(len(self._waiting), max(1, self._max_running // 8))
-        if self._running and free < wanted and self._waited < _PATIENCE:
-            return []
-        wave: list[_Request] = []
-        longest, prompts = 0, set[tuple[int, ...]]()
-        while self._waiting and len(wave) < free:
-            request = self._waiting[0]
-            so_far = (*request.prompt, *request.ids)
-            final = max(final, request.final_length)
-            longest = max(longest, len(so_far))
-            if (self._running or wave) and not self._has_room(final, len(wave) + 1):
-                break
-            if wave and longest * len(prompts | {so_far}) > self._prefill_tokens:
-                break
-            prompts.add(so_far)
-            wave.append(self._waiting.popleft())
-        self._waited = 0 if wave else self._waited
-        return wave
-
-    def _has_room(self, length: int, more: int) -> bool:
-        """For keys and values of as many more rows as that, all of them of that length."""
-        return length * (len(self._running) + more) <= self._kv_positions
-
     @torch.inference_mode()
-    def _forward(self, wave: list[_Request]) -> tuple[int, list[int], list[float]]:
+    def _forward(self, wave: list[Request]) -> tuple[int, list[int], list[float]]:
         """The first row drawn for, and an id and a logprob for it and for every row after it."""
         if wave:
             first, logits_SV = len(self._running), self._prefill(wave)
@@ -390,7 +316,7 @@ class EmbeddedEngine:
         self._drawn_S[rows] += 1
         return first, ids_S.tolist(), logprobs_S.tolist()
 
-    def _prefill(self, wave: list[_Request]) -> Tensor:
+    def _prefill(self, wave: list[Request]) -> Tensor:
         """Logits after each request's prompt. Equal prompts go through the model once."""
         first, last = len(self._running), len(self._running) + len(wave)
         prompts: dict[tuple[int, ...], int] = {}
@@ -454,7 +380,7 @@ class EmbeddedEngine:
                 ended.append(first + offset)
         self._close_gaps(ended)
 
-    def _finished(self, request: _Request, token_id: int) -> FinishReason | None:
+    def _finished(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id in request.stop_ids:
             return "stop"
         if stop := request.sampling.stop:
@@ -472,7 +398,7 @@ class EmbeddedEngine:
     def _forget_cancelled(self) -> None:
         self._close_gaps([row for row, request in enumerate(self._running) if request.answer.done()])
         if any(request.answer.done() for request in self._waiting):
-            self._waiting = deque(request for request in self._waiting if not request.answer.done())
+            self._waiting.keep(lambda request: not request.answer.done())
 
     @torch.inference_mode()
     def _close_gaps(self, ended: list[int]) -> None:
@@ -496,7 +422,8 @@ class EmbeddedEngine:
         for request in (*self._running, *self._waiting):
             if not request.answer.done():
                 request.answer.set_exception(error)
-        self._running, self._waiting = [], deque()
+        self._running = []
+        self._waiting.keep(lambda _: False)
 
     # --- refusals
 

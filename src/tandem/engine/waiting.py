@@ -1,0 +1,119 @@
+"""Who waits for a row of the embedded engine, and who of them is prefilled next.
+
+consumes: requests      waits for: rows, room for keys and values, and a little for others to share a prefill with
+produces: waves         of those that are prefilled together
+
+First in, first out, but that who is urgent comes before all others, alone, and then nobody until it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from tandem.protocols import OnToken
+from tandem.types import Completion, FinishReason, Sampling, Span
+
+_PATIENCE = 4  # iterations that a request waits for others to share its prefill with
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    prompt: list[int]
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    answer: asyncio.Future[Completion]
+    on_token: OnToken | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+    """[version, tokens], oldest first."""
+
+    @property
+    def final_length(self) -> int:
+        return len(self.prompt) + self.sampling.max_tokens
+
+    def add(self, token_id: int, logprob: float, version: int) -> None:
+        self.ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1][1] += 1
+        else:
+            self.spans.append([version, 1])
+        if self.on_token is not None:
+            self.on_token(token_id, logprob, version)
+
+    def begin_again(self) -> None:
+        """What was sampled is forgotten; whoever listens token by token hears the new ones after the old."""
+        self.ids, self.logprobs, self.spans = [], [], []
+
+    def finish(self, reason: FinishReason) -> None:
+        if not self.answer.done():
+            spans = [Span(version, count) for version, count in self.spans]
+            self.answer.set_result(Completion(self.ids, self.logprobs, spans, reason))
+
+
+class Waiting:
+    def __init__(self, *, max_running: int, positions: int, prefill_tokens: int) -> None:
+        """`positions`: for which there is memory. `prefill_tokens`: most in one prefill, padding included."""
+        self._max_running, self._positions, self._prefill_tokens = max_running, positions, prefill_tokens
+        self._urgent, self._others = deque[Request](), deque[Request]()
+        self._passed_over = 0
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._others)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._urgent, self._others)
+
+    def add(self, request: Request) -> None:
+        (self._urgent if request.sampling.urgent else self._others).append(request)
+
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """That ran, before those that have not."""
+        before = [*requests]
+        self._urgent.extendleft(each for each in reversed(before) if each.sampling.urgent)
+        self._others.extendleft(each for each in reversed(before) if not each.sampling.urgent)
+
+    def keep(self, wanted: Callable[[Request], bool]) -> None:
+        self._urgent, self._others = deque(filter(wanted, self._urgent)), deque(filter(wanted, self._others))
+
+    def next_wave(self, running: Sequence[Request]) -> list[Request]:
+        """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
+        if any(request.sampling.urgent for request in running):
+            return []
+        longest = max((request.final_length for request in running), default=0)
+        if self._urgent:
+            final = max(longest, self._urgent[0].final_length)
+            return [self._urgent.popleft()] if self._has_room(final, len(running), 1) else []
+        self._passed_over = self._passed_over + 1 if self._others else 0
+        free = self._max_running - len(running)
+        wanted = min(len(self._others), max(1, self._max_running // 8))
+        if running and free < wanted and self._passed_over < _PATIENCE:
+            return []
+        wave = self._first_together(longest, len(running), free)
+        self._passed_over = 0 if wave else self._passed_over
+        return wave
+
+    def _first_together(self, final: int, running: int, free: int) -> list[Request]:
+        """As many as there is room for, and as one prefill takes. `final`: the longest of those that run."""
+        wave, longest, prompts = list[Request](), 0, set[tuple[int, ...]]()
+        while self._others and len(wave) < free:
+            request = self._others[0]
+            so_far = (*request.prompt, *request.ids)
+            final = max(final, request.final_length)
+            longest = max(longest, len(so_far))
+            if not self._has_room(final, running, len(wave) + 1):
+                break
+            if wave and longest * len(prompts | {so_far}) > self._prefill_tokens:
+                break
+            prompts.add(so_far)
+            wave.append(self._others.popleft())
+        return wave
+
+    def _has_room(self, length: int, running: int, more: int) -> bool:
+        """For so many more, all of that length. Somebody alone has it always: who never could is not let in here."""
+        return running + more == 1 or length * (running + more) <= self._positions

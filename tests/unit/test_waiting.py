@@ -1,0 +1,98 @@
+"""Who of those that wait for the embedded engine is prefilled next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.engine.waiting import Request, Waiting
+from tandem.types import Sampling
+
+
+def request(prompt: int = 4, *, tokens: int = 6, urgent: bool = False, mark: int = 0) -> Request:
+    answer: Any = None
+    sampling = Sampling(max_tokens=tokens, urgent=urgent)
+    return Request([mark] * prompt, sampling, frozenset(), answer, None)
+
+
+def waiting(*requests: Request, max_running: int = 4, positions: int = 1000, prefill_tokens: int = 1000) -> Waiting:
+    made = Waiting(max_running=max_running, positions=positions, prefill_tokens=prefill_tokens)
+    for each in requests:
+        made.add(each)
+    return made
+
+
+def test_first_in_first_out_as_many_as_there_are_rows():
+    asked = [request(mark=number) for number in range(6)]
+    line = waiting(*asked)
+    assert line.next_wave([]) == asked[:4]
+    assert [*line] == asked[4:]
+    assert line.next_wave(asked[:3]) == asked[4:5]
+
+
+@pytest.mark.parametrize(
+    ("positions", "running", "together"), [(30, 0, 3), (29, 0, 2), (30, 1, 2), (9, 0, 1), (9, 1, 0)]
+)
+def test_only_those_that_have_room_for_all_of_their_tokens(positions: int, running: int, together: int):
+    """Who is alone always has."""
+    line = waiting(*(request() for _ in range(4)), positions=positions)
+    assert len(line.next_wave([request() for _ in range(running)])) == together
+
+
+def test_a_row_is_as_long_as_the_longest_that_runs():
+    line = waiting(request(tokens=6), request(tokens=46), positions=100)
+    assert len(line.next_wave([])) == 2
+    line = waiting(request(tokens=6), positions=99)
+    assert line.next_wave([request(tokens=46)]) == []
+
+
+@pytest.mark.parametrize(("marks", "together"), [((0, 1, 2), 2), ((0, 0, 1), 3), ((0, 0, 0), 3)])
+def test_one_prefill_takes_so_many_positions_and_equal_prompts_once(marks: tuple[int, ...], together: int):
+    line = waiting(*(request(mark=mark) for mark in marks), prefill_tokens=8)
+    assert len(line.next_wave([])) == together
+
+
+def test_what_was_sampled_before_a_version_is_prefilled_with_the_prompt():
+    long = request(mark=1)
+    long.ids.extend([7] * 5)
+    assert len(waiting(request(), long, prefill_tokens=18).next_wave([])) == 2
+    assert len(waiting(request(), long, prefill_tokens=17).next_wave([])) == 1
+    assert len(waiting(long, request(), prefill_tokens=17).next_wave([])) == 1
+
+
+def test_one_that_could_come_at_once_waits_a_little_for_others():
+    running = [request() for _ in range(15)]
+    line = waiting(*(request() for _ in range(5)), max_running=16)
+    waves = [len(line.next_wave(running)) for _ in range(8)]
+    assert waves == [0, 0, 0, 1] * 2
+    assert len(line.next_wave(running[1:])) == 2  # an eighth of all rows has ended
+
+
+def test_who_is_urgent_comes_first_alone_beside_all_rows_and_nobody_until_it_has_ended():
+    others, canaries = [request() for _ in range(2)], [request(urgent=True) for _ in range(2)]
+    line, running = waiting(*others, *canaries), [request() for _ in range(4)]
+    assert [*line] == [*canaries, *others]
+    assert line.next_wave(running) == canaries[:1]
+    assert line.next_wave([*running, canaries[0]]) == []
+    assert line.next_wave(running) == canaries[1:]
+    assert line.next_wave(running[:2]) == others
+
+
+def test_who_is_urgent_waits_for_room_and_nobody_passes_it():
+    line = waiting(request(), request(urgent=True), positions=20)
+    assert line.next_wave([request(), request()]) == []
+    assert len(line) == 2
+    assert line.next_wave([request()])[0].sampling.urgent
+    assert waiting(request(tokens=26, urgent=True), positions=59).next_wave([request()]) == []
+
+
+def test_those_that_ran_come_before_those_that_have_not_and_urgent_ones_before_both():
+    ran = [request(mark=mark, urgent=mark in (2, 4)) for mark in (1, 2, 3, 4)]
+    came = [request(mark=5), request(mark=6, urgent=True)]
+    line = waiting(*came)
+    line.put_back(ran)
+    assert [each.prompt[0] for each in line] == [2, 4, 6, 1, 3, 5]
+    line.keep(lambda each: each.prompt[0] not in (2, 4))
+    assert line.next_wave([]) == [came[1]]
+    assert line.next_wave([]) == [ran[0], ran[2], came[0]]
