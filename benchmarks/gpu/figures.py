@@ -169,7 +169,7 @@ MEASUREMENTS = [
         [Figure(f"max_lag 1 against 0, 1.7B, {what}", "", second_against_first, 1.5, 1.9, more=True)], gpus=2,
     )
     for name, on_update, what in (
-        ("lag", "auto", "requests going on"), ("lag-finish", "finish", "waiting for requests")
+        ("lag-continue", "continue", "requests going on"), ("lag-finish", "finish", "waiting for requests")
     )
 ] + [
     Measurement(

@@ -169,6 +169,21 @@ def test_before_its_memory_is_free_all_that_runs_has_ended_for_vllm_s_sleep_keep
 
 
 @pytest.mark.parametrize("asked", ["continue", "auto"])
+def test_where_its_memory_stays_its_own_who_runs_is_held_while_it_sleeps(asked: Any):
+    vllm = Vllm()
+    vllm.options = replace(vllm.options, sleeps=False)
+    engine = engine_on(vllm, asked)
+
+    async def work() -> None:
+        with engine._exchange._gate.running("base", may_be_held=True):
+            await engine.sleep()
+            await engine.wake()
+
+    run(work())
+    assert [call for call in vllm.calls if call.startswith("/")] == ["/pause keep", "/resume"]
+
+
+@pytest.mark.parametrize("asked", ["continue", "auto"])
 @pytest.mark.parametrize(
     ("carries", "mode", "sleeps", "keeps", "why_not"),
     [
@@ -182,7 +197,7 @@ def test_before_its_memory_is_free_all_that_runs_has_ended_for_vllm_s_sleep_keep
 def test_a_trainer_is_told_whether_requests_under_way_are_held(
     carries: str, mode: str, sleeps: bool, keeps: bool, why_not: str, asked: Any
 ):
-    """By itself (`auto`) an engine says that they are, and nothing of what it was not asked for."""
+    """By itself (`auto`) an engine does the one or the other, and says which: a strict run takes both."""
     vllm = Vllm()
     vllm.options = replace(vllm.options, sleeps=sleeps)
     if keeps:
@@ -190,11 +205,11 @@ def test_a_trainer_is_told_whether_requests_under_way_are_held(
     source = end(carries)
     source.link = {"mode": mode, "deadline_s": 5.0}
     run(engine_on(vllm, asked).attach(source))
-    told = source.reply.get("on_update")
-    assert (told is None) == (asked == "auto" and bool(why_not))
-    if told is not None:
-        assert (told["requested"], told["engaged"]) == (asked, not why_not)
-        assert why_not in told["why_not"]
+    told = source.reply["on_update"]
+    assert (told["requested"], told["engaged"]) == (asked, asked == "auto" or not why_not)
+    if asked == "auto":
+        assert told["note"].startswith("finish, for" if why_not else "continue")
+    assert why_not in told["note" if asked == "auto" else "why_not"]
 
 
 @pytest.mark.parametrize("carries", ["full", "adapter"])

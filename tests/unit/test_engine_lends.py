@@ -64,3 +64,6 @@ def test_a_run_says_once_whether_it_was_had():
     sampled = {"requested": "kept", "engaged": True, "why_not": ""}
     rl._met({"engines": [{"boot_id": "d", "sampled": sampled, "sleep": told}]})
     assert noted[1:] == [("logprobs of rollouts", "kept", True, "")]
+    chosen = {"requested": "auto", "engaged": True, "why_not": "", "note": "continue"}
+    rl._met({"engines": [{"boot_id": "d", "on_update": chosen}]})
+    assert noted[2:] == [("requests under way", "auto", True, "continue")]

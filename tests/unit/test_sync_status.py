@@ -191,6 +191,13 @@ def test_it_tells_how_logprobs_leave_an_engine(tmp_path: Path):
     assert "logprobs of rollouts = kept: not engaged, other steps" in told
 
 
+def test_it_tells_what_an_engine_chose_that_was_left_to_it(tmp_path: Path):
+    chosen = {"requested": "auto", "engaged": True, "why_not": "", "note": "finish, for it sleeps"}
+    engines = [{"boot_id": "boot-1", "layout": LAYOUT, "on_update": chosen}]
+    told = status_text(of_run(make_run(tmp_path / "run", engines=engines)))
+    assert "requests under way = auto: engaged, finish, for it sleeps" in told
+
+
 def test_a_map_of_another_engine_than_the_last_proof_is_said_to_be_one(tmp_path: Path):
     engines = [{"boot_id": "boot-2", "workers": 1, "layout": LAYOUT}]
     told = of_run(make_run(tmp_path / "run", engines=engines))

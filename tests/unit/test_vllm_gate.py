@@ -120,6 +120,20 @@ def test_a_vllm_that_does_not_end_what_is_held_is_ended_itself():
     asyncio.run(play())
 
 
+def test_a_vllm_that_never_says_whether_it_has_ended_what_is_held_is_ended_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tandem.engine.vllm_gate.CONTROL_S", 0.05)
+
+    async def play() -> None:
+        gate, process = gate_of("continue")
+        stays = let_in(gate, process)
+        process.under_way.remove(stays)  # whatever is asked
+        await gate.shut(1)
+        await asyncio.wait_for(gate.give_up(), 1)
+        assert process.asked[-1] == "end"
+
+    asyncio.run(play())
+
+
 def test_who_is_to_be_asked_again_is_ended_as_often_as_more_has_come():
     async def play() -> None:
         gate, process = gate_of("restart")

@@ -66,6 +66,10 @@ def test_one_that_could_come_at_once_waits_a_little_for_others():
     line = waiting(*(request() for _ in range(5)), max_running=16)
     waves = [len(line.next_wave(running)) for _ in range(8)]
     assert waves == [0, 0, 0, 1] * 2
+    line.next_wave(running)
+    line.add(request(urgent=True))  # who passes takes nobody's turn away
+    assert [len(line.next_wave(running)) for _ in range(3)] == [1, 0, 1]
+    line.add(request())
     assert len(line.next_wave(running[1:])) == 2  # an eighth of all rows has ended
 
 
@@ -84,7 +88,9 @@ def test_who_is_urgent_waits_for_room_and_nobody_passes_it():
     assert line.next_wave([request(), request()]) == []
     assert len(line) == 2
     assert line.next_wave([request()])[0].sampling.urgent
-    assert waiting(request(tokens=26, urgent=True), positions=59).next_wave([request()]) == []
+    for ours, theirs in ((26, 6), (6, 26)):
+        line = waiting(request(tokens=ours, urgent=True), positions=59)
+        assert line.next_wave([request(tokens=theirs)]) == []
 
 
 def test_those_that_ran_come_before_those_that_have_not_and_urgent_ones_before_both():

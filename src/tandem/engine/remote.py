@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from tandem.engine.remote_answer import Answer
 from tandem.engine.remote_server import RemoteServer
@@ -27,7 +27,7 @@ from tandem.ops.digest import fingerprints
 from tandem.ops.finite import Finite
 from tandem.ops.phases import Phases
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Fingerprints, OnUpdate, Sampling, Served, Weights
+from tandem.types import Completion, Fingerprints, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RemoteEngine:
         end_ids: Collection[int] = (),
         key_env: str = "",
         key_file: str = "",
-        on_update: OnUpdate = "finish",
+        on_update: Literal["finish", "restart"] = "finish",
         deadline_s: float = 60.0,
         patience_s: float = 60.0,
         slots: int = 4,

@@ -43,8 +43,8 @@ class VllmEngine:
         on_update: OnUpdate | Literal["auto"] = "auto",
         version: int = -1,
     ) -> None:
-        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto:
-        those go on of which that can be had, which is all that `continue` does too, but that is asked for."""
+        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto: as
+        `continue` does, and nobody asked for it where it cannot be had."""
         exchange = Exchange(process, "continue" if on_update == "auto" else on_update, version)
         self._process, self._exchange, self._on_update = process, exchange, on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
@@ -189,9 +189,13 @@ class VllmEngine:
             "sampled": requested("kept", self._why_streamed),
             "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
-        why_none_is_held = self._why_none_is_held(source)
-        if self._on_update == "continue" or (self._on_update == "auto" and not why_none_is_held):
-            told["on_update"] = requested(self._on_update, why_none_is_held)
+        match self._on_update, self._why_none_is_held(source):
+            case "continue", why_not:
+                told["on_update"] = requested("continue", why_not)
+            case "auto", why_not:
+                told["on_update"] = requested("auto", "", note=f"finish, for {why_not}" if why_not else "continue")
+            case _:
+                pass
         if not self._process.options.eager:
             told["compiled"] = requested("by form", self._process.why_not_found_again)
         await self._exchange.attach(source, told)
@@ -202,7 +206,7 @@ class VllmEngine:
         if source.link.get("mode") == "restart":
             return "the next version is another process, which is asked again"
         if self._exchange.gives_memory:
-            return "it gives its memory away to sleep, and waits for them before"
+            return "it gives its memory away to sleep, and waits for all of them before"
         return self._why_streamed
 
     async def load(self, version: int) -> Served:

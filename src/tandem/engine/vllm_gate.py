@@ -68,10 +68,7 @@ class Gate:
                     case "continue":
                         await self._until_none_runs(but_held=holds)
         except TimeoutError as error:
-            raise SyncTimeout(
-                f"engine: what it was asked did not end within {deadline_s:g} s; with engine.on_update = 'restart' "
-                "it is ended, and asked again"
-            ) from error
+            raise SyncTimeout(f"engine: what it was asked did not end within {deadline_s:g} s") from error
         if self._running.total():
             await self._pause("keep")
 

@@ -83,13 +83,13 @@ class Waiting:
 
     def next_wave(self, running: Sequence[Request]) -> list[Request]:
         """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
+        self._passed_over = self._passed_over + 1 if self._others else 0
         if any(request.sampling.urgent for request in running):
             return []
         longest = max((request.final_length for request in running), default=0)
         if self._urgent:
             final = max(longest, self._urgent[0].final_length)
             return [self._urgent.popleft()] if self._has_room(final, len(running), 1) else []
-        self._passed_over = self._passed_over + 1 if self._others else 0
         free = self._max_running - len(running)
         wanted = min(len(self._others), max(1, self._max_running // 8))
         if running and free < wanted and self._passed_over < _PATIENCE:

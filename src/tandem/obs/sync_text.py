@@ -182,7 +182,8 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
         lines += _joined_lines(engine)
         for part, name in TOLD.items():
             if told_of := engine[part]:
-                had = "engaged" if told_of.get("engaged") else f"not engaged, {told_of.get('why_not', '?')}"
+                note = f", {told_of['note']}" if told_of.get("note") else ""
+                had = f"engaged{note}" if told_of.get("engaged") else f"not engaged, {told_of.get('why_not', '?')}"
                 lines.append(f"  {name} = {told_of.get('requested', '?')}: {had if 'engaged' in told_of else '?'}")
     if not told["engines"] and not any(what.startswith(MAP_FILE) for what in told["damage"]):
         lines.append("no map: no engine has been attached")

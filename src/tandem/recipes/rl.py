@@ -102,7 +102,8 @@ class RlRun:
             told = next((engine[part] for engine in meeting["engines"] if engine.get(part)), None)
             if told is not None and part not in self._noted:
                 self._noted.add(part)
-                self.run.note_option(name, told["requested"], told["engaged"], told["why_not"])
+                note = told["why_not"] or told.get("note", "")
+                self.run.note_option(name, told["requested"], told["engaged"], note)
 
     async def close(self) -> None:
         build.close(self.environment)

@@ -77,7 +77,8 @@ class VllmEngineSpec(_Process):
     on_update: Literal["auto", OnUpdate] = "auto"
     """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
     anew; under an adapter they end with the one that they began with. finish: they end under the old one first.
-    restart: they are sampled again from their prompt. auto: those go on of which that can be had, the others end."""
+    restart: they are sampled again from their prompt. auto: those go on of which that can be had, the others are
+    waited for."""
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Empty: all of them."""
