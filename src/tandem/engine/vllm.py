@@ -40,7 +40,7 @@ class VllmEngine:
         *,
         end_ids: frozenset[int],
         num_ids: int,
-        on_update: OnUpdate | Literal["auto"] = "auto",
+        on_update: Literal["auto", OnUpdate] = "auto",
         version: int = -1,
     ) -> None:
         """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto: as
@@ -189,13 +189,11 @@ class VllmEngine:
             "sampled": requested("kept", self._why_streamed),
             "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
-        match self._on_update, self._why_none_is_held(source):
-            case "continue", why_not:
-                told["on_update"] = requested("continue", why_not)
-            case "auto", why_not:
-                told["on_update"] = requested("auto", "", note=f"finish, for {why_not}" if why_not else "continue")
-            case _:
-                pass
+        why_not = self._why_none_is_held(source)
+        if self._on_update == "continue":
+            told["on_update"] = requested("continue", why_not)
+        elif self._on_update == "auto":
+            told["on_update"] = requested("auto", "", note=f"finish, for {why_not}" if why_not else "continue")
         if not self._process.options.eager:
             told["compiled"] = requested("by form", self._process.why_not_found_again)
         await self._exchange.attach(source, told)

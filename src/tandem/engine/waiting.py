@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -72,11 +72,10 @@ class Waiting:
     def add(self, request: Request) -> None:
         (self._urgent if request.sampling.urgent else self._others).append(request)
 
-    def put_back(self, requests: Iterable[Request]) -> None:
+    def put_back(self, requests: Sequence[Request]) -> None:
         """That ran, before those that have not."""
-        before = [*requests]
-        self._urgent.extendleft(each for each in reversed(before) if each.sampling.urgent)
-        self._others.extendleft(each for each in reversed(before) if not each.sampling.urgent)
+        for request in reversed(requests):
+            (self._urgent if request.sampling.urgent else self._others).appendleft(request)
 
     def keep(self, wanted: Callable[[Request], bool]) -> None:
         self._urgent, self._others = deque(filter(wanted, self._urgent)), deque(filter(wanted, self._others))
@@ -84,7 +83,7 @@ class Waiting:
     def next_wave(self, running: Sequence[Request]) -> list[Request]:
         """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
         self._passed_over = self._passed_over + 1 if self._others else 0
-        if any(request.sampling.urgent for request in running):
+        if not self or any(request.sampling.urgent for request in running):
             return []
         longest = max((request.final_length for request in running), default=0)
         if self._urgent:
