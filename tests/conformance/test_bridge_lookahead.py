@@ -160,7 +160,7 @@ def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monke
         began = time.monotonic()
         with pytest.raises(SyncTimeout, match=r"version 2 was not sent within 0\.5 s"):
             pair.engine.receive(2)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
     engine._deadline_s = 20.0
     assert pair.carry(2) == bits(as_served("adapter", 2))
     assert pair.copies == [AHEAD]

@@ -32,6 +32,7 @@ from bridges import (
     weights_of,
 )
 
+from stopwatch import Stopwatch
 from tandem.bridge.broadcast.trainer import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge, WeightSource
@@ -184,20 +185,19 @@ def test_a_lost_engine_is_an_error_in_time_and_another_one_is_taken(
         weights = weights_of(1, bridge.carries, LARGE if large else None)
         victim.ask("open", dict(source.link))
         victim.say("receive", 1)
-        started = time.monotonic()
-        with pytest.raises(SyncTimeout if strike == signal.SIGSTOP else SyncError) as lost:
+        with Stopwatch() as watch, pytest.raises(SyncTimeout if strike == signal.SIGSTOP else SyncError) as lost:
             bridge.send(struck_while_sending(weights, name, partial(os.kill, victim.pid, strike)))
-        assert time.monotonic() - started < deadline_s + 3.5
+        assert watch.seconds < deadline_s + 3.5
         if name == FILLED or "did not come" not in str(lost.value):
             break
         victim.hear()  # a busy machine did not bring it here in time, and nobody was struck
     assert re.search("not come" if name == FILLED else "was not taken|not confirm", str(lost.value)), lost.value
-    started = time.monotonic()
-    if name != FILLED:
-        with pytest.raises(SyncError, match="this meeting has ended"):
-            bridge.send(weights)
-    goes_on_with(bridge, meet(bridge), engine, 1)
-    assert time.monotonic() - started < 5
+    with Stopwatch() as watch:
+        if name != FILLED:
+            with pytest.raises(SyncError, match="this meeting has ended"):
+                bridge.send(weights)
+        goes_on_with(bridge, meet(bridge), engine, 1)
+    assert watch.seconds < 5
     bridge.close()
 
 
@@ -222,7 +222,7 @@ def test_a_meeting_can_be_given_up_in_the_middle_of_a_transfer(engine: End, vict
         goes_on_with(bridge, meet(bridge), engine, 1)
         with pytest.raises(SyncError, match="given up"):
             answer.result(timeout=10)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
     bridge.close()
 
 
@@ -330,13 +330,13 @@ def test_strikes_at_many_instants_leave_the_right_version_or_an_error(engine: En
 
         with ThreadPoolExecutor(1) as threads:
             struck = threads.submit(strike, 0.01 * attempt, 0.05 if attempt % 2 else 1.0)
-            started = time.monotonic()
-            try:
-                bridge.send(weights_of(attempt, "full", tensors))
-                outcomes.append("sent")
-            except SyncError as error:
-                outcomes.append(type(error).__name__)
-            assert time.monotonic() - started < 3
+            with Stopwatch() as watch:
+                try:
+                    bridge.send(weights_of(attempt, "full", tensors))
+                    outcomes.append("sent")
+                except SyncError as error:
+                    outcomes.append(type(error).__name__)
+            assert watch.seconds < 3
             struck.result()
         answer = engine.hear()
         assert answer.get("bits", bits(tensors)) == bits(tensors)

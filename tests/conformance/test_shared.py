@@ -191,7 +191,7 @@ def test_an_end_that_is_closed_waits_for_no_version_any_more() -> None:
     began = time.monotonic()
     with pytest.raises(SyncError, match="version 1 was not announced: this meeting was given up"):
         end.receive(1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_the_trainer_goes_on_when_the_engine_is_killed_and_meets_the_next_one(engine: Engine) -> None:

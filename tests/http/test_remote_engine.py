@@ -388,7 +388,7 @@ def test_an_answer_that_does_not_add_up_is_an_error_with_a_name(wrong: str) -> N
     with running(events=events) as server:
         began = time.monotonic()
         refusal(engine_at(server), EngineError, match)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
 
 
 def test_answers_of_other_forms_that_do_add_up_are_taken() -> None:
@@ -442,7 +442,7 @@ def test_a_server_that_is_not_there_is_lost_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(EngineLost, match="Cannot connect"):
         ask(engine_at(server))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_a_stream_that_breaks_off_is_a_lost_engine() -> None:

@@ -31,7 +31,7 @@ def test_who_is_left_behind_keeps_nobody_waiting():
         Deadline("broadcast", 0.1).call(lambda: stuck.wait(20), "it did not come")
     started = time.monotonic()
     assert Deadline("broadcast", 10.0).call(lambda: 4, "it was not asked") == 4
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 9
     stuck.set()
 
 
