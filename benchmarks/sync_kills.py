@@ -490,7 +490,7 @@ def missed(figures: Mapping[str, Any]) -> bool:
     return bool(slow or figures["hangs"] or figures["unannounced"] or not figures["looks"])
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Exit code 1 if a figure is missed.")
     parser.add_argument("--instants", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
@@ -498,7 +498,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="modes at a time")
     parser.add_argument("--keep", type=Path, help="where journals and logs are to stay")
     parser.add_argument("--as-trainer", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.as_trainer:
         told = cast("dict[str, Any]", json.loads(options.as_trainer))
         return train(told["mode"], Path(told["home"]), told["number"], told["version"], told["engine"])

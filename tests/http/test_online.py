@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+import pages
 import pytest
 from online_served import SPEC, OnlineServer, fact, online_server
 
@@ -28,6 +29,17 @@ def served(server: OnlineServer) -> tuple[int, str]:
 
 def post(server: OnlineServer, path: str, body: Any, **headers: str) -> httpx.Response:
     return server.http.post(path, json=body, headers={"Idempotency-Key": "some-key", **headers})
+
+
+def test_the_page_is_open_and_holds_nothing(server: OnlineServer):
+    url = str(server.http.base_url).rstrip("/")
+    text = pages.check_door(url).decode()
+    pages.check_policy(url)
+    pages.check_source(text)
+    assert text.count("method:") == 1, "it reads, and it asks for an answer"
+    with server.connect("none") as stranger:
+        for path in ("/train/status", "/versions", "/audit", "/v1/models"):
+            assert stranger.get(path).status_code == 401
 
 
 def test_a_job_becomes_a_version_that_the_next_answer_is_made_by(server: OnlineServer):

@@ -80,22 +80,6 @@ def answers(page: Page) -> list[list[str]]:
     return page.run(f"{last}.map((each) => [...each.children].map((child) => child.textContent))")
 
 
-# --- as it is sent
-
-
-def test_the_page_is_open_and_holds_nothing(server: OnlineServer):
-    text = pages.check_door(url(server)).decode()
-    pages.check_policy(url(server))
-    pages.check_source(text)
-    assert text.count("method:") == 1, "it reads, and it asks for an answer"
-    with server.connect("none") as stranger:
-        for path in ("/train/status", "/versions", "/audit", "/v1/models"):
-            assert stranger.get(path).status_code == 401
-
-
-# --- in a browser
-
-
 @browser_only
 def test_a_wrong_token_is_said_and_forgotten(browser: Browser, server: OnlineServer):
     pages.check_wrong_tokens(browser, url(server), "not this server's token", "tandem-online-token")

@@ -17,6 +17,7 @@ SHORTER = (
     "environment.params.letters=3",
     "warmup.steps=120",
     "train.steps=40",
+    "train.groups_per_step=8",
     "eval.tasks=128",
     "checkpoint.keep_every=120",  # what the warm-up made
 )
@@ -122,7 +123,8 @@ def test_with_the_rewards_of_siblings_permuted_accuracy_does_not_rise(shorter: T
     del table["warmup"]
     table["model"] = {"path": str(export_run(shorter.directory, step=120, directory=tmp_path / "warm"))}
     table["environment"] = {"name": str(tmp_path / "permuted.py"), "params": {"letters": 3}}
-    table["train"]["steps"], table["eval"]["tasks"] = 20, 128
+    table["train"] |= {"steps": 20, "groups_per_step": 8}
+    table["eval"]["tasks"] = 128
     permuted = train(table)
     judged = permuted.status["eval"]
     assert judged["before_rl"] == shorter.status["eval"]["before_rl"] >= 0.02  # so it could have gone either way

@@ -14,7 +14,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_a_new_environment_learns_as_its_own_spec_says_only_shorter(train: Train, tmp_path: Path):
     _, spec = new_environment("shout", tmp_path)
-    shorter = ("environment.params.letters=3", "warmup.steps=120", "train.steps=10", "eval.tasks=128")
+    shorter = (
+        "environment.params.letters=3",
+        "warmup.steps=120",
+        "train.steps=10",
+        "train.groups_per_step=8",
+        "eval.tasks=128",
+    )
     trained = train(spec, *shorter)
     judged = trained.status["eval"]
     assert trained.status["verdict"] == "improved"

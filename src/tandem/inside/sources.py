@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.errors import SyncError
 from tandem.protocols import WeightSource
+
+if TYPE_CHECKING:
+    import torch
 
 
 class EngineEnd(WeightSource, Protocol):

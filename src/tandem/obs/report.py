@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.io.atomic import write_bytes
 from tandem.obs.curves import curves_png
@@ -27,21 +28,27 @@ from tandem.obs.wording import (
     interval_text,
 )
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 _SHOWN_TASKS = 8
 _SHOWN_CHARACTERS = 6000
 
 
 def write_report(run_dir: Path) -> Path:
     """Writes curves.png and report.html, for a run in any state; returns the report's path."""
-    from jinja2 import Environment, StrictUndefined
-
-    history = read_history(run_dir)
-    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(template).render(_content(history))
+    page = _template().render(_content(read_history(run_dir)))
     path = run_dir / "report.html"
     write_bytes(path, page.encode("utf-8", errors="replace"))  # a model can write half a surrogate pair
     return path
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
 
 
 def _content(history: History) -> dict[str, Any]:
