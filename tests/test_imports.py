@@ -254,9 +254,10 @@ def test_what_is_allowed_is_not_called_a_violation(tmp_path):
 
 
 def test_the_light_parts_leave_torch_out_of_the_process():
-    """Transitively, and for real: `tandem --help` and a refused spec must not wait for torch."""
+    """Transitively, and for real: `tandem --help`, a refused spec and a service do not wait for torch."""
     script = (
         "import json, sys; import tandem, tandem.cli, tandem.spec.load, tandem.runs.run, tandem.recipes; "
+        "import tandem.serve.engine, tandem.serve.online, tandem.serve.rollouts, tandem.serve.run; "
         f"print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
