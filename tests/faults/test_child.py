@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from tandem.env import limits
 from tandem.errors import EngineError
+from tandem.io import leash
 from tandem.io.child import Child
 
 # Ready at once, with a worker of its own that it leaves alone: argv are the ready file, and what it does.
@@ -47,7 +49,7 @@ def runs(pid: int) -> bool:
     """A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while its file is read
         return False
 
 
@@ -182,3 +184,17 @@ def test_it_ends_even_if_its_leash_is_killed(child: Child) -> None:
     wait_until(lambda: not runs(pid), 10)
     wait_until(lambda: child.exit_code is not None, 10)  # the kernel ends the program first
     assert child.exit_code == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("children", [limits.children, leash._children], ids=["limits", "leash"])
+def test_a_thread_that_ends_while_threads_are_looked_at_hides_no_child(
+    children: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory was listed, and is gone; who looks through the others finds what they have started."""
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: ["0", *listed(path)])
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            assert process.pid in children()
+        finally:
+            process.kill()

@@ -61,7 +61,8 @@ def children() -> set[int]:
     found: set[int] = set()
     with suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
-            found |= {int(pid) for pid in (thread / "children").read_text().split()}
+            with suppress(OSError):  # it has ended; the others' count all the same
+                found |= {int(pid) for pid in (thread / "children").read_text().split()}
     return found
 
 

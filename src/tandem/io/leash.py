@@ -93,8 +93,8 @@ def _children() -> list[int]:
     found: list[int] = []
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
-                found += [int(pid) for pid in file.read().split()]
+            with suppress(OSError), open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+                found += [int(pid) for pid in file.read().split()]  # of one that has ended: nothing
     return found
 
 
