@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(kind: str) -
         (prompt, Sampling(max_tokens=5 + i, temperature=min(0.1 * i, 2.0), top_k=i, seed=i))
         for i, prompt in enumerate(prompts(*range(1, 25), seed=5))
     ]
-    for max_running in (2, 7, 64) if kind in ("inline", "threaded") else (7,):
+    for max_running in (2, 7, 64):
         for requests in ([*mine, *others], [*others, *mine], [*others[:9], *mine[::-1], *others[9:]]):
             completions = complete(make_engine(kind, module, max_running=max_running), requests)
             for request, expected in zip(mine, alone, strict=True):

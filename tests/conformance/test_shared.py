@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stopwatch import Stopwatch
 from tandem.bridge.shared import engine as engine_end
 from tandem.bridge.shared.memory import Segment
 from tandem.bridge.shared.trainer import SharedBridge
@@ -188,10 +189,10 @@ def test_a_version_that_was_not_announced_times_out_and_a_later_one_is_refused()
 def test_an_end_that_is_closed_waits_for_no_version_any_more() -> None:
     _, end = here(deadline_s=30.0)
     threading.Timer(0.1, end.close).start()
-    began = time.monotonic()
-    with pytest.raises(SyncError, match="version 1 was not announced: this meeting was given up"):
-        end.receive(1)
-    assert time.monotonic() - began < 20
+    with Stopwatch() as watch:
+        with pytest.raises(SyncError, match="version 1 was not announced: this meeting was given up"):
+            end.receive(1)
+    assert watch.seconds < 5
 
 
 def test_the_trainer_goes_on_when_the_engine_is_killed_and_meets_the_next_one(engine: Engine) -> None:

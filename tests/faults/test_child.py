@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tandem.env import limits
 from tandem.errors import EngineError
 from tandem.io import leash
 from tandem.io.child import Child
@@ -186,15 +185,12 @@ def test_it_ends_even_if_its_leash_is_killed(child: Child) -> None:
     assert child.exit_code == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize("children", [limits.children, leash._children], ids=["limits", "leash"])
-def test_a_thread_that_ends_while_threads_are_looked_at_hides_no_child(
-    children: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_ends_while_threads_are_looked_at_hides_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its directory was listed, and is gone; who looks through the others finds what they have started."""
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: ["0", *listed(path)])
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         try:
-            assert process.pid in children()
+            assert process.pid in leash.children()
         finally:
             process.kill()

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -386,9 +385,9 @@ WRONG: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
 def test_an_answer_that_does_not_add_up_is_an_error_with_a_name(wrong: str) -> None:
     events, match = WRONG[wrong]
     with running(events=events) as server:
-        began = time.monotonic()
-        refusal(engine_at(server), EngineError, match)
-        assert time.monotonic() - began < 10
+        with Stopwatch() as watch:
+            refusal(engine_at(server), EngineError, match)
+        assert watch.seconds < 3
 
 
 def test_answers_of_other_forms_that_do_add_up_are_taken() -> None:
@@ -439,10 +438,10 @@ def test_redirects_are_not_followed() -> None:
 def test_a_server_that_is_not_there_is_lost_at_once() -> None:
     with running() as server:
         pass
-    began = time.monotonic()
-    with pytest.raises(EngineLost, match="Cannot connect"):
-        ask(engine_at(server))
-    assert time.monotonic() - began < 10
+    with Stopwatch() as watch:
+        with pytest.raises(EngineLost, match="Cannot connect"):
+            ask(engine_at(server))
+    assert watch.seconds < 2
 
 
 def test_a_stream_that_breaks_off_is_a_lost_engine() -> None:

@@ -94,8 +94,8 @@ def test_help_answers_within_half_a_second():
     commands = (TANDEM, "--help"), (sys.executable, "-c", "import typer.rich_utils")
     pairs = [[processor_seconds(*command) for command in commands] for _ in range(5)]
     help_s, imports_s = map(min, zip(*pairs, strict=True))
-    # Where the imports alone take longer than 0.15 s, the machine is slow, and all else takes longer too.
-    assert help_s <= 0.5 * max(1.0, imports_s / 0.15)
+    # Where the imports alone take longer than 0.2 s, the machine is slow, and all else takes longer too.
+    assert help_s <= 0.5 * max(1.0, imports_s / 0.2)
 
 
 def processor_seconds(*command: str) -> float:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
-import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +12,6 @@ OPEN_FILES = 1024
 PROCESSES = 256
 """Of one worker. Where it may have more by the kernel's count (root has no limit), the nursery counts."""
 _CPU_GRACE_S = 60
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def limit_files() -> None:
@@ -40,30 +36,6 @@ def limit_cpu(seconds: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
-
-
-def die_with(parent: int) -> None:
-    """When the process that started this one ends, however it ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Processes that were left by theirs become this one's children, and can be ended (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def children() -> set[int]:
-    """Of this process; empty where that cannot be read."""
-    found: set[int] = set()
-    with suppress(OSError):
-        for thread in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # it has ended; the others' count all the same
-                found |= {int(pid) for pid in (thread / "children").read_text().split()}
-    return found
 
 
 def count_by_group() -> dict[int, int]:

@@ -27,7 +27,7 @@ from tandem.env.load import load_environment
 from tandem.env.worker import Loaded, work
 from tandem.env.worker_wire import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
-from tandem.io import frames
+from tandem.io import frames, leash
 
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
@@ -51,7 +51,7 @@ class Nursery:
         self._control, self._loaded, self._memory_bytes = control, loaded, memory_bytes
         self._workers: dict[int, _Worker] = {}
         """By process."""
-        self._kept: set[int] = limits.children()  # what loading has started
+        self._kept: set[int] = leash.children()  # what loading has started
         self._base = 0
         self._selector = selectors.DefaultSelector()
         self._wake, wake = os.pipe()
@@ -117,7 +117,7 @@ class Nursery:
 
     def _become_worker(self, fd: int, printing: int, nursery: int) -> None:
         os.setsid()
-        limits.die_with(nursery)
+        leash.die_with(nursery)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -181,7 +181,7 @@ class Nursery:
 
     def _kill_strays(self) -> None:
         """Processes that have left their group and lost their parent."""
-        for pid in limits.children() - self._kept - self._workers.keys():
+        for pid in leash.children() - self._kept - self._workers.keys():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -235,7 +235,7 @@ def main() -> None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     limits.limit_files()
-    limits.adopt_orphans()
+    leash.adopt_orphans()
     order = json.loads(frames.receive(control))
     sys.path[:] = order["path"]
     try:

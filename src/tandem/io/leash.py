@@ -27,10 +27,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 class Leash:
     def __init__(self, owner_fd: int, command: list[str]) -> None:
         self._owner_fd = owner_fd
-        _adopt_orphans()
+        adopt_orphans()
         # Before any thread is started: what runs between fork and exec may not wait for a lock. And on the main thread:
         # the kernel's signal comes when the thread that forked ends.
-        die = partial(_die_with, os.getpid())
+        die = partial(die_with, os.getpid())
         self._program = subprocess.Popen(command, process_group=0, preexec_fn=die)  # our stdin is its own
         self._unreaped = threading.Lock()  # who holds it may signal: the program's number is nobody else's yet
         self._asked, self._ended = threading.Event(), threading.Event()
@@ -73,15 +73,15 @@ class Leash:
             os.killpg(self._program.pid, signal.SIGKILL)
 
 
-def _adopt_orphans() -> None:
-    """Whoever of the program's descendants loses its parent becomes this process's child (Linux)."""
+def adopt_orphans() -> None:
+    """Whoever of this process's descendants loses its parent becomes its child, and can be ended (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _kill_orphans() -> None:
     until = time.monotonic() + _SWEEP_S
-    while (left := _children()) and time.monotonic() < until:
+    while (left := children()) and time.monotonic() < until:
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -89,16 +89,18 @@ def _kill_orphans() -> None:
                 os.waitpid(pid, 0)  # theirs come to us then
 
 
-def _children() -> list[int]:
-    found: list[int] = []
+def children() -> set[int]:
+    """Of this process; empty where that cannot be read."""
+    found: set[int] = set()
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError), open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
-                found += [int(pid) for pid in file.read().split()]  # of one that has ended: nothing
+                found |= {int(pid) for pid in file.read().split()}  # of one that has ended: nothing
     return found
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """When the process that started this one ends, however it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before we asked

@@ -35,7 +35,7 @@ async def serve(end: socket.socket) -> None:
 
 
 def main() -> None:
-    from tandem.env.limits import die_with
+    from tandem.io.leash import die_with
 
     die_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server half's to deal with
