@@ -55,9 +55,9 @@ def marked(value: str) -> list[str]:
     return found
 
 
-def order(kind: str = "well", name: str = HOSTILE, **params: Any) -> Order:
+def order(kind: str = "well", name: str = HOSTILE, limit_s: float = LIMIT_S, **params: Any) -> Order:
     given = {"kind": kind, **params} if name == HOSTILE else params
-    return Order(name, given, LIMIT_S, load_timeout_s=20.0, memory_bytes=2**30, pass_env=(MARK,))
+    return Order(name, given, limit_s, load_timeout_s=20.0, memory_bytes=2**30, pass_env=(MARK,))
 
 
 @contextmanager
@@ -69,9 +69,11 @@ def opened(wanted: Order, workers: int = 2) -> Iterator[WorkerEnvironment]:
         made.close()
 
 
-def setting_of(environment: Any, engine: Any = None, engine_deadline_s: float = 5.0, retries: int = 0) -> Setting:
+def setting_of(
+    environment: Any, engine: Any = None, engine_deadline_s: float = 5.0, retries: int = 0, limit_s: float = LIMIT_S
+) -> Setting:
     return Setting(
-        environment, engine or Engine(), Plain(), Sampling(), 64, engine_deadline_s, LIMIT_S, retries=retries
+        environment, engine or Engine(), Plain(), Sampling(), 64, engine_deadline_s, limit_s, retries=retries
     )  # fmt: skip
 
 
@@ -272,7 +274,7 @@ def test_workers_are_not_replaced_without_end():
 @pytest.mark.parametrize(("engine", "named"), [(Dead(), EngineError), (Silent(), EngineSilent)], ids=["dead", "silent"])
 def test_a_dead_engine_is_not_the_environments_failure(engine, named):
     with pytest.raises(named):
-        play_one(order(), engine=engine, engine_deadline_s=0.1)
+        play_one(order(limit_s=10.0), engine=engine, engine_deadline_s=0.1, limit_s=10.0)  # it comes first by far
 
 
 def test_an_engine_that_takes_longer_than_an_episode_costs_nobody():
