@@ -22,8 +22,11 @@ quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml
 
 # Three at a time: a third of the time is waiting for processes and deadlines. In order, as the long files come first.
+# With bytecode, even where the environment says otherwise: hundreds of processes import us. What was done again, since
+# the machine stood still (tests/conftest.py), is told with what it said.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
+		--no-loadscope-reorder --rerun-show-tracebacks
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks

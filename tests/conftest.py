@@ -6,6 +6,34 @@ from collections.abc import Iterator
 
 import pytest
 
+from standstill import Standstill
+
+_PAUSE_S, _REPEATS = 0.25, 2
+_machine = Standstill()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Iterator[None]:
+    with _machine:
+        return (yield)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leases, deadlines and patience are real seconds here, between real processes. If the machine stands still in the
+    middle of one, its failure says nothing of the code: the test is done again, and what it said is told. What fails on
+    a machine that works has failed."""
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            item.add_marker(pytest.mark.flaky(reruns=_REPEATS, condition=_machine_stood_still))
+
+
+def pytest_runtest_setup() -> None:
+    _machine.begin()
+
+
+def _machine_stood_still() -> bool:
+    return _machine.longest_s() > _PAUSE_S
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:

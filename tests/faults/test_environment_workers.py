@@ -29,7 +29,7 @@ from tandem.rollout.workers import WorkerEnvironment
 from tandem.types import Group, Sampling, Trajectory
 
 HOSTILE = str(Path(__file__).with_name("hostile_environment.py"))
-LIMIT_S = 0.4
+LIMIT_S, AMPLE_S = 0.4, 20.0  # of an episode: one that hangs, and one that does not
 MARK = "TANDEM_TEST_MARK"
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def marked(value: str) -> list[str]:
     return found
 
 
-def order(kind: str = "well", name: str = HOSTILE, limit_s: float = LIMIT_S, **params: Any) -> Order:
+def order(kind: str = "well", name: str = HOSTILE, limit_s: float = AMPLE_S, **params: Any) -> Order:
     given = {"kind": kind, **params} if name == HOSTILE else params
     return Order(name, given, limit_s, load_timeout_s=20.0, memory_bytes=2**30, pass_env=(MARK,))
 
@@ -70,7 +70,7 @@ def opened(wanted: Order, workers: int = 2) -> Iterator[WorkerEnvironment]:
 
 
 def setting_of(
-    environment: Any, engine: Any = None, engine_deadline_s: float = 5.0, retries: int = 0, limit_s: float = LIMIT_S
+    environment: Any, engine: Any = None, engine_deadline_s: float = 5.0, retries: int = 0, limit_s: float = AMPLE_S
 ) -> Setting:
     return Setting(
         environment, engine or Engine(), Plain(), Sampling(), 64, engine_deadline_s, limit_s, retries=retries
@@ -158,10 +158,11 @@ def test_as_many_episodes_are_played_at_once_as_there_are_workers():
 
 def test_waiting_for_a_worker_is_nobodys_time():
     async def use(environment: WorkerEnvironment) -> list[Trajectory]:
-        setting, task = setting_of(environment, Engine(takes_s=LIMIT_S / 2)), environment.tasks("train")[1]
+        setting = setting_of(environment, Engine(takes_s=LIMIT_S / 2), limit_s=LIMIT_S)
+        task = environment.tasks("train")[1]
         return await asyncio.gather(*(play(setting, task, [0], seed) for seed in range(4)))
 
-    assert len(with_workers(order(), use, workers=1)) == 4
+    assert len(with_workers(order(limit_s=LIMIT_S), use, workers=1)) == 4
 
 
 def test_tasks_come_without_their_payloads_and_demonstrations_are_the_same():
@@ -219,7 +220,8 @@ FAULTS = {
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_costs_its_own_group_and_leaves_no_process(kind):
     """Every other task is played badly; two tries each."""
-    played = produce(order(kind), groups=2, retries=1)
+    limit_s = LIMIT_S if "hung" in FAULTS[kind] else AMPLE_S
+    played = produce(order(kind, limit_s=limit_s), groups=2, retries=1, limit_s=limit_s)
     assert {each.task_id for group in played.kept for each in group} <= {"train-1", "train-3"}
     assert played.dropped
     assert played.dropped.keys() <= set(FAULTS[kind].split(" or "))
@@ -231,7 +233,7 @@ def test_a_fault_costs_its_own_group_and_leaves_no_process(kind):
 def test_what_an_episode_leaves_is_gone_while_the_run_goes_on(kind, mark):
     async def use(environment: WorkerEnvironment) -> None:
         with pytest.raises(EpisodeFailed):
-            await play(setting_of(environment), environment.tasks("train")[0], [0], 0)
+            await play(setting_of(environment, limit_s=LIMIT_S), environment.tasks("train")[0], [0], 0)
         until = time.monotonic() + 10.0
         while (
             len(left := marked(mark)) > 3 or not environment.restarts
@@ -239,7 +241,7 @@ def test_what_an_episode_leaves_is_gone_while_the_run_goes_on(kind, mark):
             assert time.monotonic() < until, left
             await asyncio.sleep(0.02)
 
-    with_workers(order(kind), use)
+    with_workers(order(kind, limit_s=LIMIT_S), use)
 
 
 def test_what_goes_wrong_once_costs_nothing(tmp_path: Path):
@@ -274,11 +276,12 @@ def test_workers_are_not_replaced_without_end():
 @pytest.mark.parametrize(("engine", "named"), [(Dead(), EngineError), (Silent(), EngineSilent)], ids=["dead", "silent"])
 def test_a_dead_engine_is_not_the_environments_failure(engine, named):
     with pytest.raises(named):
-        play_one(order(limit_s=10.0), engine=engine, engine_deadline_s=0.1, limit_s=10.0)  # it comes first by far
+        play_one(order(), engine=engine, engine_deadline_s=0.1)
 
 
 def test_an_engine_that_takes_longer_than_an_episode_costs_nobody():
-    assert play_one(order(), engine=Engine(takes_s=2 * LIMIT_S)).reward == 1.0
+    engine = Engine(takes_s=2 * LIMIT_S)
+    assert play_one(order(limit_s=LIMIT_S), engine=engine, limit_s=LIMIT_S).reward == 1.0
 
 
 def test_a_nursery_that_dies_is_started_again_and_leaves_nothing_of_its_workers(mark):
