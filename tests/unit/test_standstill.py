@@ -73,16 +73,17 @@ def test_a_test_that_failed_is_done_again_only_where_the_machine_stood_still(tmp
     assert "its lease ran out" in played.stdout
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no thread can choose its processor")
 def test_one_processor_that_gives_no_time_is_seen(machine: Standstill) -> None:
-    """As one that the host takes away for a while: nobody is late but who was on it."""
+    """As one that the host takes away, for so long only that no other test minds."""
     hog = "import os, time; os.sched_setaffinity(0, {%d}); os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
-    hog += "; ends = time.monotonic() + 0.6\nwhile time.monotonic() < ends: pass"
+    hog += "; ends = time.monotonic() + 0.25\nwhile time.monotonic() < ends: pass"
     played = subprocess.run(
         [sys.executable, "-c", hog % min(os.sched_getaffinity(0))], capture_output=True, check=False
     )
     if b"PermissionError" in played.stderr:
         pytest.skip("this machine lets nobody take a processor for himself")
-    assert machine.longest_s() > 0.4
+    assert machine.longest_s() > 0.2
 
 
 def test_who_works_without_a_break_or_waits_does_not_stand_still(machine: Standstill) -> None:
