@@ -343,22 +343,21 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
         yield from (first,) if at_the == "engine" else (first, *others)
         raise raised
 
-    with Stopwatch() as watch:
-        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
-            if at_the == "trainer":
-                patch.setattr(parcel._Packer, "finish", fails)
-                patch.setattr(parcel._Adapter, "hand_over", fails)
-            else:
-                patch.setattr(seat, "buckets_of", fails_in_the_middle)
-            answer = threads.submit(source.receive, 2)
-            theirs, ours = (as_what, SyncError) if at_the == "trainer" else (SyncError, as_what)
-            with pytest.raises(theirs):
-                bridge.send(weights_of(2, bridge.carries))
-            with pytest.raises(ours):
-                answer.result(timeout=10)
-            for verb in (lambda: source.receive(3), lambda: bridge.send(weights_of(3, bridge.carries))):
-                with pytest.raises(SyncError, match="this meeting has ended: "):
-                    verb()
+    with Stopwatch() as watch, monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        if at_the == "trainer":
+            patch.setattr(parcel._Packer, "finish", fails)
+            patch.setattr(parcel._Adapter, "hand_over", fails)
+        else:
+            patch.setattr(seat, "buckets_of", fails_in_the_middle)
+        answer = threads.submit(source.receive, 2)
+        theirs, ours = (as_what, SyncError) if at_the == "trainer" else (SyncError, as_what)
+        with pytest.raises(theirs):
+            bridge.send(weights_of(2, bridge.carries))
+        with pytest.raises(ours):
+            answer.result(timeout=10)
+        for verb in (lambda: source.receive(3), lambda: bridge.send(weights_of(3, bridge.carries))):
+            with pytest.raises(SyncError, match="this meeting has ended: "):
+                verb()
     assert watch.seconds < 5
     _, (received,) = carry(bridge, meet(bridge), weights_of(4, bridge.carries))
     assert received.version == 4

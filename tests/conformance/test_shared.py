@@ -189,9 +189,9 @@ def test_a_version_that_was_not_announced_times_out_and_a_later_one_is_refused()
 def test_an_end_that_is_closed_waits_for_no_version_any_more() -> None:
     _, end = here(deadline_s=30.0)
     threading.Timer(0.1, end.close).start()
-    with Stopwatch() as watch:
-        with pytest.raises(SyncError, match="version 1 was not announced: this meeting was given up"):
-            end.receive(1)
+    told = "version 1 was not announced: this meeting was given up"
+    with Stopwatch() as watch, pytest.raises(SyncError, match=told):
+        end.receive(1)
     assert watch.seconds < 5
 
 

@@ -139,9 +139,8 @@ def test_a_damaged_part_is_refused_when_it_is_fetched(tmp_path: Path, server: Ob
 
 def test_the_server_s_retry_after_is_waited_for(tmp_path: Path):
     with served(ObjectServer(share=1.0, faults=("429",))) as server:
-        with Stopwatch() as watch:
-            with pytest.raises(ArtifactError, match="tried 3 times"):
-                s3(server, Limits(tries=3, backoff_s=20)).push("run", made(tmp_path / "a"))
+        with Stopwatch() as watch, pytest.raises(ArtifactError, match="tried 3 times"):
+            s3(server, Limits(tries=3, backoff_s=20)).push("run", made(tmp_path / "a"))
     assert watch.seconds < 5  # our own backoff would have been a minute
     caused = OSError()
     caused.__cause__ = error = OSError()

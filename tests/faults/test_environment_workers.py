@@ -102,7 +102,7 @@ def produce(wanted: Order, groups: int, workers: int = 8, **settings: Any) -> Pl
 
     async def use(environment: WorkerEnvironment) -> Played:
         store = MemoryStore(groups + 4, take_timeout_s=20.0)
-        setting = setting_of(environment, **settings)
+        setting = setting_of(environment, limit_s=wanted.episode_timeout_s, **settings)
         producer = EnvironmentProducer(setting, store, lambda _: True, group_size=2, seed=0, max_failed_share=1.0)
         running = asyncio.create_task(producer.run())
         try:
@@ -118,7 +118,8 @@ def produce(wanted: Order, groups: int, workers: int = 8, **settings: Any) -> Pl
 
 def play_one(wanted: Order, index: int = 0, **settings: Any) -> Trajectory:
     async def use(environment: WorkerEnvironment) -> Trajectory:
-        return await play(setting_of(environment, **settings), environment.tasks("train")[index], [0], 0)
+        setting = setting_of(environment, limit_s=wanted.episode_timeout_s, **settings)
+        return await play(setting, environment.tasks("train")[index], [0], 0)
 
     return with_workers(wanted, use)
 
@@ -221,7 +222,7 @@ FAULTS = {
 def test_a_fault_costs_its_own_group_and_leaves_no_process(kind):
     """Every other task is played badly; two tries each."""
     limit_s = LIMIT_S if "hung" in FAULTS[kind] else AMPLE_S
-    played = produce(order(kind, limit_s=limit_s), groups=2, retries=1, limit_s=limit_s)
+    played = produce(order(kind, limit_s=limit_s), groups=2, retries=1)
     assert {each.task_id for group in played.kept for each in group} <= {"train-1", "train-3"}
     assert played.dropped
     assert played.dropped.keys() <= set(FAULTS[kind].split(" or "))
@@ -280,8 +281,7 @@ def test_a_dead_engine_is_not_the_environments_failure(engine, named):
 
 
 def test_an_engine_that_takes_longer_than_an_episode_costs_nobody():
-    engine = Engine(takes_s=2 * LIMIT_S)
-    assert play_one(order(limit_s=LIMIT_S), engine=engine, limit_s=LIMIT_S).reward == 1.0
+    assert play_one(order(limit_s=LIMIT_S), engine=Engine(takes_s=2 * LIMIT_S)).reward == 1.0
 
 
 def test_a_nursery_that_dies_is_started_again_and_leaves_nothing_of_its_workers(mark):

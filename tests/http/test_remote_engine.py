@@ -438,9 +438,8 @@ def test_redirects_are_not_followed() -> None:
 def test_a_server_that_is_not_there_is_lost_at_once() -> None:
     with running() as server:
         pass
-    with Stopwatch() as watch:
-        with pytest.raises(EngineLost, match="Cannot connect"):
-            ask(engine_at(server))
+    with Stopwatch() as watch, pytest.raises(EngineLost, match="Cannot connect"):
+        ask(engine_at(server))
     assert watch.seconds < 2
 
 
