@@ -1,10 +1,10 @@
 """Rollouts through vLLM in tokens a second, as a run has them and as vLLM gives them: `benchmarks/gpu/rollouts.py`.
 
 REQUESTS prompts of 128 tokens, 512 new ones each, nothing ends sooner; random weights of a released model's shape. One
-`tandem engine serve` with vLLM behind it; `run` asks it as a run does, with somebody to whom each token is told. The
-other ways ask the same vLLM's server itself, over its socket: tokens one by one with their logprobs, in one piece with
-them, and in one piece without. Logprobs of `run` are compared with those that vLLM sends of the same tokens. Several
-engines behind one pool: pools.py.
+`tandem engine serve` with vLLM behind it; `run` asks it as a run does, with a listener to whom each token is told. The
+other ways ask the server of that same vLLM, Tandem's scheduler included, over its socket: tokens one by one with their
+logprobs, in one piece with them, and in one piece without. vLLM as it ships: `vllm_alone.py rollouts`. Logprobs of
+`run` are compared with those that vLLM sends of the same tokens. Several engines behind one pool: pools.py.
 """
 
 from __future__ import annotations
@@ -200,6 +200,9 @@ async def of_each_way(ways: Ways, arguments: argparse.Namespace, found: dict[str
         rows = [await timed(ask, arguments.requests, 10 * number + again + 1) for again in range(arguments.times)]
         rates = [row["rate"] for row in rows]
         found[name] = {"rate": statistics.median(rates), "rates": rates, "cpu": rows[-1]["cpu"]}
+        lengths = [len(each.ids) for row in rows for each in row["done"]]
+        if min(lengths) < arguments.tokens:
+            raise SystemExit(f"{name}: an answer has {min(lengths)} tokens, and {arguments.tokens} were asked for")
         tokens = sum(len(each.ids) for each in rows[-1]["done"])
         shown = f"{name:11} {found[name]['rate']:7.0f} tokens/s of {[round(rate) for rate in rates]}"
         first, last = rows[-1]["ends"]

@@ -50,6 +50,8 @@ def spec_of(mode: str, checkpoint: Path, engine: dict[str, Any], arguments: Any)
         sync["directory"] = arguments.directory
     if "broadcast" in mode:
         sync["backend"] = arguments.backend
+    if mode == "shared":
+        sync["digest"] = arguments.digest
     model: dict[str, Any] = {"path": str(checkpoint)}
     if mode.startswith("adapter"):
         model["lora"] = {"rank": 16}
@@ -193,6 +195,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.4, help="of the GPU's memory, for vLLM")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="of broadcasts")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--digest", action="store_true", help="both ends of `shared` also read the weights back")
     parser.add_argument("--directory", default="", help="where disk, restart and adapter put their files")
     parser.add_argument("--streams", type=int, default=0, help="also tokens/s of so many, base and adapter")
     arguments = parser.parse_args()

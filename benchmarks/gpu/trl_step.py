@@ -1,9 +1,11 @@
 """A peer's step of GRPO, of steps.py's shape on the same GPU: `python benchmarks/gpu/trl_step.py --shape qwen3-0.6b`.
 
 TRL with vLLM in its process (`colocate`), all weights in bf16, 32 prompts of 8 answers of 512 tokens, no KL; what its
-trainer logs of each step, without the first, and the most that was taken of the GPU. TRL's own packages must come
-before vLLM's on the path, for both bring a `dill`, and lie in a directory called `site-packages`, for dill goes by that
-name. Two of these on one machine want a MASTER_PORT each.
+trainer logs of each step, without the first, and the most that was taken of the GPU. As TRL configures itself, or with
+`--tuned` as a competent user of this GPU does: activations are kept instead of computed again, a micro-batch has 16
+answers, and the pass that computes logprobs once more for its importance correction is off. TRL's own packages must
+come before vLLM's on the path, for both bring a `dill`, and lie in a directory called `site-packages`, for dill goes by
+that name. Two of these on one machine want a MASTER_PORT each.
 """
 
 from __future__ import annotations
@@ -47,18 +49,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=32, help="answers a micro-batch")
+    parser.add_argument("--rows", type=int, default=0, help="answers a micro-batch; 0: 32, or 16 if tuned")
+    parser.add_argument("--tuned", action="store_true", help="no recomputation, no importance correction")
     parser.add_argument("--share", type=float, default=0.25, help="of the GPU's memory, for vLLM")
     parser.add_argument("--liger", action="store_true")
     arguments = parser.parse_args()
     checkpoint = checkpoint_of(arguments)
-    cuda = arguments.device == "cuda"
+    cuda, rows = arguments.device == "cuda", arguments.rows or (16 if arguments.tuned else 32)
     config = GRPOConfig(
-        output_dir="/tmp/trl", max_steps=arguments.steps, per_device_train_batch_size=arguments.rows,
-        gradient_accumulation_steps=8 * arguments.groups // arguments.rows, num_generations=8, beta=0.0,
+        output_dir="/tmp/trl", max_steps=arguments.steps, per_device_train_batch_size=rows,
+        gradient_accumulation_steps=8 * arguments.groups // rows, num_generations=8, beta=0.0,
         max_completion_length=arguments.tokens, temperature=1.0, learning_rate=1e-6, bf16=cuda, use_cpu=not cuda,
         use_vllm=cuda, vllm_mode="colocate", vllm_gpu_memory_utilization=arguments.share,
-        use_liger_kernel=arguments.liger, gradient_checkpointing=True, report_to="none", save_strategy="no",
+        use_liger_kernel=arguments.liger, gradient_checkpointing=not arguments.tuned,
+        vllm_importance_sampling_correction=not arguments.tuned, report_to="none", save_strategy="no",
         logging_steps=1, model_init_kwargs={"dtype": "bfloat16" if cuda else "float32"},
     )  # fmt: skip
     count = arguments.groups * arguments.steps
@@ -72,9 +76,11 @@ def main() -> None:
         trainer.train()
     steps, peak_gib = watch.seconds[1:], memory.peak_gib
     row = {"shape": checkpoint.name, "seconds": watch.seconds, "gib": peak_gib, "log": trainer.state.log_history}
-    (Path(os.environ.get("OUT", ".")) / "trl-step.json").write_text(json.dumps(row, indent=1, default=str))
+    name = f"trl-step{'-tuned' * arguments.tuned}.json"
+    (Path(os.environ.get("OUT", ".")) / name).write_text(json.dumps(row, indent=1, default=str))
     middle, between = statistics.median(steps), f"{min(steps):.2f}-{max(steps):.2f}"
-    print(f"{checkpoint.name}: {middle:.2f} s a step ({between}), {peak_gib:.1f} GiB", flush=True)
+    what = f"{checkpoint.name}{', tuned' * arguments.tuned}"
+    print(f"{what}: {middle:.2f} s a step ({between}), {peak_gib:.1f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 documents it: pause, start, update, finish, resume. Beside `sync_fast.py broadcast`.
 `adapter`: rank 16 on every linear layer, written to files and loaded over HTTP under a new name, to the first token.
 Beside `sync_fast.py adapter`.
-`rollouts`: 256 prompts of 128 tokens and 512 new ones with their logprobs from `vllm.LLM` in this process, as TRL 1.16
-asks it, with the text that TRL decodes once more and without. Beside `rollouts.py`.
+`rollouts`: 256 prompts of 128 tokens and 512 new ones from `vllm.LLM` as vLLM ships it, with its own scheduler: with
+logprobs and text, as TRL 1.16 asks it; with logprobs alone; with neither. Beside `rollouts.py`, whose ways all ask a
+vLLM that runs Tandem's scheduler.
 
 Medians of 8 after 2, of rollouts 3 after 1. Nothing is verified.
 """
@@ -150,11 +151,13 @@ def rollouts(checkpoint: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         **({} if arguments.device == "cpu" else {"gpu_memory_utilization": arguments.share}),
     )  # fmt: skip
     num_ids = vocabulary(checkpoint)
-    found: dict[str, list[float]] = {"with text": [], "without": []}
+    ways = {"logprobs and text": (0, True), "logprobs": (0, False), "neither": (None, False)}
+    found: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(1 + TIMES):
         for way, rates in found.items():
+            logprobs, text = ways[way]
             asked = SamplingParams(
-                max_tokens=arguments.tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=way == "with text"
+                max_tokens=arguments.tokens, temperature=1.0, logprobs=logprobs, ignore_eos=True, detokenize=text
             )
             seed = 10000 * (1 + len(found) * number + list(found).index(way))
             prompts = [{"prompt_token_ids": prompt_of(index, seed, num_ids)} for index in range(arguments.requests)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,6 +98,7 @@ def rig(tmp_path_factory: Any) -> Iterator[Rig]:
     path = tmp_path_factory.mktemp("base")
     module = small_model(dtype=torch.float32, tie_word_embeddings=True, eos_token_id=None)
     module.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(100))}))
     made = Rig(path, module)
     yield made
     made.close()
@@ -121,6 +123,12 @@ def test_versions_are_published_with_equal_fingerprints_and_served(rig: Rig, mod
         back = rig.bridge("disk")
         rig.publish(back, rig.module)
         back.close()
+
+
+def test_only_the_engine_s_end_ids_end_an_answer_and_not_those_of_the_model_s_generation_config(rig: Rig):
+    told = rig.sample(Sampling(max_tokens=40, temperature=1.0, seed=3))
+    assert (len(told.ids), told.finish_reason) == (40, "length")
+    assert any(token_id < 100 for token_id in told.ids)  # vLLM alone would have ended there
 
 
 @pytest.mark.parametrize("mode", ["adapter", "adapter_broadcast"])

@@ -151,6 +151,7 @@ class VllmEngine:
                 "seed": sampling.seed % 2**63,
                 "stop": list(sampling.stop),
                 "stop_token_ids": sorted({*self._end_ids, *sampling.stop_ids}),
+                "ignore_eos": True,  # stop_token_ids is the whole list; vLLM would add those of generation_config.json
                 "include_stop_str_in_output": True,
                 "logprobs": 0,
                 "detokenize": bool(sampling.stop),  # only to find a text does vLLM need to write one
