@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged, settle
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, QueueFull
+from tandem.rollout.queue_state import EnvironmentState
 from tandem.rollout.queue_types import EnvironmentSpec, Once
 
 
@@ -127,6 +130,60 @@ def test_status_counts_once_however_many_environments_there_are(tmp_path: Path):
         assert rows["e0_0"]["queued"] == 0
 
     rigged(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("what", ["they all live", "a quarter falls silent", "all have a minimum"])
+def test_twice_the_environments_cost_a_tick_and_a_sharing_twice_the_calls(tmp_path: Path, what: str):
+    """A number of calls, not seconds: work that goes up with the square would be four times as much."""
+
+    async def work(rig: Rig, environments: int) -> int:
+        await rig.begin()
+        state = rig.queue._state
+        for id in range(2, environments + 1):
+            minimum = 1 / 2 / environments if what == "all have a minimum" else 0.0
+            spec = EnvironmentSpec(f"e{id}", weight=float(1 + id), min_share=minimum)
+            state.environments[id] = EnvironmentState(id, f"e{id}_0", spec, rig.now)
+        await rig.admit(3)
+        rig.now += 301 if what == "a quarter falls silent" else 1
+        for id in range(1 + environments // 4, environments + 1):
+            rig.queue.seen(id)
+
+        def share() -> None:
+            state.share_out()
+            with pytest.raises(StopIteration):
+                rig.queue.tick().send(None)
+
+        calls = _calls(share)
+        assert sum(each.silent for each in state.environments.values()) == (
+            environments // 4 if what == "a quarter falls silent" else 0
+        )
+        assert sum(each.share for each in state.environments.values()) == pytest.approx(1)
+        return calls
+
+    counted: list[int] = []
+    for number in (200, 400):
+
+        async def scenario(rig: Rig, number: int = number) -> None:
+            counted.append(await work(rig, number))
+
+        rigged(tmp_path / str(number), scenario)
+    assert counted[1] < 2.5 * counted[0]
+
+
+def _calls(work: Callable[[], None]) -> int:
+    """How many functions were called, or generators gone on with, in all."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 # --- a trainer that goes back

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 
 from tandem.errors import Conflict, Fenced, NotKnown, StoreError
@@ -67,10 +67,11 @@ class Core:
             self._return(lapsed)
             self._calls.later(lambda db: rows.take_back(db, lapsed))
             _log.warning("leases %s lapsed: their groups are handed out again", lapsed)
-        for each in state.environments.values():
-            if each.live and now - each.seen > each.spec.lapse_s and not each.asking:
-                each.silent = True
-                self._lapse(each, "lapsed")
+        fallen = [e for e in state.environments.values() if e.live and now - e.seen > e.spec.lapse_s and not e.asking]
+        for each in fallen:
+            each.silent = True
+        if fallen:
+            self._lapse({each.id for each in fallen}, "lapsed")
         late = now - self.limits.max_play_s
         overdue = [entry for entry in state.playing.values() if entry.since < late and not entry.busy]
         self._leave_out(overdue, "overdue")
@@ -131,8 +132,11 @@ class Core:
         back = [entry for lease in found for entry in lease.entries]
         self._state.come_back(back)
 
-    def _lapse(self, each: EnvironmentState, reason: str) -> None:
-        self._leave_out([e for e in self._state.playing.values() if e.environment == each.id and not e.busy], reason)
+    def _lapse(self, environments: Set[int], reason: str) -> None:
+        """Drop the tickets of environments that left or fell silent, and share their slots out: once for all of them,
+        for each sharing looks at every environment."""
+        playing = self._state.playing.values()
+        self._leave_out([e for e in playing if e.environment in environments and not e.busy], reason)
         self._state.share_out()
         self._go_on()
 

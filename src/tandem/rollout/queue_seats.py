@@ -150,7 +150,7 @@ class Seats(Core):
             gone = dataclasses.replace(each, connected=False)
             await self._calls.write(lambda db: rows.add_environment(db, gone), once, [])
             each.connected = False
-            self._lapse(each, "disconnected")
+            self._lapse({environment}, "disconnected")
 
     async def reset(self) -> None:
         """Forgets everything but its own counts: groups, leases, environments, the trainer."""

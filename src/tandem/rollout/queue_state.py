@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
 from tandem.io.segments import Place
 from tandem.rollout.queue_types import EnvironmentSpec, TrainerSpec
@@ -164,18 +164,18 @@ class QueueState:
 
     def share_out(self) -> None:
         """Each live environment's part: by weight, but no less than its minimum."""
-        rest, by_weight = 1.0, [each for each in self.environments.values() if each.live]
         for each in self.environments.values():
             each.share = 0.0
             if not each.admitted and not each.behind:
                 each.behind = self._now  # a newcomer begins now: it was not away, and has no credit
-        while low := [each for each in by_weight if each.spec.min_share > _part(each, by_weight, rest)]:
-            for each in low:
-                each.share = each.spec.min_share
-            by_weight = [each for each in by_weight if not each.share]
-            rest = max(0.0, rest - sum(each.share for each in low))
-        for each in by_weight:
-            each.share = max(_part(each, by_weight, rest), 1e-6)
+        # The highest minimum for its weight first. Once a part by weight is enough for one, it is for all after it.
+        live = [each for each in self.environments.values() if each.live]
+        live.sort(key=lambda each: each.spec.min_share / each.spec.weight, reverse=True)
+        weights = list(accumulate(each.spec.weight for each in reversed(live)))  # of it and all after it; last first
+        rest = 1.0
+        for each in live:
+            each.share = max(each.spec.min_share, rest * each.spec.weight / weights.pop(), 1e-6)
+            rest = max(0.0, rest - each.share)
 
     def _next_environment(self, *, lines: bool = False) -> EnvironmentState | None:
         waiting = [each for each in self.environments.values() if (each.line if lines else each.waits())]
@@ -325,10 +325,6 @@ class QueueState:
             del self.flight[entry.order]
         self.holding.extend(entries)
         return lease
-
-
-def _part(each: EnvironmentState, others: list[EnvironmentState], whole: float) -> float:
-    return whole * each.spec.weight / sum(other.spec.weight for other in others)
 
 
 def _exactly(pool: list[Entry], sequences: int, minima: Mapping[int, int]) -> list[Entry]:
