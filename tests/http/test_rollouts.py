@@ -104,29 +104,38 @@ def test_who_hangs_up_while_it_waits_takes_nothing(client: RolloutClient):
     assert len(take(client).groups) == 1
 
 
-WRITES: list[tuple[str, Any]] = [
-    ("/v2/trainer", {"run_id": "run", "groups_per_step": 4}),
-    ("/v2/trainer/version", {"epoch": 1, "version": 1}),
-    ("/v2/environments", {"name": "more"}),
-    ("/v2/environments/1/disconnect", {}),
-    ("/v2/tickets", {"environment": 1}),
-    ("/v2/tickets/1/drop", {"environment": 1, "reason": "no_signal"}),
-    ("/v2/groups", {"groups": [good()]}),
-    ("/v2/leases", {"epoch": 1, "groups": 1}),
-    ("/v2/release", {"epoch": 1, "count": 1}),
-    ("/v2/ack", {"epoch": 1, "leases": [1]}),
+WRITES: list[tuple[str, Any, Any]] = [
+    ("/v2/trainer", {"run_id": "run", "groups_per_step": 4}, {"max_dropped": 9}),
+    ("/v2/trainer/version", {"epoch": 1, "version": 1}, {"version": 2}),
+    ("/v2/environments", {"name": "more"}, {"name": "other"}),
+    ("/v2/environments/1/disconnect", {}, None),
+    ("/v2/tickets", {"environment": 1}, {"count": 2}),
+    ("/v2/tickets/1/drop", {"environment": 1, "reason": "no_signal"}, {"reason": "other"}),
+    ("/v2/groups", {"groups": [good()]}, {"groups": [good(), good()]}),
+    ("/v2/leases", {"epoch": 1, "groups": 1}, {"groups": 2}),
+    ("/v2/release", {"epoch": 1, "count": 1}, {"count": 2}),
+    ("/v2/ack", {"epoch": 1, "leases": [1]}, {"groups": [1]}),
+    # Writes that change nothing, and those that say the trainer's version as well.
+    ("/v2/trainer/version", {"epoch": 1, "version": 0}, {"version": 2}),
+    ("/v2/release", {"epoch": 1, "count": 0}, {"count": 1}),
+    ("/v2/ack", {"epoch": 1}, {"groups": [1]}),
+    ("/v2/release", {"epoch": 1, "count": 1, "version": 1}, {"version": 2}),
+    ("/v2/leases", {"epoch": 1, "groups": 1, "version": 0}, {"version": 1}),
 ]
+"""Route, body, and how the body of another request differs; None where there is one body only."""
 
 
 def test_every_write_is_listed_here_or_only_says_that_its_caller_lives(client: RolloutClient):
     assert client.queue is not None
     routes = {route.path for route in rollouts_service(client.queue).router.routes if "POST" in route.methods}
-    told = {path.replace("/1/", "/{id}/").replace("tickets/{id}", "tickets/{order}") for path, _ in WRITES}
+    told = {path.replace("/1/", "/{id}/").replace("tickets/{id}", "tickets/{order}") for path, _, _ in WRITES}
     assert routes - told == {"/v2/environments/{id}/alive", "/v2/leases/{id}/renew"}
 
 
-@pytest.mark.parametrize(("path", "body"), WRITES, ids=[path for path, _ in WRITES])
-def test_a_write_that_comes_again_is_answered_again_and_done_once(client: RolloutClient, path: str, body: Any):
+@pytest.mark.parametrize(("path", "body", "change"), WRITES, ids=[path for path, _, _ in WRITES])
+def test_a_write_that_comes_again_is_answered_again_and_done_once(
+    client: RolloutClient, path: str, body: Any, change: Any
+):
     client.post("/v2/tickets", {"environment": 1})
     client.post("/v2/groups", {"groups": [good()]})
     if path in ("/v2/leases", "/v2/release", "/v2/ack"):
@@ -137,9 +146,11 @@ def test_a_write_that_comes_again_is_answered_again_and_done_once(client: Rollou
     for answer in answers:
         answer.pop("seconds", None)
     assert answers[0] == answers[1]
-    other = body | {"epoch": 7} if "epoch" in body else {"name": "x", "environment": 9, "groups": [], "run_id": "x"}
-    refused = client.send(path, other, key="once")
-    assert refused.status_code in (409, 422)
+    before = client.get("/v2/status")["trainer"]
+    if change is not None:
+        assert error(client.send(path, body | change, key="once")) == (409, "key_reused")
+    assert error(client.send("/v2/environments", {"name": "elsewhere"}, key="once")) == (409, "key_reused")
+    assert client.get("/v2/status")["trainer"] == before
     keyless = client.http.post(path, json=body)
     assert (keyless.status_code, keyless.json()["error"]["field"]) == (422, "idempotency-key")
 
@@ -217,7 +228,7 @@ def test_a_trainer_that_was_replaced_is_told_so(client: RolloutClient):
 
 
 def test_no_route_answers_a_stranger(client: RolloutClient):
-    paths = [("POST", path) for path, _ in WRITES]
+    paths = [("POST", path) for path, _, _ in WRITES]
     for path in ("/v2/status", "/v2/groups", "/v2/groups/1", "/v2/quarantine", "/v2/environments/1", "/limits"):
         paths.append(("GET", path))
     with httpx.Client(base_url=client.url) as stranger:

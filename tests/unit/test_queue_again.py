@@ -62,6 +62,19 @@ def test_the_same_key_for_something_else_is_refused(tmp_path: Path):
     rigged(tmp_path, scenario)
 
 
+def test_a_release_that_comes_again_after_a_later_version_is_answered_as_before(tmp_path: Path):
+    async def scenario(rig: Rig) -> None:
+        await rig.begin()
+        await rig.put()
+        await rig.take(1, version=0)
+        await rig.queue.release(rig.epoch, 1, version=1, once=Once("release", b"1"))
+        await rig.queue.announce_version(rig.epoch, 2)
+        await rig.queue.release(rig.epoch, 1, version=1, once=Once("release", b"1"))
+        assert rig.queue.version == 2
+
+    rigged(tmp_path, scenario)
+
+
 def test_a_key_that_failed_may_come_again(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()

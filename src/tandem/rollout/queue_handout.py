@@ -31,11 +31,11 @@ class HandOut(Seats):
         has passed without them. Starved after too many drops in a row. `version` is announced on the way."""
         self._wake()
         self._check_epoch(epoch)
-        if version is not None:
-            await self.announce_version(epoch, version)
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return await self._same_lease(earlier)
+            if version is not None:
+                await self.announce_version(epoch, version)
             checks.check_take(self._trainer(), count, sequences)
             deadline = self._clock() + min(wait_s, self.limits.max_wait_s)
             while True:
@@ -119,15 +119,15 @@ class HandOut(Seats):
     async def release(self, epoch: int, count: int, *, version: int | None = None, once: Once | None = None) -> None:
         """The slots of the `count` groups taken first: the engine holds the version that they made."""
         self._check_epoch(epoch)
-        if version is not None:
-            await self.announce_version(epoch, version)
-        await self._calls.whole(self._release(count, once))
+        await self._calls.whole(self._release(epoch, count, version, once))
 
-    async def _release(self, count: int, once: Once | None) -> None:
+    async def _release(self, epoch: int, count: int, version: int | None, once: Once | None) -> None:
         async with self._calls.turn(once) as earlier:
-            holding = self._state.holding
             if earlier is not None:
                 return
+            if version is not None:
+                await self._announce(epoch, version)
+            holding = self._state.holding
             if not 0 <= count <= len(holding):
                 raise Conflict(f"release of {count}, but only {len(holding)} taken groups hold slots", field="count")
             freed = [holding.popleft() for _ in range(count)]

@@ -92,11 +92,15 @@ class Seats(Core):
     async def _announce(self, epoch: int, version: int, once: Once | None = None) -> None:
         self._check_epoch(epoch)
         async with self._calls.turn(once) as earlier:
-            if earlier is not None or version == self._state.version:
+            if earlier is not None:
                 return
-            if version < self._state.version:
-                was = self._state.version
+            was = self._state.version
+            if version < was:
                 raise Conflict(f"version {version}, but this registration was at {was} already", field="version")
+            if version == was:
+                if once is not None:  # its key is used up all the same
+                    await self._calls.write(lambda _: None, once, [])
+                return
             await self._calls.write(lambda db: rows.say(db, version=version), once, [])
             self._state.version = max(version, self._state.version)
             self._leave_out(self._stale_in_lines(), "stale")
