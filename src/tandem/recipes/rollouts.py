@@ -41,7 +41,7 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
     listen = dataclasses.replace(listen, ready_file=listen.ready_file or told_here)
     service = rollouts_service(queue)
     if atropos:
-        service = _with_atropos(service, queue, listen, open_to_all=insecure_no_auth)
+        service = with_atropos(service, queue, listen, open_to_all=insecure_no_auth)
     app = create_app(service, token=token, hosts=listen.hosts, body_bytes=BODY_BYTES)
     if insecure_no_auth:
         _log.warning(_NO_AUTH)
@@ -49,7 +49,8 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
     serve_forever(app, listen, http=FastHttp)
 
 
-def _with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:
+def with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:
+    """Return the service with the endpoints of Atropos. `open_to_all`: their callers need no token."""
     hot, beside = atropos_routes(Atropos(queue, listen.data_dir), may_reset=open_to_all)
     router = APIRouter()
     router.include_router(beside)  # first: what is at / greets their clients, and shows people ours
