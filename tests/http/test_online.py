@@ -150,6 +150,28 @@ def test_a_key_means_one_job_and_another_body_is_refused(server: OnlineServer):
     assert server.wait(first.json()["id"])["state"] == "published"
 
 
+@pytest.mark.parametrize("write", ["/feedback", "/sessions", "/checkpoint", "activate", "cancel"])
+def test_a_key_that_was_used_is_refused_for_another_write(server: OnlineServer, write: str):
+    """Also where the first changed nothing: the version that is active is activated."""
+    bodies = {"/feedback": {"metric": "none", "version": 0, "value": 1.0}, "activate": {"why": "because"}}
+    path, body, key = write, bodies.get(write, {}), {"Idempotency-Key": f"used-{write}"}
+    if write == "activate":
+        path = f"/versions/{server.get('/versions')['active']}/activate"
+    if write == "cancel":  # the second of two, which waits meanwhile
+        path = f"/train/jobs/{[server.teach([fact(8)], steps=3) for _ in range(2)][-1]}/cancel"
+    first, again = (post(server, path, body, **key) for _ in range(2))
+    assert (first.status_code, again.status_code, first.json()) == (200, 200, again.json())
+    others: list[tuple[str, Any]] = [
+        ("/train", {"samples": [fact(6)]}),
+        ("/feedback", bodies["/feedback"] | {"value": 2.0}),
+    ]
+    if write in bodies:
+        others.append((path, body | {"value": 3.0} if write == "/feedback" else {"why": "otherwise"}))
+    for other in others:
+        refused = post(server, *other, **key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "key_reused"), other
+
+
 def test_rollback_and_forward_again_are_bit_identical(server: OnlineServer):
     first = served(server)
     server.wait(server.teach([fact(7)]))
