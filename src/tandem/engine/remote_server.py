@@ -19,6 +19,7 @@ from tandem.engine.http import Broken, Coming, HttpClient
 from tandem.engine.server_sent import ANSWER_BYTES, server_sent
 from tandem.errors import EngineError, EngineLost, SpecError
 from tandem.io.engine_wire import decoded, encoded
+from tandem.io.json_files import parsed
 from tandem.io.retry_after import retry_after_s
 
 _HEALTHY_S = 5.0
@@ -190,7 +191,7 @@ def _loaded(raw: bytes | str) -> Any:
     try:
         return decoded(raw)
     except ValueError:
-        return json.loads(raw)
+        return parsed(raw)
 
 
 def _without(key: str) -> Callable[[str], str]:

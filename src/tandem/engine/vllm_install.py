@@ -5,7 +5,6 @@ The marker is written before anything else: an installation that was cut short i
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any, Literal, Protocol, cast
 from tandem.engine.vllm_versions import PASSED, version_of
 from tandem.errors import EngineError, SpecError
 from tandem.io import atomic
+from tandem.io.json_files import read_json
 
 Device = Literal["cpu", "cuda"]
 
@@ -112,11 +112,11 @@ def _whole(directory: Path, wanted: dict[str, Any]) -> bool:
             )
         return False
     try:
-        found = cast("Any", json.loads(marker.read_text(encoding="utf-8")))
+        found = cast("Any", read_json(marker))
         same = {key: found.get(key) for key in wanted} == wanted
         whole = found.get("whole") is True
         holds = f"{found.get('vllm')} for {found.get('device')}"
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise SpecError(f"DIRECTORY = '{directory}': its {_MARKER} cannot be read ({error}); remove it all") from error
     if not same:
         raise SpecError(f"DIRECTORY = '{directory}': holds vLLM {holds}; name another directory, or remove this one")

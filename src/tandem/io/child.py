@@ -6,7 +6,6 @@ process number is the program's and nobody else's. All calls block: use them thr
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from tandem.errors import EngineError
 from tandem.io import leash
+from tandem.io.json_files import read_json
 
 _POLL_S = 0.02
 _KILL_S = 5.0
@@ -117,7 +117,7 @@ class Child:
         if not self.ready_file.exists():
             return None
         try:
-            told = json.loads(self.ready_file.read_text(encoding="utf-8"))
+            told = read_json(self.ready_file)
             url, pid, token_file = str(told["url"]), int(told["pid"]), Path(told["token_file"])
         except (ValueError, KeyError, TypeError) as error:
             raise EngineError(f"engine: '{self.ready_file}' is not what a service writes: {error!r}") from error

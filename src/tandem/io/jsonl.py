@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 
 from tandem.errors import RunError
 from tandem.io import atomic
+from tandem.io.json_files import parsed
 
 Row: TypeAlias = dict[str, Any]
 
@@ -115,7 +116,7 @@ def finite(value: Any) -> Any:
 
 def _parse(line: bytes, where: str) -> Row:
     try:
-        row = json.loads(line)
+        row = parsed(line)
     except ValueError as error:
         raise RunError(f"{where} is not JSON: {error}; the file was damaged after it was written") from error
     if not isinstance(row, dict):

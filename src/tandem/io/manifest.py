@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import CheckpointDamaged, CheckpointError
+from tandem.io.json_files import parsed, read_bounded
 
 NAME = "MANIFEST.json"
 _AT_ONCE_BYTES = 1 << 22
@@ -107,15 +108,15 @@ def _settled(directory: Path) -> list[tuple[str, int, str]]:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     manifest = path / NAME
     try:
-        content = manifest.read_bytes()
+        content = read_bounded(manifest)
     except OSError as error:
         raise CheckpointDamaged(f"{manifest}: cannot be read ({error.strerror})") from error
     body: dict[str, Any] = {}
     try:
-        body = cast("dict[str, Any]", json.loads(content))
+        body = cast("dict[str, Any]", parsed(content))
         del body["seal"]
         whole = _render(body) == content and body["name"] == path.name  # of a changed manifest nothing is believed
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         whole = False
     if not whole:
         raise CheckpointDamaged(f"{manifest}: is not the manifest that was written for {path.name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import RunError
+from tandem.io.json_files import read_json
 from tandem.io.jsonl import read_jsonl
 
 Row = Mapping[str, Any]
@@ -80,9 +80,9 @@ def read_status(run_dir: Path) -> Mapping[str, Any]:
             raise RunError(f"{run_dir} is not a run directory: it has neither status.json nor spec.toml")
         return {}
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is not JSON: {error}") from error
+        status = read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is not JSON that can be read: {error}") from error
     return status if isinstance(status, dict) else {}
 
 

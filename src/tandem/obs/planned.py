@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.io.json_files import read_json
 from tandem.obs.history import History, Row, largest, number
 
 _SECONDS = (
@@ -55,7 +55,7 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
 
 def _read(history: History) -> Mapping[str, Any]:
     try:
-        plan = json.loads((history.directory / "plan.json").read_text(encoding="utf-8"))
+        plan = read_json(history.directory / "plan.json")
     except (OSError, ValueError):
         return {}
     return plan if isinstance(plan, Mapping) else {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import StoreError
+from tandem.io.json_files import read_json
 from tandem.io.token import named_token
 
 READY_FILE = "ready.json"
@@ -60,7 +60,7 @@ class Asking:
         if ready.is_dir():
             ready = ready / READY_FILE
         try:
-            said = json.loads(ready.read_text(encoding="utf-8"))
+            said = read_json(ready)
             return str(said["url"]), self._token_file or Path(said["token_file"])
         except FileNotFoundError:
             raise StoreError(

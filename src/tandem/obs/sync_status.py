@@ -6,7 +6,6 @@ layout that they serve from.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.errors import EngineError, SpecError
+from tandem.io.json_files import read_json
 from tandem.io.jsonl import finite, salvage_jsonl
 from tandem.io.token import named_token
 from tandem.obs.audit import proofs_of
@@ -129,9 +129,9 @@ def _read_map(path: Path, damage: list[str]) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        damage.append(f"{path.name} is not JSON: {error}")
+        told = read_json(path)
+    except (OSError, ValueError) as error:
+        damage.append(f"{path.name} is not JSON that can be read: {error}")
         return {}
     if not isinstance(told, dict):
         damage.append(f"{path.name} is no object: {told!r:.80}")

@@ -180,8 +180,8 @@ def _arguments(arguments: Any) -> Any:
     """The same, however it was spaced, and whatever became of 1.0 in a language with one kind of number."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
+            return _plain(json.loads(arguments))
+        except (ValueError, RecursionError):
             return arguments
     return _plain(arguments)
 

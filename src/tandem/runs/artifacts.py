@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from tandem.errors import ArtifactError
 from tandem.io import atomic
+from tandem.io.json_files import parsed
 from tandem.runs.retry import Limits, tried
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -305,7 +306,7 @@ def _to_manifest(artifact: Artifact) -> bytes:
 def _from_manifest(raw: bytes, name: str, file: str) -> Artifact | None:
     """None for what was cut short, damaged, or says anything that a manifest of ours would not."""
     try:
-        content: dict[str, Any] = json.loads(raw)
+        content: dict[str, Any] = parsed(raw)
         told = content.pop("sha256")
         if told != _digest_of(content) or content["format"] != _FORMAT:
             return None
@@ -313,7 +314,7 @@ def _from_manifest(raw: bytes, name: str, file: str) -> Artifact | None:
             Entry(_check_path(each["path"]), each["size_bytes"], each["sha256"]) for each in content["entries"]
         )
         artifact = Artifact(content["name"], content["number"], content["attempt"], entries)
-    except (ValueError, KeyError, TypeError, AttributeError, ArtifactError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ArtifactError):
         return None
     fits = artifact.name == name and file == f"{artifact.number:06d}-{artifact.attempt}.json"
     return artifact if fits else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.io import atomic
+from tandem.io.json_files import read_json
 from tandem.io.jsonl import finite
 from tandem.spec.run import RlSpec
 
@@ -77,7 +77,7 @@ def read_evals(directory: Path) -> list[StoredEval]:
     found: list[tuple[str, StoredEval]] = []
     for path in (directory / "evals").glob("step-*.json"):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json(path)
             raw.pop("mean", None)
             each = StoredEval(**raw)
             if each.scores and len(each.scores) == len(each.tasks) and all(_is_number(score) for score in each.scores):

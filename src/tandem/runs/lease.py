@@ -8,7 +8,6 @@ took over) finds a later epoch there and writes no more; what it has open was re
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -17,6 +16,7 @@ from typing import Any, Literal, cast
 
 from tandem.errors import NoRoom, RunError, RunFenced, RunOwned
 from tandem.io import atomic
+from tandem.io.json_files import read_json
 from tandem.io.process import identity
 
 _LOCK, _EPOCH = "lease", "epoch.json"
@@ -132,7 +132,7 @@ def _last_epoch(directory: Path) -> int:
 
 def _told(directory: Path) -> dict[str, Any]:
     try:
-        told = json.loads((directory / _EPOCH).read_text(encoding="utf-8"))
+        told = read_json(directory / _EPOCH)
     except (OSError, ValueError):
         return {}
     return cast("dict[str, Any]", told) if isinstance(told, dict) else {}

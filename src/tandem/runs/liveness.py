@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from tandem.io.json_files import read_json
 from tandem.io.process import identity
 
 PROGRESS, STACKS = "progress.json", "stacks.txt"
@@ -87,7 +88,7 @@ class Progress:
 def read_sign(directory: Path) -> Sign | None:
     """None if the run has written none yet, or what is there is none."""
     try:
-        row = cast("dict[str, Any]", json.loads((directory / PROGRESS).read_text(encoding="utf-8")))
+        row = cast("dict[str, Any]", read_json(directory / PROGRESS))
         return Sign(str(row["process"]), int(row["ticks"]), str(row["stage"]), int(row["step"]), float(row["limit_s"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

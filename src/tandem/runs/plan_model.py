@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from math import prod
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import SpecError
+from tandem.io.json_files import read_json
 from tandem.ops.sizes import Dims, Shape
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import LoraSpec, ModelSpec, PresetModel
@@ -51,7 +51,7 @@ def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
         except Exception as error:
             raise NoPlan(f"'{path}': is no directory, and its config cannot be had: {type(error).__name__}") from error
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except (OSError, ValueError) as error:
         raise NoPlan(f"{file}: cannot be read: {error}") from error
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from tandem.errors import RunError
 from tandem.io import atomic
+from tandem.io.json_files import read_json
 from tandem.io.jsonl import read_jsonl
 from tandem.io.manifest import digest_of
 from tandem.runs.checkpoints import Checkpoints
@@ -28,7 +29,7 @@ def spec_of(directory: Path) -> RunSpec:
 def finished(directory: Path) -> Mapping[str, Any] | None:
     """Its status, if it succeeded."""
     try:
-        status = json.loads((directory / "status.json").read_text(encoding="utf-8"))
+        status = read_json(directory / "status.json")
         if not isinstance(status, dict):
             raise ValueError("it is no JSON object")
     except FileNotFoundError:

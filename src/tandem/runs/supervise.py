@@ -9,7 +9,6 @@ started again after them.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any, cast
 
 from tandem.errors import NoRoom, RunError, RunOwned
 from tandem.io import atomic, leash
+from tandem.io.json_files import read_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.io.process import identity, is_there
 from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
@@ -288,7 +288,7 @@ def smaller_micro_batch(directory: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """Empty if it is not there, or no object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}

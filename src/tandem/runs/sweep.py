@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.errors import RunError
+from tandem.io.json_files import read_json
 from tandem.obs.history import by_loss
 from tandem.obs.wording import ends, interval
 
@@ -62,7 +62,7 @@ class Sweep:
 
 def read_seed(directory: Path, seed: int) -> tuple[SeedResult, Mapping[str, Any]]:
     try:
-        status = json.loads((directory / "status.json").read_text(encoding="utf-8"))
+        status = read_json(directory / "status.json")
     except (OSError, ValueError) as error:
         raise RunError(f"{directory}: its status.json cannot be read: {error}") from error
     before, after = ends(status)

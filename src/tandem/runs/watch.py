@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from tandem.io.json_files import parsed
 from tandem.io.process import is_there
 from tandem.obs.history import number, read_status
 from tandem.obs.wording import printable
@@ -172,7 +173,7 @@ def _tail(path: Path, count: int) -> list[Row]:
     rows: list[Row] = []
     for line in lines[-count:]:
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except ValueError:
             continue
         if isinstance(row, dict):

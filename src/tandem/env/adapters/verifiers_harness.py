@@ -82,7 +82,7 @@ async def _called(connections: Any, dispatch: Any, function: dict[str, str], lim
     name = function["name"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"error: invalid JSON in the call ({error})"
     if not isinstance(arguments, dict):
         return "error: the arguments must be a JSON object"
