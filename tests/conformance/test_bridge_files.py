@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 
 from tandem.bridge.adapter.trainer import AdapterBridge, memory_backed
 from tandem.bridge.disk.trainer import DiskBridge
-from tandem.bridge.wire import Manifest
+from tandem.bridge.wire import Manifest, checksum
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
@@ -166,6 +167,41 @@ def renamed(directory: Path) -> None:
     shutil.copytree(directory.with_name("v-000001"), directory)
 
 
+def other_fields(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A manifest whose checksum fits, and which this release would not write."""
+
+    def inflict(directory: Path) -> None:
+        manifest = directory / "tandem.json"
+        content = json.loads(manifest.read_text())
+        told = {key: value for key, value in content.items() if key not in ("format", "checksum")}
+        change(told)
+        text = json.dumps(told)[1:]
+        manifest.write_text(f'{{"format": 4, "checksum": "{checksum(text.encode())}", {text}')
+
+    return inflict
+
+
+def first_tensor(told: dict[str, Any]) -> dict[str, Any]:
+    return next(entry for entry in told["tensors"].values() if entry["shape"])
+
+
+def first_file(told: dict[str, Any], head: Any) -> None:
+    name, facts = next(iter(told["files"].items()))
+    told["files"][name] = [facts[0], head, facts[2]]
+
+
+def replaced(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
+
+
+def linked(path: Path) -> None:
+    """Moved to another place, to which a link leads."""
+    elsewhere = path.parents[2] / "elsewhere"
+    shutil.move(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
 def lengthened(directory: Path) -> None:
     with tensors_file(directory).open("ab") as file:
         file.write(b"x")
@@ -188,6 +224,23 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "manifest changed": (first_digest, "its checksum does not fit its content"),
     "manifest of bytes": (lambda d: (d / "tandem.json").write_bytes(b"\xff\xfe\xff"), "is no text"),
     "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 4"),
+    "manifest that nests too deep": (lambda d: (d / "tandem.json").write_text("[" * 200_000), "is no JSON"),
+    "manifest that is waited for": (lambda d: replaced(d / "tandem.json", os.mkfifo), "is no regular file"),
+    "manifest without end": (lambda d: os.truncate(d / "tandem.json", 2**40), "has more than"),
+    "manifest without tensors": (other_fields(lambda told: told.pop("tensors")), "does not say what"),
+    "manifest with a list of tensors": (other_fields(lambda told: told.update(tensors=[1])), "does not say what"),
+    "manifest without digests": (other_fields(lambda told: told.pop("digests")), "does not say what"),
+    "manifest with a field more": (other_fields(lambda told: told.update(more=1)), "does not say what"),
+    "manifest of a shape of words": (other_fields(lambda t: first_tensor(t).update(shape=["a"])), "does not say what"),
+    "manifest of half an offset": (other_fields(lambda t: first_tensor(t).update(offset=0.5)), "does not say what"),
+    "manifest of a type of types": (other_fields(lambda t: first_tensor(t).update(dtype=[])), "does not say what"),
+    "manifest of a head of words": (other_fields(lambda told: first_file(told, "all")), "does not say what"),
+    "manifest of an endless head": (other_fields(lambda told: first_file(told, 2**62)), "does not say what"),
+    "tensors linked from elsewhere": (lambda d: linked(tensors_file(d)), "is a link"),
+    "tensors that are waited for": (lambda d: replaced(tensors_file(d), os.mkfifo), "is no regular file"),
+    "a companion linked from elsewhere": (lambda d: linked(next(d.glob("*config.json"))), "is a link"),
+    "manifest linked from elsewhere": (lambda d: linked(d / "tandem.json"), "is a link"),
+    "a version linked from elsewhere": (linked, "is a link"),
     "manifest that leads outside": (outside, "not a file of its own directory"),
     "manifest that leads beyond a file": (beyond, "the manifest places"),
     "another version under this name": (
@@ -197,6 +250,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(("name", "in_one_place"), [("disk", False), ("adapter", False), ("adapter", True)])
 def test_damage_is_refused(name: str, in_one_place: bool, damage: str, tmp_path: Path) -> None:
@@ -211,6 +265,37 @@ def test_damage_is_refused(name: str, in_one_place: bool, damage: str, tmp_path:
     with pytest.raises(SyncError, match=says):
         source.receive(2)
     assert source.receive(1).version == 1
+    bridge.close()
+
+
+def test_a_link_in_place_of_the_directory_that_was_looked_at_leads_nowhere(tmp_path: Path) -> None:
+    bridge = COPYING["adapter"](tmp_path, 5.0)
+    source = meet(bridge)
+    bridge.send(weights_of(1, bridge.carries))
+    linked(Path(source.link["directory"]))
+    with pytest.raises(SyncError, match="is a link"):
+        source.receive(1)
+    bridge.close()
+
+
+def test_a_file_that_becomes_a_link_after_it_was_looked_at_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.bridge import files
+
+    bridge = COPYING["disk"](tmp_path, 5.0)
+    source = meet(bridge)
+    bridge.send(weights_of(1, bridge.carries))
+    looked = files.opened
+
+    def then_linked(directory: Path, *rest: Any) -> Manifest:
+        manifest = looked(directory, *rest)
+        linked(tensors_file(directory))
+        return manifest
+
+    monkeypatch.setattr(files, "opened", then_linked)
+    with pytest.raises(SyncError, match="is a link"):
+        source.receive(1)
     bridge.close()
 
 

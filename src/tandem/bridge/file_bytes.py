@@ -5,6 +5,7 @@ One thread copies from a file's cache a few GB/s; a GPU takes ten times as much.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -16,15 +17,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.io.json_files import check_regular
+
 _THREADS = 8
 _PIECE_BYTES, _LEAST_BYTES = 32 * 2**20, 2 * 2**20
+
+
+def opened(path: Path) -> int:
+    """Return a descriptor of the regular file at `path`. OSError: it is none, or a link is in it or above it, so that
+    what was allowed is what is read: the sender may write there, and could put a link to another place meanwhile."""
+    parts = path.absolute().parts
+    at = os.open(parts[0], os.O_PATH | os.O_CLOEXEC)
+    try:
+        for number, part in enumerate(parts[1:], 2):
+            # O_NONBLOCK: to open a named pipe would wait for a writer.
+            last = os.O_RDONLY | os.O_NONBLOCK if number == len(parts) else os.O_PATH | os.O_DIRECTORY
+            above, at = at, os.open(part, last | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(above)
+        check_regular(at, path)
+    except OSError as error:
+        os.close(at)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise OSError(errno.ELOOP, "is a link, or lies behind one", str(path)) from None
+        raise
+    return at
 
 
 def read_into(path: Path, flat: Tensor) -> Tensor:
     """The file's first bytes, as many as there is room for. OSError if it has fewer. Returns `flat`."""
     size = flat.numel()
     step = _step(size)
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = opened(path)
 
     def fill(view: memoryview, begin: int) -> None:
         done = 0

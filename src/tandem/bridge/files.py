@@ -6,6 +6,7 @@ forgotten is refused. Tensors are read through private mappings: they outlive th
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.bridge import file_bytes
 from tandem.bridge.end import EngineEnd
-from tandem.bridge.file_bytes import read_into
 from tandem.bridge.flat import Flat
 from tandem.bridge.wire import Manifest, Places, check, checksum
 from tandem.errors import SyncError
+from tandem.io.json_files import bounded
 from tandem.types import WeightKind, Weights
 
 MANIFEST = "tandem.json"
@@ -45,7 +47,7 @@ class FilesSource(EngineEnd):
         """`device`: whose memory versions are read into; without one, they stay in the files."""
         super().__init__(link, mode, carries)
         self._device = device or torch.device("cpu")
-        self._directory = Path(self._need("directory", str))
+        self._directory = Path(self._need("directory", str)).resolve()  # links in it later are not followed
         self._in_one_place = self._looks_itself = False
         self._kept: Flat | None = None
         self._reading = threading.Lock()
@@ -87,7 +89,7 @@ class FilesSource(EngineEnd):
         size, kept = manifest.files[file][0], self._kept
         if kept is None or len(kept.raw) != size or kept.places.tensors != manifest.tensors:
             kept = Flat(Places(manifest.tensors), size, self._device)
-        read_into(path / file, kept.raw)
+        file_bytes.read_into(path / file, kept.raw)
         self._kept = kept
         weights = _weights(manifest, path, kept.__iter__)
         if not self._looks_itself:
@@ -145,7 +147,8 @@ def _weights(manifest: Manifest, directory: Path, tensors: Callable[[], Iterator
 
 def _manifest(directory: Path, mode: str) -> Manifest:
     try:
-        text = (directory / MANIFEST).read_text(encoding="utf-8")
+        with os.fdopen(file_bytes.opened(directory / MANIFEST), "rb") as file:
+            text = bounded(file, directory / MANIFEST).decode("utf-8")
     except FileNotFoundError:
         raise SyncError(f"{mode}: '{directory}' has no {MANIFEST}: this bridge did not write it") from None
     except UnicodeDecodeError:
@@ -158,9 +161,9 @@ def _check_file(directory: Path, name: str, size: int, head: int, expected: str,
     if Path(name).name != name:
         raise SyncError(f"{mode}: the manifest names '{name}', which is not a file of its own directory")
     try:
-        found = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(head)
+        with os.fdopen(file_bytes.opened(path), "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            start = file.read(head) if found == size else b""
     except FileNotFoundError:
         raise SyncError(f"{mode}: '{path}' is missing; nothing of this version may be served") from None
     if found != size:
@@ -171,5 +174,9 @@ def _check_file(directory: Path, name: str, size: int, head: int, expected: str,
 
 def _raw(path: Path, size: int, device: torch.device) -> Tensor:
     if device.type == "cuda":
-        return read_into(path, torch.empty(size, dtype=torch.uint8, device=device))
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        return file_bytes.read_into(path, torch.empty(size, dtype=torch.uint8, device=device))
+    descriptor = file_bytes.opened(path)
+    try:
+        return torch.from_file(f"/dev/fd/{descriptor}", shared=False, size=size, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
+from tandem.io.json_files import parsed
 from tandem.ops import digest
 from tandem.types import Fingerprints, WeightKind, Weights
 
@@ -29,6 +30,8 @@ _CODES = {
     "bool": "BOOL",
 }  # fmt: skip
 _T = TypeVar("_T")
+_ODD = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What comes of content that has another form, or other types, than `to_text` gives it."""
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -81,6 +84,8 @@ class Entry:
 
     def check(self, name: str, room_bytes: int, what: str) -> None:
         """Nothing lies outside the bytes that are announced for it, or where its type cannot be read."""
+        if any(type(number) is not int for number in (self.offset, *self.shape)):
+            raise TypeError(f"'{name}' is of shape {self.shape} at {self.offset}")
         inside = self.offset >= 0 and self.offset + self.size_bytes <= room_bytes
         if not inside or self.offset % dtype_named(self.dtype).itemsize or min(self.shape, default=0) < 0:
             where = f"bytes {self.offset} to {self.offset + self.size_bytes} of {room_bytes}"
@@ -116,9 +121,12 @@ class Places:
         """`expected`: its checksum, as a manifest has it."""
         if checksum(text.encode()) != expected:
             raise SyncError(f"{mode}: what says where tensors lie is damaged: its checksum does not fit its content")
-        places = cls(_entries(json.loads(text)))
-        for name, entry in places.tensors.items():
-            entry.check(name, places.size_bytes, f"{mode}: tensors")
+        try:
+            places = cls(_entries(parsed(text)))
+            for name, entry in places.tensors.items():
+                entry.check(name, places.size_bytes, f"{mode}: tensors")
+        except _ODD as error:
+            raise SyncError(_odd(mode, error)) from error
         return places
 
 
@@ -157,13 +165,20 @@ class Manifest:
         """SyncError for anything that is not, to the letter, what `to_text` wrote for this mode. `places`: those that
         were told apart, by their checksum."""
         try:
-            content = json.loads(text)
+            content = parsed(text)
         except ValueError:
             raise SyncError(f"{mode}: the manifest is no JSON: it is damaged, or another program wrote it") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
         if content.pop("checksum", None) != checksum(text[_HEAD_CHARS:].encode()):
             raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
+        try:
+            return cls._from_content(content, mode, places)
+        except _ODD as error:
+            raise SyncError(_odd(mode, error)) from error
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any], mode: str, places: Callable[[str], Places] | None) -> Manifest:
         apart = None if places is None else places(content["tensors"])
         if apart is None:
             content["tensors"] = _entries(content["tensors"])
@@ -171,6 +186,9 @@ class Manifest:
             content["tensors"] = apart.tensors
             content["digests"] = dict(zip(apart.tensors, content["digests"], strict=True))
         files = {name: (size, head, checksum) for name, (size, head, checksum) in content["files"].items()}
+        for name, (size, head, _) in files.items():
+            if not 0 <= head <= size:
+                raise ValueError(f"a head of {head} bytes of the {size} of '{name}'")
         manifest = cls(**{**content, "files": files})
         if manifest.mode != mode:
             raise SyncError(f"{mode}: the manifest is of mode '{manifest.mode}'; both ends must use one sync.bridge")
@@ -181,6 +199,10 @@ class Manifest:
         elif apart.size_bytes > manifest.size_bytes:  # they were looked at when they were told
             raise SyncError(f"{mode}: version {manifest.version}: {manifest.size_bytes} bytes, of {apart.size_bytes}")
         return manifest
+
+
+def _odd(mode: str, error: Exception) -> str:
+    return f"{mode}: the manifest does not say what this release writes: {type(error).__name__}: {error}"
 
 
 def checksum(content: bytes) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_BYTES = 64 * 2**20
 
@@ -33,7 +33,12 @@ def read_bounded(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     # O_NONBLOCK: to open a named pipe would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         check_regular(file.fileno(), path)
-        content = file.read(most_bytes + 1)
+        return bounded(file, path, most_bytes)
+
+
+def bounded(file: BinaryIO, path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return what is left in the file. OSError if that is more."""
+    content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
     return content
