@@ -37,11 +37,11 @@ def read_bounded(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def bounded(file: BinaryIO, path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return what is left in the file. OSError if that is more."""
-    content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
+    """Return what is in the file. OSError if that is more."""
+    size = os.fstat(file.fileno()).st_size
+    if size > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
-    return content
+    return file.read(size)
 
 
 def check_regular(descriptor: int, path: Path) -> None:
