@@ -1,7 +1,8 @@
-"""Atomic writes: what a reader finds is the old content or the new one, never a part."""
+"""Atomic writes: what a reader finds is the old content or the new one, never a part, after a power cut too."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,21 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+PRIVATE = 0o700
+
+
+def make_directory(path: Path, *, mode: int = 0o777) -> Path:
+    """Make a directory and those above it that are missing, and return it; after a power cut they are there. `mode`: of
+    `path` alone, less what the umask takes: PRIVATE for what holds prompts, answers or keys. One that is there stays
+    as its owner made it."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=mode if each == path else 0o777, exist_ok=True)
+        sync(each.parent)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is no directory", str(path))
+    return path
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
@@ -24,7 +40,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)  # on a full disk it would take what little is left
         raise
-    _fsync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -45,22 +61,22 @@ def directory(path: Path, *, durable: bool = True) -> Generator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for file in sorted(temporary.rglob("*")) if durable else ():
-            if file.is_file():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
+        for each in (temporary, *temporary.rglob("*")) if durable else ():
+            if each.is_file() or each.is_dir():
+                sync(each)
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
         if path.exists():
             path.replace(replaced)
         temporary.replace(path)
         if durable:
-            _fsync_directory(path.parent)
+            sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _fsync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Block until a file's bytes, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,11 +20,12 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tandem.errors import StoreBroken, StoreError, StoreFull, StoreOwned
+from tandem.io import atomic
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Durable:
     """`schema`: SQL scripts, one a version; a directory of an older version is brought forward, a newer one refused."""
 
     def __init__(self, directory: Path, schema: Sequence[str], *, files: Files | None = None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        atomic.make_directory(directory, mode=atomic.PRIVATE)
         self.directory, self._files = directory, files
         self._lock = _own(directory)
         self._broken: Exception | None = None
@@ -187,7 +188,7 @@ def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
 @contextmanager
 def owned(directory: Path) -> Generator[None]:
     """By this process alone, which keeps no store in it; StoreOwned if another one holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
+    atomic.make_directory(directory, mode=atomic.PRIVATE)
     lock = _own(directory)
     try:
         yield
@@ -211,6 +212,10 @@ def _own(directory: Path) -> int:
 
 
 def _open(path: Path, schema: Sequence[str]) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        with suppress(FileNotFoundError):
+            file.chmod(0o600)  # an earlier release left them to the umask; SQLite makes the others like the first
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")

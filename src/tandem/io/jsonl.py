@@ -61,8 +61,9 @@ class JsonlWriter:
     """Appends to a file that it keeps open. A torn last line of an earlier process is cut off first."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.make_directory(path.parent)
         _cut_torn_line(path)
+        self._path, self._named = path, path.exists()
         self._file = path.open("a", encoding="utf-8", newline="\n", errors="backslashreplace")  # a lone surrogate
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -76,6 +77,9 @@ class JsonlWriter:
     def settle(self) -> None:
         """What was written is on the disk when this returns. On any thread."""
         os.fsync(self._file.fileno())
+        if not self._named:
+            atomic.sync(self._path.parent)
+            self._named = True
 
     def close(self) -> None:
         self._file.close()

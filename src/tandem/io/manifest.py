@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import CheckpointDamaged, CheckpointError
+from tandem.io import atomic
 from tandem.io.json_files import parsed, read_bounded
 
 NAME = "MANIFEST.json"
@@ -28,7 +29,7 @@ _FORMAT = 1
 def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generator[Path]:
     """Fill a directory that appears under `path` when the block ends well. `permit` is asked last of all, and may
     raise. A directory that is there already is never replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.make_directory(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -37,11 +38,11 @@ def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generato
         files = {name: {"size": size, "sha256": digest} for name, size, digest in _settled(temporary)}
         manifest = temporary / NAME
         manifest.write_bytes(_render({"format": _FORMAT, "name": path.name, "files": files}))
-        _fsync(manifest)
-        _fsync(temporary)
+        atomic.sync(manifest)
+        atomic.sync(temporary)
         permit()
         os.rename(temporary, path)  # ENOTEMPTY where there is one
-        _fsync(path.parent)
+        atomic.sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -66,7 +67,7 @@ def quarantine(path: Path) -> Path:
     names = (path.with_name(f"damaged-{path.name}{f'-{number}' if number else ''}") for number in range(1000))
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
-    _fsync(path.parent)
+    atomic.sync(path.parent)
     return aside
 
 
@@ -99,7 +100,7 @@ def _settled(directory: Path) -> list[tuple[str, int, str]]:
     """Its files, on the disk: name, size, digest."""
     found: list[tuple[str, int, str]] = []
     for path in sorted(directory.rglob("*")):
-        _fsync(path)
+        atomic.sync(path)
         if path.is_file():
             found.append((path.relative_to(directory).as_posix(), path.stat().st_size, digest_of(path)))
     return found
@@ -132,11 +133,3 @@ def _render(body: Mapping[str, Any]) -> bytes:
     """`seal`: of all the rest."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import StoreError, StoreFull
+from tandem.io import atomic
 
 _HEAD = struct.Struct("<QI")
 ROLL_BYTES = 64 * 2**20
@@ -47,7 +48,7 @@ class Segments:
     file grows. `reserve_bytes`: what payloads leave free on the disk, so that the index can still shrink the queue."""
 
     def __init__(self, directory: Path, *, roll_bytes: int = ROLL_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        atomic.make_directory(directory, mode=atomic.PRIVATE)
         self.directory, self._roll_bytes, self._reserve_bytes = directory, roll_bytes, reserve_bytes
         self._lock = threading.Lock()
         self._open: dict[int, _File] = {}
@@ -103,11 +104,7 @@ class Segments:
             os.fdatasync(self._open[segment].descriptor)
         self._dirty.clear()
         if self._named:
-            directory = os.open(self.directory, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            atomic.sync(self.directory)
             self._named = False
 
     def cut_back(self, mark: Mark) -> None:

@@ -50,7 +50,7 @@ def serve_gateway(
         alone = build_alone.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
     token = listen.token()  # before anything else is put into its data directory
     directory = trajectories or listen.data_dir / "trajectories"
-    directory.mkdir(parents=True, exist_ok=True)
+    atomic.make_directory(directory, mode=atomic.PRIVATE)
 
     deliver = to_files(directory)
     if rollouts:

@@ -118,6 +118,8 @@ class ArtifactStore:
 
     def _upload(self, key: str, source: Path, entry: Entry, deadline: float) -> None:
         written = hashlib.sha256()
+        if self._is_local:
+            self._make_local(key)
         with source.open("rb") as local, self._fs.open(key, "wb", block_size=_BLOCK) as remote:
             for block in _blocks(local, deadline):
                 written.update(block)
@@ -125,6 +127,7 @@ class ArtifactStore:
             if self._is_local:
                 remote.flush()
                 os.fsync(remote.fileno())
+                atomic.sync(Path(key).parent)
         if written.hexdigest() != entry.sha256:
             raise Changed(f"{source}: changed while it was uploaded; upload what has come to rest")
         found = self._digest(key, deadline)
@@ -143,7 +146,7 @@ class ArtifactStore:
         key = self._manifest(artifact)
         content = _to_manifest(artifact)
         if self._is_local:
-            Path(key).parent.mkdir(parents=True, exist_ok=True)
+            self._make_local(key)
             atomic.write_bytes(Path(key), content)
         else:
             with self._fs.open(key, "wb") as remote:
@@ -151,6 +154,11 @@ class ArtifactStore:
         with self._fs.open(key, "rb", cache_type="none") as remote:
             if remote.read() != content:
                 raise _Torn(f"{artifact.name}: its manifest was cut short")
+
+    def _make_local(self, key: str) -> None:
+        """Make the directories of a file. A store that is new is for this user alone, and its directory decides."""
+        atomic.make_directory(Path(self._root), mode=atomic.PRIVATE)
+        atomic.make_directory(Path(key).parent)
 
     def _forget(self, artifact: Artifact) -> None:
         """Room is given back if that is possible; what stays is seen by nobody."""

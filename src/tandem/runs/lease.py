@@ -57,15 +57,17 @@ class Lease:
 
 
 def begin(directory: Path, spec_toml: str) -> None:
-    """A run's directory appears with its spec in it: from its first instant it can be resumed."""
+    """Make a run's directory, with its spec in it: from its first instant the run can be resumed. This user alone may
+    enter it: it holds prompts, answers and weights."""
     refuse_used(directory)
     need_room(directory, "begin")
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    atomic.make_directory(directory.parent)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    fresh.mkdir()
+    fresh.mkdir(mode=atomic.PRIVATE)
     try:
         atomic.write_text(fresh / "spec.toml", spec_toml)
         os.rename(fresh, directory)
+        atomic.sync(directory.parent)
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
         raise RunError(f"{directory}: cannot be begun ({error.strerror}); another process was there first") from error

@@ -68,7 +68,7 @@ class Listen:
             raise SpecError(f"--data-dir = '{self.data_dir}': cannot keep anything there: {error}") from error
 
     def _token(self) -> str:
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        atomic.make_directory(self.data_dir, mode=atomic.PRIVATE)
         # A token that others could read is no secret any more: it is replaced.
         private = self.token_file.is_file() and not self.token_file.stat().st_mode & 0o077
         if private and (token := self.token_file.read_text().strip()):
