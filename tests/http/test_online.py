@@ -15,6 +15,8 @@ import pages
 import pytest
 from online_served import SPEC, OnlineServer, fact, online_server
 
+from privacy import readable_by_others
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
@@ -328,6 +330,12 @@ def test_a_request_may_be_pinned_or_begin_again(server: OnlineServer):
     chat = {"model": "online", "messages": [{"role": "user", "content": "?"}], "on_update": "restart", "stream": True}
     answer = server.http.post("/v1/chat/completions", json=chat)
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, "on_update")
+
+
+def test_what_the_server_keeps_is_for_one_user_of_the_machine(server: OnlineServer):
+    assert server.data_dir.stat().st_mode & 0o777 == 0o700
+    assert {"jobs", "sessions", "token", "trainer.log", "versions"} <= {path.name for path in server.data_dir.iterdir()}
+    assert readable_by_others(server.data_dir) == ["ready.json"]  # an address, a process, and where the token lies
 
 
 def test_a_stopped_server_goes_on_with_the_same_bytes(server: OnlineServer):

@@ -22,7 +22,8 @@ class TrainerProcess:
         self._log = log
         if log.exists() and log.stat().st_size > _LOG_BYTES:
             log.replace(log.with_name(f"{log.name}.1"))
-        with theirs, log.open("ab") as output:
+        private = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with theirs, os.fdopen(private, "ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],

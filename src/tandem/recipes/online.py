@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tandem.io import atomic
 from tandem.online.child import TrainerProcess
 from tandem.online.conductor import Conductor
 from tandem.online.jobs import JobStore
@@ -31,7 +32,7 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
     store = JobStore(listen.data_dir / "jobs")
     log = listen.data_dir / "trainer.log"
     environment = {"OMP_NUM_THREADS": str(spec.trainer_threads)}
-    versions = listen.data_dir / "versions"
+    versions = atomic.make_directory(listen.data_dir / "versions", mode=atomic.PRIVATE)
     waiting = [TrainerProcess(_TRAINER, log, environment)]  # it starts while the engine is built
     alone = build_online.alone(spec, listen.data_dir)
     conductor = Conductor(
