@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import resume, rl, rows, sft, torch_as_it_was, train
+from small_runs import ENVIRONMENT, resume, rl, rows, sft, torch_as_it_was, train
 
 from stopwatch import Stopwatch
 from tandem.errors import CheckpointDamaged, RunFenced
@@ -77,6 +77,17 @@ def test_from_any_checkpoint_a_run_comes_to_the_same_bytes(
         run = killed_after(tmp_path / "whole", version, tmp_path / f"killed-{version}")
         assert resume(run)["state"] == "succeeded"
         assert digest_run(run) == expected, f"from step {version}"
+
+
+def test_an_environment_that_draws_from_the_process_s_own_generators_goes_on_with_its_numbers(tmp_path: Path) -> None:
+    """Nothing of ours does; a user's rewards, and libraries that they use, may."""
+    draws = "random.random() + numpy.random.random() + torch.rand(()).item()"
+    noisy = ENVIRONMENT.replace("return Outcome(", f"return Outcome({draws} + ")
+    (tmp_path / "noisy.py").write_text(f"import random\n\nimport numpy\nimport torch\n{noisy}")
+    train(rl(tmp_path, environment=str(tmp_path / "noisy.py"), steps=2), tmp_path / "whole")
+    run = killed_after(tmp_path / "whole", 3, tmp_path / "killed")
+    assert resume(run)["state"] == "succeeded"
+    assert digest_run(run) == digest_run(tmp_path / "whole")
 
 
 def test_a_run_of_which_no_checkpoint_is_whole_says_that_it_failed(tmp_path: Path) -> None:
