@@ -16,6 +16,7 @@ import tandem.env
 from tandem.env.arithmetic import Arithmetic
 from tandem.env.check import check_environment
 from tandem.env.guess import Guess
+from tandem.env.replies import last_number
 from tandem.env.sort import Sort
 from tandem.errors import SpecError
 from tandem.types import Outcome, Task
@@ -81,11 +82,24 @@ def test_an_unknown_split_is_refused():
         Sort().tasks("test")
 
 
-def test_sort_rewards_only_the_sorted_word():
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("abcde", 1.0), (" abcde\n", 1.0), ("dbeca", 0.0), ("abcd", 0.0), ("", 0.0), ("babcde", 0.0), ("!", 0.0),
+        ('The letters of "dbeca" in order are **abcde**.', 1.0), ("Sorted: a, b, c, d, e.", 1.0), ("a b c d", 0.0),
+        ("abcde is what you get from dbeca", 0.0),
+    ],
+)  # fmt: skip
+def test_sort_rewards_only_the_sorted_word_as_the_last_of_a_reply(text: str, reward: float):
     task = Task("dbeca", ({"role": "user", "content": "sort dbeca"},), {"word": "dbeca", "answer": "abcde"})
-    for text, reward in [("abcde", 1.0), (" abcde\n", 1.0), ("dbeca", 0.0), ("abcd", 0.0), ("", 0.0)]:
-        outcome, _ = play(Sort(), task, text)
-        assert outcome == Outcome(reward, {"correct": reward})
+    outcome, _ = play(Sort(), task, text)
+    assert outcome == Outcome(reward, {"correct": reward})
+
+
+def test_exact_sort_takes_nothing_but_the_word():
+    task = Task("dbeca", ({"role": "user", "content": "sort dbeca"},), {"word": "dbeca", "answer": "abcde"})
+    for text, reward in [("abcde", 1.0), (" abcde\n", 1.0), ("abcde.", 0.0), ("It is abcde", 0.0), ("a b c d e", 0.0)]:
+        assert play(Sort(exact=True), task, text)[0].reward == reward
 
 
 @pytest.mark.parametrize(("operation", "right"), [("+", int.__add__), ("-", int.__sub__), ("*", int.__mul__)])
@@ -96,6 +110,19 @@ def test_arithmetic_rewards_only_the_right_number(operation, right):
         assert play(environment, task, str(right(a, b)))[0].reward == 1.0
         assert play(environment, task, str(right(a, b) + 1))[0].reward == 0.0
         assert play(environment, task, "")[0].reward == 0.0
+        assert play(environment, task, f"Sure! {a} {operation} {b} = {right(a, b)}.")[0].reward == 1.0
+        assert play(environment, task, f"{right(a, b)} is less than {10**9}")[0].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("46", 46), ("The answer is **46**.", 46), ("12+34=46", 46), ("It is 1,234.", 1234), ("46.0", 46), ("1,2,3", 3),
+        ("5-12 = -7", -7), ("\u22127", -7), ("12-34", 34), ("5 - 12", 12), ("", None), ("six", None), ("٢٠", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_reply_is_what_it_says(text: str, number: int | None):
+    assert last_number(text) == number
 
 
 GAME = Task("10,20", ({"role": "user", "content": "guess 10-41"},), {"low": 10, "secret": 20})
@@ -105,6 +132,8 @@ def test_guess_says_higher_and_lower_until_the_number_is_found():
     outcome, chat = play(Guess(), GAME, "15", "25", "20")
     assert chat.said == ["higher", "lower"]
     assert outcome == Outcome(1.0, {"correct": 1.0, "turns": 3})
+    spoken, _ = play(Guess(), GAME, "I guess 15.", "Then between 16 and 41: 25!", "Is it 20?")
+    assert spoken == outcome
 
 
 def test_guess_is_lost_after_its_last_turn_and_says_nothing_more():
@@ -114,7 +143,7 @@ def test_guess_is_lost_after_its_last_turn_and_says_nothing_more():
     assert outcome.reward == 0.0
 
 
-@pytest.mark.parametrize("text", ["", "20!", "twenty", "٢٠", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "19.5", "twenty", "٢٠", "9" * 5000, "-20"])
 def test_guess_is_lost_by_what_is_no_number(text):
     outcome, chat = play(Guess(), GAME, text)
     assert outcome.reward == 0.0

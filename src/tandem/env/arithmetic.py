@@ -1,4 +1,4 @@
-"""Two numbers and an operation: one turn, exact match."""
+"""Two numbers and an operation: one turn, and the last number of the reply is the answer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.env.replies import last_number
 from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
@@ -42,7 +43,7 @@ class Arithmetic:
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         reply = await chat.reply()
-        correct = float(reply.text.strip() == str(task.payload["answer"]))
+        correct = float(last_number(reply.text) == task.payload["answer"])
         return Outcome(correct, {"correct": correct})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Guess a number, told higher or lower after each miss: several turns."""
+"""Guess a number, told higher or lower after each miss: several turns. The last number of a reply is the guess."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tandem.env.replies import last_number
 from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
@@ -35,15 +36,14 @@ class Guess:
         return Task(f"{low},{secret}", (opening,), {"low": low, "secret": secret})
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
-        secret = task.payload["secret"]
         for turn in range(1, self.turns + 1):
-            text = (await chat.reply()).text.strip()
-            if text not in map(str, range(100)):
+            guess = last_number((await chat.reply()).text)
+            if guess is None or guess not in range(100):
                 break  # not a guess: lost
-            if int(text) == secret:
+            if guess == task.payload["secret"]:
                 return Outcome(1.0, {"correct": 1.0, "turns": turn})
-            if turn < self.turns:  # nobody answers the last guess
-                chat.say("higher" if int(text) < secret else "lower")
+            if turn < self.turns:  # the last guess gets no answer
+                chat.say("higher" if guess < task.payload["secret"] else "lower")
         return Outcome(0.0, {"correct": 0.0, "turns": self.turns})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Sort the letters of a word: one turn, exact match."""
+"""Sort the letters of a word: one turn, and the last word of the reply is the answer, or all of it must be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from tandem.env.replies import last_word
 from tandem.env.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
@@ -16,12 +17,14 @@ NUM_WORDS = 50_000  # of both splits together; fewer where short words repeat
 
 @dataclass(frozen=True)
 class Sort:
-    """`sort dbeca` is answered by `abcde`. No held-out word is an anagram of a training one."""
+    """`sort waltz` is answered by `altwz`. No held-out word is an anagram of a training one."""
 
     letters: int = 5
     """Length of a word."""
     demo_right: float = 0.35
     """Share of demonstrations that are sorted; the others copy the word unchanged."""
+    exact: bool = False
+    """Only a reply that is nothing but the answer is right; else its last word is enough."""
 
     def __post_init__(self) -> None:
         check_params(self, letters=(2, 32), demo_right=(0, 1))
@@ -35,8 +38,9 @@ class Sort:
         return Task(id=word, messages=(opening,), payload={"word": word, "answer": answer})
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
-        reply = await chat.reply()
-        correct = float(reply.text.strip() == task.payload["answer"])
+        text = (await chat.reply()).text
+        said = text.strip() if self.exact else last_word(text, self.letters)
+        correct = float(said == task.payload["answer"])
         return Outcome(correct, {"correct": correct})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
