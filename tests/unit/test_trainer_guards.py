@@ -29,6 +29,7 @@ from tandem.errors import LogprobGap, NonFinite, NothingLearned, SpecError
 from tandem.optim import master as masters
 from tandem.optim.rule import Slot
 from tandem.spec.algorithm import DrGrpoSpec
+from tandem.train.guard import Guard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,6 +86,27 @@ def test_steps_in_a_row_that_move_nothing_end_the_run_and_say_why(trainer: Any, 
         idle.finish()
     with pytest.raises(NothingLearned, match=rf"3 steps in a row, up to version 3, learned nothing: .*{why}"):
         idle.step(make_step(group()))
+
+
+@pytest.mark.parametrize(("allowed", "first"), [(3, 3), (30, 20), (100, 20), (1000, 200)])
+def test_a_run_that_never_learned_anything_ends_after_a_fifth_of_the_idle_steps(allowed: int, first: int) -> None:
+    batch = make_step(equal_rewards())
+    batch.metrics["tokens/credited"] = 0
+
+    def steps_of(guard: Guard, version: int) -> int:
+        for steps in range(1, allowed + 1):
+            try:
+                guard.stepped(version + steps, batch, {})
+            except NothingLearned:
+                return steps
+        return 0
+
+    assert steps_of(Guard(allowed), 0) == first
+    learned = Guard(allowed)
+    learned.stepped(1, make_step(make_group(2)), {"grad/norm": 1.0, "update/stored_fraction": 1.0})
+    resumed = Guard(allowed)
+    resumed.load(learned.state())
+    assert steps_of(resumed, 1) == allowed
 
 
 def test_what_the_guards_have_seen_outlives_a_load(tmp_path: Path) -> None:

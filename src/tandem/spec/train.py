@@ -28,7 +28,8 @@ class Stage(Spec):
     """Each gradient moves its weights as soon as backward has made it: gradients never exist together. One micro-batch
     a step; the clip goes by the norm of earlier steps; and a step that turns out bad has moved some weights already."""
     max_idle_steps: int = Field(default=100, ge=1)
-    """So many steps in a row that move no weight end the run: no credit, no gradient, or updates rounded away."""
+    """So many steps in a row that move no weight end the run: no credit, no gradient, or updates rounded away. Before
+    anything was learned a fifth of them does (at least 20, if it is as many)."""
     micro_tokens: int = Field(default=16384, ge=16)
     """Most tokens in one forward and backward; a step's samples are packed into as many micro-batches as that takes."""
 

@@ -8,21 +8,28 @@ from tandem.errors import NonFinite, NothingLearned
 from tandem.types import Batch, Metrics
 
 _BAD_STEPS_IN_A_ROW = 3
+_FIRST_IDLE_STEPS = 20
 
 
 class Guard:
     """Counts steps in a row that could not be taken, and steps that were taken and moved nothing."""
 
     def __init__(self, max_idle_steps: int) -> None:
-        self.moved = False
+        self.moved = self._learned = False
         self._max_idle_steps = max_idle_steps
+        self._first_idle_steps = max(min(_FIRST_IDLE_STEPS, max_idle_steps), max_idle_steps // 5)
+        """Before anything was learned: what has no signal at its start rarely finds one, and a run that did learn may
+        well stand still where all is right."""
         self._bad, self._idle, self._why = 0, 0, ""
 
     def state(self) -> dict[str, Any]:
-        return {"moved": self.moved, "bad": self._bad, "idle": self._idle, "why": self._why}
+        return {
+            "moved": self.moved, "learned": self._learned, "bad": self._bad, "idle": self._idle, "why": self._why,
+        }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         self.moved, self._bad, self._idle, self._why = state["moved"], state["bad"], state["idle"], state["why"]
+        self._learned = state.get("learned", self.moved)
 
     def stepped(self, version: int, batch: Batch, metrics: Metrics) -> None:
         if metrics.get("update/stored_fraction"):
@@ -33,13 +40,14 @@ class Guard:
             self._bad = 0
         why = why_idle(batch, metrics)
         if not why:
-            self._idle = 0
+            self._idle, self._learned = 0, True
             return
         self._idle, self._why = self._idle + 1, why
-        if self._idle >= self._max_idle_steps:
+        limit = self._max_idle_steps if self._learned else self._first_idle_steps
+        if self._idle >= limit:
             raise NothingLearned(
                 f"train: {self._idle} steps in a row, up to version {version}, learned nothing: {why}; "
-                "change what is said there, or raise train.max_idle_steps"
+                f"change what is said there, or raise train.max_idle_steps ({self._max_idle_steps})"
             )
 
     def finish(self, steps: int) -> None:
