@@ -224,7 +224,7 @@ def evaluate(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Play held-out tasks with a model, outside of a run; with something to compare: improved, unchanged or worse."""
+    """Play held-out tasks with a model, outside of a run; with something to compare, a verdict."""
     from tandem.recipes.evaluation import evaluate_model
     from tandem.spec.load import load_spec
 

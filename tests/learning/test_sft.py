@@ -57,6 +57,36 @@ def test_held_out_loss_falls_and_the_verdict_says_so(train: Train, tmp_path: Pat
     assert trained.rows("sync") == []  # nothing sampled, so nothing was synced
 
 
+@pytest.mark.parametrize(("lr", "steps"), [(4e-3, 10), (1e-8, 1)], ids=["learned", "did not learn"])
+def test_50_rows_end_in_a_verdict_that_they_can_bear(train: Train, tmp_path: Path, lr: float, steps: int):
+    asked = spec(rows_file(tmp_path / "rows.jsonl", 50), eval_share=0.05)
+    trained = train(asked | {"train": {"steps": steps, "lr": lr, "batch_size": 16}, "eval": {}})
+    judged, verdict = trained.status["eval"], trained.status["verdict"]
+    assert judged["tasks"] == 8
+    low, high = judged["interval"]
+    if steps == 10:
+        assert (verdict, judged["after"] < 3.0, judged["before"] > 4.5) == ("improved", True, True)
+        assert "Improved: held-out loss fell" in trained.printed
+    else:
+        assert abs(judged["after_minus_before"]) < 1e-4
+        assert verdict == ("improved" if high < 0 else "undecided")
+        assert low <= judged["after_minus_before"] <= high
+
+
+def test_12_rows_say_before_and_after_that_no_verdict_can_come_of_them(train: Train, tmp_path: Path):
+    asked = spec(rows_file(tmp_path / "rows.jsonl", 12), eval_share=0.05)
+    trained = train(asked | {"train": {"steps": 8, "lr": 4e-3, "batch_size": 9}, "eval": {}})
+    judged = trained.status["eval"]
+    assert (trained.status["verdict"], judged["tasks"]) == ("undecided", 3)
+    assert judged["after"] < judged["before"] - 1
+    why = "3 held-out examples are too few for a verdict: at 95 % confidence it takes 6"
+    assert judged["why"] == why
+    before, after = trained.printed.split("── supervised training")
+    assert f"the verdict will be undecided: {why}; give it more rows" in before
+    assert "Undecided: held-out loss fell from" in after
+    assert f"{why}. Hold out more (data.eval_share or data.eval_path)." in " ".join(after.split())
+
+
 def test_only_the_assistant_s_tokens_count_in_both_turns(train: Train, tmp_path: Path):
     trained = train(spec(rows_file(tmp_path / "rows.jsonl")) | {"train": {"steps": 1, "lr": 1e-3, "batch_size": 16}})
     # Two answers of three letters and the token that ends each, in 16 conversations.

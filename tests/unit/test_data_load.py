@@ -64,7 +64,7 @@ def test_the_same_rows_are_held_out_in_any_order_and_process(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert set(done.stdout.strip().split("|")) == here
-    assert len(here) == 5
+    assert len(here) == 8
 
 
 def test_a_row_that_is_there_twice_is_on_one_side(tmp_path):
@@ -73,9 +73,22 @@ def test_a_row_that_is_there_twice_is_on_one_side(tmp_path):
     assert len(split.train) + len(split.held_out) == 200
 
 
-@pytest.mark.parametrize(("share", "held_out"), [(0.0, 0), (0.001, 1), (0.5, 50)])
-def test_the_asked_share_is_held_out_and_at_least_one_row(tmp_path, share, held_out):
-    assert len(load_rows(FileData(path=write(tmp_path / "a.jsonl", ROWS), eval_share=share)).held_out) == held_out
+@pytest.mark.parametrize(
+    ("share", "rows", "held_out"),
+    [(0.0, 100, 0), (0.001, 100, 8), (0.5, 100, 50), (0.05, 50, 8), (0.05, 32, 8), (0.05, 31, 7), (0.05, 2, 1)],
+)
+def test_the_asked_share_is_held_out_and_at_least_eight_rows_or_a_quarter(tmp_path, share, rows, held_out):
+    path = write(tmp_path / "a.jsonl", ROWS[:rows])
+    split = load_rows(FileData(path=path, eval_share=share))
+    assert (len(split.train), len(split.held_out)) == (rows - held_out, held_out)
+
+
+def test_one_question_that_most_rows_share_never_leaves_nothing_to_train_on(tmp_path):
+    for often in range(2):
+        rows = [ROWS[often]] * 39 + [ROWS[1 - often]]  # one of the two has the smaller digest
+        split = load_rows(FileData(path=write(tmp_path / "a.jsonl", rows), eval_share=0.9))
+        assert split.train
+        assert split.held_out
 
 
 def test_a_single_row_is_trained_on(tmp_path):

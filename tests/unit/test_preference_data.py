@@ -119,7 +119,7 @@ def test_jsonl_parquet_and_a_data_set_give_the_same_pairs(tmp_path: Path, monkey
     jsonl = load_pairs(FileData(path=write(tmp_path / "a.jsonl", ROWS), eval_share=0.1))
     parquet = load_pairs(FileData(path=str(tmp_path / "a.parquet"), eval_share=0.1))
     saved = load_pairs(DatasetData(name=str(tmp_path / "set"), eval_share=0.1))
-    assert (len(jsonl.train), len(jsonl.held_out)) == (36, 4)
+    assert (len(jsonl.train), len(jsonl.held_out)) == (32, 8)
     assert contents(jsonl.train) == contents(parquet.train) == contents(saved.train)
     assert contents(jsonl.held_out) == contents(parquet.held_out) == contents(saved.held_out)
     first = jsonl.train[0].row - 1

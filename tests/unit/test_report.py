@@ -192,6 +192,49 @@ def test_an_sft_run_is_reported_by_its_loss(tmp_path):
     assert "0.410" in page_of(make_run(tmp_path / "run", status)).text
 
 
+REWARD_EVAL = {
+    "metric": "reward", "before_rl": -19.25, "after": -3.5, "interval": [12.0, 18.5], "confidence": 0.95, "tasks": 64,
+}  # fmt: skip
+
+
+def test_a_reward_is_told_on_its_own_scale_and_never_in_percent(tmp_path):
+    status = {**IMPROVED, "eval": REWARD_EVAL}
+    assert headline(status) == "Improved: held-out reward rose from -19.25 before RL to -3.5 after it."
+    assert evidence(status) == "Difference +15.750; 95 % interval +12.000 to +18.500, paired over 64 tasks."
+    page = page_of(make_run(tmp_path / "run", status))
+    assert "-19.25" in page.text
+    assert "accuracy" not in page.text
+    widths = [
+        float(width)
+        for _, attributes in page.tags
+        for width in re.findall(r"^width: (-?[\d.]+)", attributes.get("style") or "")
+    ]
+    assert widths
+    assert all(0 <= width <= 100 for width in widths)
+    shown = printed(tmp_path / "run", status)
+    assert "-19.25" in shown
+    assert "accuracy" not in shown
+
+
+def test_a_loss_that_fell_by_less_than_three_places_show_is_told_with_more():
+    judged = {"metric": "loss", "before": 4.08001, "after": 4.07998, "interval": [-4e-5, -2e-5], "tasks": 8}
+    status = {"state": "succeeded", "verdict": "improved", "recipe": "sft", "eval": judged}
+    assert headline(status) == "Improved: held-out loss fell from 4.08001 before training to 4.07998 after it."
+    assert evidence(status) == "Difference −3e−05; interval −4e−05 to −2e−05, paired over 8 conversations."
+
+
+def test_undecided_is_said_with_its_reason_wherever_a_verdict_is(tmp_path):
+    judged = {**RL_EVAL, "after": 0.12, "interval": [-0.2, 0.4], "tasks": 5, "why": "5 are too few"}
+    status = {**IMPROVED, "verdict": "undecided", "eval": judged}
+    assert headline(status) == "Undecided: held-out accuracy rose from 11.0 % before RL to 12.0 % after it."
+    assert caveat(status).startswith("These 5 tasks cannot say whether")
+    assert "as it was: 5 are too few. Hold out more (eval.tasks)." in caveat(status)
+    page = page_of(make_run(tmp_path / "run", status))
+    assert "Undecided: held-out" in page.text
+    assert "5 are too few" in page.text
+    assert "5 are too few" in printed(tmp_path / "run", status)
+
+
 def test_unchanged_never_claims_that_the_two_are_equal():
     status = {**IMPROVED, "verdict": "unchanged", "eval": {**RL_EVAL, "after": 0.12, "interval": [-0.02, 0.04]}}
     assert headline(status) == "Unchanged: held-out accuracy was 11.0 % before RL and 12.0 % after it."

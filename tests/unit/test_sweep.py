@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import SpecError
-from tandem.runs.sweep import SeedResult, Sweep, conclusion, summarise, t_quantile, table
+from tandem.runs.sweep import SeedResult, Sweep, conclusion, summarise, table
+from tandem.runs.verdict import t_quantile
 from tandem.spec.load import parse_seeds
 
 HERE = Path("sweep")
@@ -24,7 +25,7 @@ def swept(*ends: tuple[float, float], metric: str = "accuracy", tasks: int = 256
     seeds += [
         SeedResult(90 + n, f"seed-{90 + n}", "failed", 0.9, 0.1, error="Starved: a | b\nc") for n in range(failed)
     ]
-    status: dict[str, Any] = {"state": "succeeded", "eval": {"metric": metric, "tasks": tasks}}
+    status: dict[str, Any] = {"state": "succeeded", "eval": {"metric": metric, "tasks": tasks, "margin": 0.05}}
     return summarise(HERE, seeds, [status] * len(ends), 0.95)
 
 
@@ -69,14 +70,21 @@ def test_the_interval_holds_the_true_mean_as_often_as_it_says():
         ((-0.3, -0.31, -0.32), "accuracy", "worse"),
         ((-0.3, -0.31, -0.32), "loss", "improved"),
         ((0.3, 0.31, 0.32), "loss", "worse"),
-        ((0.3, -0.1, 0.1), "accuracy", "unchanged"),
-        ((0.3, 0.1), "accuracy", "unchanged"),  # two seeds: 12.7 standard errors on either side
+        ((-0.3, -0.31, -0.32), "reward", "worse"),
+        ((0.3, -0.1, 0.1), "accuracy", "undecided"),
+        ((0.001, -0.001, 0.0), "loss", "unchanged"),
+        ((0.3, 0.1), "accuracy", "undecided"),  # two seeds: 12.7 standard errors on either side
         ((0.3,), "accuracy", "undecided"),
         ((), "accuracy", "undecided"),
     ],
 )
 def test_the_verdict_follows_the_interval(changes: tuple[float, ...], metric: str, verdict: str):
     assert swept(*((0.5, 0.5 + change) for change in changes), metric=metric).verdict == verdict
+
+
+@pytest.mark.parametrize(("tasks", "verdict"), [(2, "undecided"), (40, "improved"), (256, "improved")])
+def test_seeds_that_agree_about_two_tasks_are_undecided_all_the_same(tasks: int, verdict: str):
+    assert swept((0.5, 0.8), (0.5, 0.81), (0.5, 0.82), metric="reward", tasks=tasks).verdict == verdict
 
 
 def test_two_seeds_that_moved_by_the_same_one_task_are_no_proof():
@@ -90,7 +98,7 @@ def test_failed_seeds_are_counted_and_have_no_part_in_the_numbers():
     assert found.failed == 2
     assert found.difference is not None
     assert found.difference.mean == pytest.approx(statistics.fmean([0.3, 0.4]))
-    assert conclusion(found).endswith("over 2 seeds. 2 of 4 seeds failed.")
+    assert conclusion(found).endswith(" 2 of 4 seeds failed.")
 
 
 def test_a_sweep_of_failures_is_undecided():
@@ -107,8 +115,8 @@ def test_the_table_has_a_row_a_seed_and_what_they_say_together():
         "| mean | 0.250 | 0.600 | +0.350 | | |",
         "| std | 0.071 | 0.141 | 0.071 | | |",
         "",
-        "Unchanged: held-out accuracy +0.350 on average, 95% t-interval [-0.285, +0.985] over 2 seeds. "
-        "1 of 3 seeds failed.",
+        "Undecided: held-out accuracy +0.350 on average, 95% t-interval [-0.285, +0.985] over 2 seeds: "
+        "the interval holds 0, and is wider than the ±5 points of `unchanged`. 1 of 3 seeds failed.",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,8 @@ class Row(Protocol):
 
 
 R = TypeVar("R", bound=Row)
+
+_LEAST_HELD_OUT = 8  # rows: six that all change are the fewest that can show a change (runs/verdict.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +133,13 @@ def _read(source: str, rows: Iterator[tuple[int, object]], shape: Shape[R], repo
 def _hold_out(rows: list[R], share: float) -> tuple[list[R], list[R]]:
     """The share with the smallest digests: the same rows whatever their order, and equal keys on one side."""
     digests = [_digest(row) for row in rows]
-    count = max(1, round(share * len(digests))) if share and len(set(digests)) > 1 else 0
-    chosen = set(sorted(digests)[:count])
+    wanted = max(round(share * len(rows)), min(_LEAST_HELD_OUT, len(rows) // 4), 1) if share else 0
+    rows_of = Counter(digests)
+    chosen: set[bytes] = set()
+    for digest in sorted(rows_of)[:-1]:  # the last one stays: there must be something to train on
+        if wanted > 0:
+            chosen.add(digest)
+            wanted -= rows_of[digest]
     both = list(zip(rows, digests, strict=True))
     return [row for row, digest in both if digest not in chosen], [row for row, digest in both if digest in chosen]
 

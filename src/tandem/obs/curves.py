@@ -9,7 +9,8 @@ from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from tandem.obs.wording import printable
+from tandem.obs.wording import figure_of, printable
+from tandem.types import Measure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Eval = tuple[int, float]
-"""A step and the held-out accuracy (or loss) measured after it."""
+"""A step, and what was measured on held-out examples after it."""
 
 _STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "preference": "preferences", "rl": "RL"}
 
@@ -51,14 +52,16 @@ _SMALL_PANELS = (
 )
 
 
-def curves_png(rows: Sequence[Row], title: str = "", *, evals: Sequence[Eval] = ()) -> bytes:
+def curves_png(
+    rows: Sequence[Row], title: str = "", *, evals: Sequence[Eval] = (), measure: Measure = "accuracy"
+) -> bytes:
     """Reward (of supervised training: loss) with the evaluations on it; below, what explains it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 6.0), dpi=144, facecolor=_PAPER)
     FigureCanvasAgg(figure)
-    _fill(figure, rows, title, evals)
+    _fill(figure, rows, title, evals, measure)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", facecolor=_PAPER, metadata={"Software": None})
     return buffer.getvalue()
@@ -73,7 +76,7 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]) -> None:
+def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval], measure: Measure) -> None:
     has_reward = any("reward/mean" in row for row in rows)
     top = _Panel("Reward", "reward/mean", ("rl",)) if has_reward else _Panel("Loss", "loss/total", _ANY)
     small = [panel for panel in _SMALL_PANELS if _series(rows, panel)[0] and (has_reward or panel.key != top.key)][:4]
@@ -84,7 +87,7 @@ def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]
     axes = figure.add_subplot(grid[0, :])
     _dress(axes, f"{top.title} by optimizer step", ticks=10)
     _draw_main(axes, rows, top)
-    _draw_evals(axes, evals, "held-out accuracy" if has_reward else "held-out loss")
+    _draw_evals(axes, evals, measure)
     _shade_stages(axes, rows)
     if axes.get_legend_handles_labels()[0]:
         corner = "lower right" if has_reward else "upper right"
@@ -193,7 +196,7 @@ def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel) -> None:
         )
 
 
-def _draw_evals(axes: Axes, evals: Sequence[Eval], label: str) -> None:
+def _draw_evals(axes: Axes, evals: Sequence[Eval], measure: Measure) -> None:
     if not evals:
         return
     from matplotlib.patheffects import withStroke
@@ -208,7 +211,7 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], label: str) -> None:
         marker="D",
         markersize=6,
         markeredgecolor=_PAPER,
-        label=label,
+        label=f"held-out {measure}",
         zorder=4,
         clip_on=False,
     )
@@ -216,9 +219,8 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], label: str) -> None:
     axes.set_ylim(low, high + 0.08 * (high - low))  # room for the numbers
     numbered = range(len(evals)) if len(evals) <= 6 else (0, len(evals) - 1)
     for index in numbered:
-        text = f"{values[index] * 100:.1f} %" if "accuracy" in label else f"{values[index]:.3g}"
         axes.annotate(
-            text,
+            figure_of(measure, values[index]),
             (steps[index], values[index]),
             (0, 8),
             textcoords="offset points",

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tandem.errors import RunError
 from tandem.io.json_files import read_json
 from tandem.io.jsonl import read_jsonl
+from tandem.types import Measure
 
 Row = Mapping[str, Any]
 _LOG_LINES = 40
@@ -38,8 +39,8 @@ class History:
         return found if isinstance(found, Mapping) else {}
 
     @property
-    def judged_by_loss(self) -> bool:
-        return by_loss(self.status)
+    def measure(self) -> Measure:
+        return measure_of(self.status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,12 @@ def read_status(run_dir: Path) -> Mapping[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def by_loss(status: Mapping[str, Any]) -> bool:
+def measure_of(status: Mapping[str, Any]) -> Measure:
+    """What a run's held-out scores are; of one that was not evaluated, what its recipe measures."""
     found = status.get("eval")
     metric = found.get("metric") if isinstance(found, Mapping) else None
-    return metric == "loss" or (metric is None and status.get("recipe") in ("sft", "preference"))
+    known = next((measure for measure in get_args(Measure) if measure == metric), None)
+    return known or ("loss" if status.get("recipe") in ("sft", "preference") else "accuracy")
 
 
 def number(value: Any) -> float | None:
@@ -100,7 +103,7 @@ def number(value: Any) -> float | None:
 
 def evaluations(history: History) -> list[Evaluation]:
     """In the order of their steps; those with a name in status.json keep it."""
-    key = "eval/loss" if history.judged_by_loss else "eval/accuracy"
+    key = f"eval/{history.measure}"
     by_step = {
         int(row["step"]): Evaluation(f"after step {int(row['step'])}", int(row["step"]), value)
         for row in history.rows
@@ -111,7 +114,7 @@ def evaluations(history: History) -> list[Evaluation]:
     named = (
         ("before", "before training", 0),
         ("before_rl", "after the warm-up, before RL" if warm else "before RL", warm),
-        ("after", "after training" if history.judged_by_loss else "after RL", last),
+        ("after", "after training" if history.measure == "loss" else "after RL", last),
     )
     for field, label, step in named:
         if (value := number(history.eval.get(field))) is not None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.obs.text_charts import sparkline
-from tandem.obs.wording import printable
+from tandem.obs.wording import figure_of, printable
+from tandem.types import Measure
 
 REFRESH_PER_SECOND = 3
 PLAIN_EVERY_S = 5.0
@@ -78,12 +79,12 @@ class LiveView:
         if self._done == self._total:
             self._say_how_the_stage_went()
 
-    def evaluation(
-        self, name: str, accuracy: float, note: str = "", *, metric: Literal["accuracy", "loss"] = "accuracy"
-    ) -> None:
-        """What was held out: its accuracy as a fraction, or its loss."""
-        value = f"{accuracy * 100:.1f} %" if metric == "accuracy" else f"loss {accuracy:.4g}"
-        self._last_eval = f"{name}: {value}{' · ' + note if note else ''}"
+    def evaluation(self, name: str, value: float, note: str = "", *, metric: Measure = "accuracy") -> None:
+        """The mean over what was held out; accuracy as a fraction."""
+        said = figure_of(metric, value)
+        self._last_eval = (
+            f"{name}: {said if metric == 'accuracy' else f'{metric} {said}'}{' · ' + note if note else ''}"
+        )
         self.say(f"   evaluation {self._last_eval}")
 
     def say(self, text: str) -> None:

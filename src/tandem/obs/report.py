@@ -65,7 +65,7 @@ def _content(history: History) -> dict[str, Any]:
         "gauge": _gauge(history),
         "facts": _facts(history),
         "evaluations": _evaluations(history),
-        "measure": "loss" if history.judged_by_loss else "accuracy",
+        "measure": history.measure,
         "has_baseline": ends(status)[0] is not None,
         "baseline": "before RL" if "before_rl" in history.eval else "before",
         "interval_name": interval_name(status) if interval(status) else "",
@@ -82,11 +82,11 @@ def _content(history: History) -> dict[str, Any]:
 
 
 def _gauge(history: History) -> dict[str, float] | None:
-    """Before, after and the interval on one line, in percent of its length. Loss: from 0 to the larger of the two."""
+    """Before, after and the interval on one line, in percent of its length; of accuracy it is 100 %."""
     before, after = ends(history.status)
     if before is None or after is None or min(before, after) < 0:
         return None
-    scale = max(before, after) * 1.05 if history.judged_by_loss else max(1.0, before, after)
+    scale = 1.0 if history.measure == "accuracy" else max(before, after) * 1.05
     low, high = interval(history.status) or (after - before, after - before)
     places = {"before": before, "after": after, "low": before + low, "high": before + high}
     return {name: min(max(100 * value / (scale or 1.0), 0.0), 100.0) for name, value in places.items()}
@@ -109,7 +109,8 @@ def _facts(history: History) -> list[tuple[str, str]]:
 def _evaluations(history: History) -> list[dict[str, Any]]:
     status, (baseline, _) = history.status, ends(history.status)
     found = evaluations(history)
-    scale = max([item.value for item in found] + ([] if history.judged_by_loss else [1.0]), default=1.0) or 1.0
+    full = [1.0] if history.measure == "accuracy" else [abs(item.value) for item in found]
+    scale = max(full, default=1.0) or 1.0
     return [
         {
             "label": item.label,
@@ -128,7 +129,7 @@ def _curves(history: History) -> str:
     if not history.rows:
         return ""
     evals = [(item.step, item.value) for item in evaluations(history)]
-    picture = curves_png(history.rows, history.name, evals=evals)
+    picture = curves_png(history.rows, history.name, evals=evals, measure=history.measure)
     write_bytes(history.directory / "curves.png", picture)
     return base64.b64encode(picture).decode("ascii")
 

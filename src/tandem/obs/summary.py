@@ -30,7 +30,9 @@ from tandem.obs.wording import (
     printable,
 )
 
-_STYLES = {"improved": "bold green", "unchanged": "bold yellow", "worse": "bold red"}
+_STYLES = {
+    "improved": "bold green", "unchanged": "bold yellow", "undecided": "bold yellow", "worse": "bold red",
+}  # fmt: skip
 _FILES = (
     ("report.html", "everything about this run, in one file"),
     ("curves.png", "the curves"),
@@ -67,7 +69,7 @@ def _evaluations(history: History, status: Mapping[str, Any]) -> RenderableType 
     baseline, _ = ends(status)
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("held out")
-    table.add_column("loss" if history.judged_by_loss else "accuracy", justify="right")
+    table.add_column(history.measure, justify="right")
     if baseline is not None:
         table.add_column("against before RL" if "before_rl" in history.eval else "against before", justify="right")
     if interval(status):

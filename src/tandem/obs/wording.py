@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.obs.history import by_loss, number
+from tandem.obs.history import measure_of, number
+from tandem.types import Measure, Trajectory
 
+_ANSWER = 200  # characters shown of one
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -21,13 +24,16 @@ def headline(status: Mapping[str, Any]) -> str:
         return f"{beginning.get(state, f'State {state}')}: {steps} done."
     if before is None or after is None:
         return f"Finished after {status.get('steps_done', '?')} steps. It was not evaluated, so there is no verdict."
-    what = "held-out loss" if by_loss(status) else "held-out accuracy"
+    what = f"held-out {measure_of(status)}"
     since = "before RL" if "before_rl" in status["eval"] else "before training"
     verb = "rose" if after > before else "fell" if after < before else "stayed"
+    first, last = figure(status, before), figure(status, after)
+    if first == last and verb != "stayed":
+        first, last = f"{before:.7g}", f"{after:.7g}"
+    moved = f"{verb} from {first} {since} to {last} after it"
     if name == "unchanged" or verb == "stayed":
-        return f"Unchanged: {what} was {figure(status, before)} {since} and {figure(status, after)} after it."
-    moved = f"{verb} from {figure(status, before)} {since} to {figure(status, after)} after it"
-    return f"{name.capitalize()}: {what} {moved}." if name else f"Finished: {what} {moved}."
+        moved = f"was {first} {since} and {last} after it"
+    return f"{name.capitalize() or 'Finished'}: {what} {moved}."
 
 
 def evidence(status: Mapping[str, Any]) -> str:
@@ -48,10 +54,16 @@ def caveat(status: Mapping[str, Any]) -> str:
     if not evidence(status):
         return ""
     tasks = size(status) or "held-out tasks"
+    if status.get("verdict") == "undecided":
+        why = f": {status['eval']['why']}" if status["eval"].get("why") else ""
+        return (
+            f"These {tasks} cannot say whether the model got better or worse, or stayed as it was{why}. "
+            f"Hold out more ({'data.eval_share or data.eval_path' if measure_of(status) == 'loss' else 'eval.tasks'})."
+        )
     if status.get("verdict") == "unchanged":
         return (
-            f"This says that these {tasks} cannot tell the model before from the one after. It does not say that "
-            "the two are equal: a smaller difference may be there, and more held-out tasks would narrow the interval."
+            f"The whole interval is so narrow that no change that matters is in it. It does not say that the two are "
+            f"equal: a smaller difference may be there, which more than these {tasks} would show."
         )
     return (
         f"This is about these {tasks} and this one run. It does not say how the model does on anything else, nor what "
@@ -88,12 +100,25 @@ def interval_text(status: Mapping[str, Any]) -> str:
 
 
 def figure(status: Mapping[str, Any], value: float) -> str:
-    return f"{value:.3f}" if by_loss(status) else f"{value * 100:.1f} %"
+    return figure_of(measure_of(status), value)
+
+
+def figure_of(measure: Measure, value: float) -> str:
+    """`97.1 %` of the tasks; a loss or a reward as it is."""
+    if measure == "accuracy":
+        return f"{value * 100:.1f} %"
+    return f"{value:.3f}" if measure == "loss" else f"{value:.4g}"
 
 
 def change(status: Mapping[str, Any], value: float) -> str:
-    text = f"{value:+.3f}" if by_loss(status) else f"{value * 100:+.1f} points"
-    return text.replace("-", "−")
+    return change_of(measure_of(status), value).replace("-", "−")
+
+
+def change_of(measure: Measure, value: float) -> str:
+    """With its sign. A change that three places would show as 0 has two digits that count."""
+    if measure == "accuracy":
+        return f"{value * 100:+.1f} points"
+    return f"{value:+.3f}" if abs(value) >= 0.001 or not value else f"{value:+.2g}"
 
 
 def size(status: Mapping[str, Any]) -> str:
@@ -102,10 +127,25 @@ def size(status: Mapping[str, Any]) -> str:
         return ""
     for field, noun in (("tasks", "tasks"), ("examples", "conversations")):
         if count := number(found.get(field)):
-            if by_loss(status):
+            if measure_of(status) == "loss":
                 noun = "pairs of answers" if status.get("recipe") == "preference" else "conversations"
             return f"{count:,.0f} {noun}"
     return ""
+
+
+def answers(played: Sequence[Trajectory], count: int = 3) -> str:
+    """The first few answers, each to another task: what the model said last, and the reward that it earned."""
+    by_task = {trajectory.task_id: trajectory for trajectory in reversed(played)}
+    return "\n".join(_answer(by_task[name]) for name in [*dict.fromkeys(t.task_id for t in played)][:count])
+
+
+def _answer(trajectory: Trajectory) -> str:
+    said = [message.get("content") for message in trajectory.messages if message.get("role") == "assistant"]
+    text = printable(str(said[-1] or "")) if said else ""
+    left_out = f" and {len(text) - _ANSWER:,} characters more" if len(text) > _ANSWER else ""
+    cut = ", cut off by the limit on tokens" if trajectory.status == "truncated" else ""
+    shown = json.dumps(text[:_ANSWER], ensure_ascii=False)
+    return f"   task {printable(trajectory.task_id)}: {shown}{left_out}{cut}: reward {trajectory.reward:g}"
 
 
 def printable(text: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import SpecError
+from tandem.obs.wording import change_of, figure_of
 from tandem.recipes import build
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.episode import Setting
@@ -19,7 +20,7 @@ from tandem.runs.verdict import Verdict, judge
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RlSpec, RunSpec
-from tandem.types import Sampling, Task
+from tandem.types import Measure, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +33,29 @@ class Judged:
 
     def row(self) -> dict[str, Any]:
         told: dict[str, Any] = {
-            "version": self.found.version, "accuracy": self.found.mean, "tasks": len(self.found.tasks),
-            "failed": self.found.failed, "stored": str(self.path),
+            "version": self.found.version, "metric": self.found.metric, self.found.metric: self.found.mean,
+            "tasks": len(self.found.tasks), "failed": self.found.failed, "stored": str(self.path),
         }  # fmt: skip
         if self.verdict is not None and self.against is not None:
             told |= {
-                "against": {"version": self.against.version, "accuracy": self.against.mean, "when": self.against.when}
-            }
+                "against": {
+                    "version": self.against.version, self.against.metric: self.against.mean, "when": self.against.when,
+                },
+            }  # fmt: skip
             told |= {"verdict": self.verdict.verdict, "paired": asdict(self.verdict)}
         return told
 
     def text(self) -> str:
-        found = self.found
-        lines = [f"{found.mean:.1%} of {len(found.tasks)} held-out tasks (version {found.version})"]
+        found, measure = self.found, self.found.metric
+        what = "of" if measure == "accuracy" else f"{measure} a task, mean over"
+        lines = [f"{figure_of(measure, found.mean)} {what} {len(found.tasks)} held-out tasks (version {found.version})"]
         if self.verdict is not None and self.against is not None:
             low, high = self.verdict.interval
+            why = f": {self.verdict.why}" if self.verdict.why else ""
             lines.append(
-                f"{self.verdict.verdict}: {self.verdict.difference:+.1%} [{low:+.1%}, {high:+.1%}] against "
-                f"{self.against.mean:.1%} ({self.against.when}), the same tasks in pairs"
+                f"{self.verdict.verdict}{why}: {change_of(measure, self.verdict.difference)} "
+                f"[{change_of(measure, low)}, {change_of(measure, high)}] against "
+                f"{figure_of(measure, self.against.mean)} ({self.against.when}), the same tasks in pairs"
             )
         return "\n".join([*lines, f"stored {self.path}"])
 
@@ -68,11 +74,15 @@ def evaluate_model(
     is_run = (Path(source) / "status.json").exists()
     place = directory or (Path(source) if is_run else Path(".tandem") / "evals" / Path(source).name)
     environment = build.environment(spec.environment)
+    measure: Measure | None = None
     try:
         tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
-        against = _stored(_play(base, spec, environment, tasks), spec, tasks, 0, f"base {base}") if base else None
+        against = None
+        if base:
+            played = _play(base, spec, environment, tasks, measure)
+            against, measure = _stored(played, spec, tasks, 0, f"base {base}"), played.measure
         version = find_model(source)[2]
-        found = _stored(_play(source, spec, environment, tasks), spec, tasks, version, "eval")
+        found = _stored(_play(source, spec, environment, tasks, measure), spec, tasks, version, "eval")
     finally:
         build.close(environment)
     if against is None and is_run:
@@ -80,17 +90,17 @@ def evaluate_model(
     path = store_eval(place, found)
     if against is None:
         return Judged(found, path)
-    confidence = spec.eval.confidence
-    return Judged(found, path, against, judge(against.scores, found.scores, confidence=confidence, seed=spec.seed))
+    verdict = judge(against.scores, found.scores, confidence=spec.eval.confidence, measure=found.metric, seed=spec.seed)
+    return Judged(found, path, against, verdict)
 
 
 def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int, when: str) -> StoredEval:
     return StoredEval(
-        version, when, "accuracy", played_as(spec), [task.id for task in tasks], found.scores, found.failed
+        version, when, found.measure, played_as(spec), [task.id for task in tasks], found.scores, found.failed
     )
 
 
-def _play(source: str, spec: RlSpec, environment: Any, tasks: Sequence[Task]) -> Evaluation:
+def _play(source: str, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None) -> Evaluation:
     path, _, version = find_model(source)
     model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
     setting = Setting(
@@ -110,7 +120,7 @@ def _play(source: str, spec: RlSpec, environment: Any, tasks: Sequence[Task]) ->
         try:
             max_tokens = spec.eval.max_tokens or spec.train.max_tokens
             share = spec.environment.max_failed_share
-            return await evaluate(setting, tasks, max_tokens, max_failed_share=share)
+            return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
         finally:
             await engine.close()
 

@@ -7,7 +7,16 @@ import statistics
 from tandem.data.preference import Pair
 from tandem.errors import TemplateError
 from tandem.recipes import build
-from tandem.recipes.supervised import conclude_by_loss, due, longest_of, marked, recorded_stage, reported
+from tandem.recipes.supervised import (
+    MORE_ROWS,
+    conclude_by_loss,
+    due,
+    longest_of,
+    marked,
+    recorded_stage,
+    reported,
+    say_if_too_few,
+)
 from tandem.rollout.recorded import record_pair
 from tandem.runs.evals import StoredEval, store_eval
 from tandem.runs.keeper import Keeper
@@ -23,6 +32,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, keeper: Keeper) -> No
         run.note_option(*note)
     pairs, held_out = checked_pairs(model, spec.data, run)
     held_out = held_out[: spec.eval.examples]
+    say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
     algorithm = build.preference_algorithm(spec.algorithm)
     model.policy.keep_reference()
     trainer = build.trainer(stage, model, algorithm, 0, spec.seed)

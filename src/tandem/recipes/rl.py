@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
+from tandem.errors import NothingLearned
 from tandem.loop import run_loop
 from tandem.obs.sync_status import TOLD
+from tandem.obs.wording import answers
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes import build, build_engine
-from tandem.recipes.supervised import checked_rows, due, recordings_of, supervised_stage
+from tandem.recipes.supervised import checked_rows, due, recordings_of, say_if_too_few, supervised_stage
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.rollout.guard import why_not
@@ -22,7 +25,7 @@ from tandem.spec.data import Demonstrations
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
-from tandem.types import Metrics, Sampling, Trajectory
+from tandem.types import Batch, Group, Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
 
@@ -54,6 +57,7 @@ class RlRun:
             retries=1 if spec.environment.workers else 0,
         )
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
+        say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
     async def train(self) -> None:
         alarm_missing = "" if self.spec.environment.workers else why_not()  # a worker is killed, whatever it does
@@ -73,19 +77,20 @@ class RlRun:
         before = await self._evaluate(trainer, "before_rl", "before RL")
         await self._rl_stage(trainer, algorithm)
         after = await self._evaluate(trainer, "after", "after RL")
-        verdict = judge(before.scores, after.scores, confidence=self.spec.eval.confidence, seed=self.spec.seed)
-        self.run.conclude(
-            verdict.verdict,
-            {
-                "metric": "accuracy",
-                "tasks": verdict.tasks,
-                "after_minus_before_rl": verdict.difference,
-                "interval": list(verdict.interval),
-                "confidence": verdict.confidence,
-                "failed_episodes_before_rl": before.failed,
-                "failed_episodes_after": after.failed,
-            },
+        verdict = judge(
+            before.scores,
+            after.scores,
+            confidence=self.spec.eval.confidence,
+            measure=after.measure,
+            seed=self.spec.seed,
         )
+        told = {
+            "metric": after.measure,
+            "after_minus_before_rl": verdict.difference,
+            "failed_episodes_before_rl": before.failed,
+            "failed_episodes_after": after.failed,
+        }
+        self.run.conclude(verdict.verdict, told | verdict.evaluation())
 
     def _reference(self, version: int) -> None:
         """Where RL began, also if another process was there then."""
@@ -140,8 +145,9 @@ class RlRun:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
             if due(spec.eval.every, trainer.version - first, stage.steps):
                 name = f"step {trainer.version}"
-                metrics["eval/accuracy"] = (await self._play_held_out(trainer.version, name)).accuracy
-                self.run.evaluated(name, name, metrics["eval/accuracy"])
+                found = await self._play_held_out(trainer.version, name)
+                metrics[f"eval/{found.measure}"] = found.mean
+                self._tell(found, name, name)
             self.run.record(trainer.version, metrics)
 
         first = self.spec.warmup.steps if self.spec.warmup else 0
@@ -149,37 +155,54 @@ class RlRun:
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
         )
-        await run_loop(
-            trainer=trainer,
-            publisher=self.publisher,
-            store=store,
-            producers=[producer],
-            make_batch=build.batches(stage, self.model, algorithm),
-            groups_per_step=stage.groups_per_step,
-            last_version=last,
-            after_step=after_step,
-            sync_every=spec.sync.every,
-            call=self.call,
-            keeper=self.keeper,
-        )
-        trainer.finish()
+        make, latest = build.batches(stage, self.model, algorithm), list[Trajectory]()
+
+        def make_batch(groups: list[Group], version: int) -> Batch:
+            latest[:] = chain.from_iterable(groups)
+            return make(groups, version)
+
+        try:
+            await run_loop(
+                trainer=trainer,
+                publisher=self.publisher,
+                store=store,
+                producers=[producer],
+                make_batch=make_batch,
+                groups_per_step=stage.groups_per_step,
+                last_version=last,
+                after_step=after_step,
+                sync_every=spec.sync.every,
+                call=self.call,
+                keeper=self.keeper,
+            )
+            trainer.finish()
+        except NothingLearned as error:
+            raise NothingLearned(f"{error}\nof the last batch, with what the scorer gave:\n{answers(latest)}") from None
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """What is judged is what the engine serves."""
         await self.publisher.hold(trainer)
         if (known := self.keeper.remembered(name)) is not None:
-            return Evaluation(known["scores"], [], known["failed"])
+            return Evaluation(known["scores"], [], known["failed"], known.get("measure", "accuracy"))
         result = await self._play_held_out(trainer.version, name)
-        self.keeper.remember(name, {"scores": result.scores, "failed": result.failed})
-        self.run.evaluated(name, label, result.accuracy)
+        self.keeper.remember(name, {"scores": result.scores, "failed": result.failed, "measure": result.measure})
+        self._tell(result, name, label)
         return result
+
+    def _tell(self, found: Evaluation, name: str, label: str) -> None:
+        """The mean; and where nothing was right, answers that show why. A warm-up may still come after `before`."""
+        self.run.evaluated(name, label, found.mean, metric=found.measure)
+        if name != "before" and found.played and max(found.scores) <= 0 and len(set(found.scores)) == 1:
+            self.run.view.say(f"   all {len(found.scores)} answers scored {found.mean:g}, such as:")
+            self.run.view.say(answers(found.played))
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
         share = self.spec.environment.max_failed_share
-        found = await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share)
+        measure = self.run.status["eval"].get("metric")  # of the evaluation before, in another process perhaps
+        found = await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share, measure=measure)
         tasks = [task.id for task in self.eval_tasks]
-        kept = StoredEval(version, name, "accuracy", played_as(self.spec), tasks, found.scores, found.failed)
+        kept = StoredEval(version, name, found.measure, played_as(self.spec), tasks, found.scores, found.failed)
         store_eval(self.run.directory, kept)
         for trajectory in found.played[:_SAMPLES_KEPT]:
             self.run.sample(name, version, trajectory.task_id, trajectory.messages, trajectory.reward)

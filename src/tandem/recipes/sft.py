@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.recipes import build
-from tandem.recipes.supervised import checked_rows, conclude_by_loss, due, supervised_stage
+from tandem.recipes.supervised import MORE_ROWS, checked_rows, conclude_by_loss, due, say_if_too_few, supervised_stage
 from tandem.runs.evals import StoredEval, store_eval
 from tandem.runs.keeper import Keeper
 from tandem.runs.run import Run
@@ -20,6 +20,7 @@ async def train_sft(spec: SftSpec, run: Run, keeper: Keeper) -> None:
         run.note_option(*note)
     recordings, held_out = checked_rows(model, spec.data, run, "data")
     held_out = held_out[: spec.eval.examples]
+    say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
     trainer = build.trainer(stage, model, build.sft_algorithm(), 0, spec.seed)
     keeper.load(trainer, "sft")
     run.status["steps_total"] = stage.steps

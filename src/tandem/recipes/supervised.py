@@ -15,12 +15,14 @@ from tandem.recipes import build, build_engine
 from tandem.rollout.recorded import record
 from tandem.runs.keeper import Keeper
 from tandem.runs.run import Run
-from tandem.runs.verdict import judge
+from tandem.runs.verdict import judge, too_few
 from tandem.spec.evaluation import LossEvalSpec
 from tandem.spec.train import SftStage
 from tandem.types import Group, Message, Metrics, Trajectory
 
 R = TypeVar("R", bound=Row)
+
+MORE_ROWS = "give it more rows, a larger data.eval_share, or rows of their own (data.eval_path, data.eval_split)"
 
 
 def due(every: int, done: int, steps: int) -> bool:
@@ -142,21 +144,18 @@ def reported(split: Split[R], noun: str, run: Run, field: str) -> Split[R]:
 def conclude_by_loss(run: Run, before: Sequence[float], after: Sequence[float], eval: LossEvalSpec, seed: int) -> None:
     """The verdict from the held-out losses, in the same order both times."""
     if not before:
-        run.conclude(
-            "unchanged", {"metric": "loss", "tasks": 0, "why": "nothing was held out, so nothing can be compared"}
-        )
+        why = "nothing was held out, so nothing can be compared"
+        run.conclude("undecided", {"metric": "loss", "tasks": 0, "why": why})
         return
-    verdict = judge(before, after, confidence=eval.confidence, seed=seed, higher_is_better=False)
-    run.conclude(
-        verdict.verdict,
-        {
-            "metric": "loss",
-            "tasks": verdict.tasks,
-            "after_minus_before": verdict.difference,
-            "interval": list(verdict.interval),
-            "confidence": verdict.confidence,
-        },
-    )
+    verdict = judge(before, after, confidence=eval.confidence, measure="loss", seed=seed)
+    told = {"metric": "loss", "after_minus_before": verdict.difference}
+    run.conclude(verdict.verdict, told | verdict.evaluation())
+
+
+def say_if_too_few(run: Run, held_out: int, confidence: float, way_out: str) -> None:
+    """Before hours are spent: that no verdict can come of it."""
+    if why := too_few(held_out, confidence):
+        run.view.say(f"   the verdict will be undecided: {why}; {way_out}")
 
 
 def marked(model: build.Model, trajectory: Trajectory) -> str:

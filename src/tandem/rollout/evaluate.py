@@ -10,21 +10,22 @@ from dataclasses import dataclass, replace
 
 from tandem.errors import EpisodeFailed, TooManyFailures
 from tandem.rollout.episode import Setting, play
-from tandem.types import Sampling, Task, Trajectory
+from tandem.types import Measure, Sampling, Task, Trajectory
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One score a task, in the order of the tasks; a failed episode scores 0."""
+    """One score a task, in the order of the tasks. A failed episode scores 0, or the lowest reward if that is below."""
 
     scores: list[float]
     played: list[Trajectory]
     failed: int
+    measure: Measure
 
     @property
-    def accuracy(self) -> float:
+    def mean(self) -> float:
         return sum(self.scores) / len(self.scores)
 
 
@@ -34,13 +35,23 @@ def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:
 
 
 async def evaluate(
-    setting: Setting, tasks: Sequence[Task], max_tokens: int, *, max_failed_share: float = 0.2
+    setting: Setting,
+    tasks: Sequence[Task],
+    max_tokens: int,
+    *,
+    max_failed_share: float = 0.2,
+    measure: Measure | None = None,
 ) -> Evaluation:
+    """`measure`: what an earlier evaluation went by. The first one goes by accuracy if every outcome has a `correct`
+    between 0 and 1, else by the reward."""
     greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0))
 
     async def score(index: int, task: Task) -> Trajectory | None:
         try:
-            return await play(greedy, task, setting.renderer.prompt(task.messages), seed=index)
+            trajectory = await play(greedy, task, setting.renderer.prompt(task.messages), seed=index)
+            if measure == "accuracy" and not _has_correct(trajectory):
+                raise EpisodeFailed("no_outcome", f"task {task.id}: no `correct` in its metrics, as earlier ones had")
+            return trajectory
         except EpisodeFailed as failure:
             _log.warning("evaluation: %s", failure)
             return None
@@ -54,5 +65,15 @@ async def evaluate(
         )
     if unclosed := sum(trajectory is not None and trajectory.unclosed for trajectory in played):
         _log.warning("evaluation: %d of %d answers score 0: their thinking was never closed", unclosed, len(tasks))
-    scores = [0.0 if t is None else t.metrics.get("correct", t.reward) for t in played]
-    return Evaluation(scores, [t for t in played if t is not None], failed)
+    finished = [trajectory for trajectory in played if trajectory is not None]
+    found: Measure = measure or ("accuracy" if finished and all(map(_has_correct, finished)) else "reward")
+
+    def scored(trajectory: Trajectory) -> float:
+        return trajectory.metrics["correct"] if found == "accuracy" else trajectory.reward
+
+    lowest = min([0.0, *map(scored, finished)])  # where rewards are below 0, to fail must not be the better score
+    return Evaluation([lowest if t is None else scored(t) for t in played], finished, failed, found)
+
+
+def _has_correct(trajectory: Trajectory) -> bool:
+    return 0 <= trajectory.metrics.get("correct", -1) <= 1

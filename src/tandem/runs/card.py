@@ -47,8 +47,7 @@ def _table(history: History) -> str:
     if not found:
         return ""
     rows = [f"| {item.label} | {item.step} | {figure(history.status, item.value)} |" for item in found]
-    measure = "loss" if history.judged_by_loss else "accuracy"
-    return "\n".join(["## Held out", "", f"| when | step | {measure} |", "|---|---:|---:|", *rows])
+    return "\n".join(["## Held out", "", f"| when | step | {history.measure} |", "|---|---:|---:|", *rows])
 
 
 def _facts(history: History, spec: dict[str, Any]) -> str:

@@ -89,6 +89,7 @@ def _said(pairing: Pairing) -> str:
     return (
         f"{pairing.other} against {pairing.first}: {pairing.verdict.verdict}, {pairing.verdict.difference:+.4g} "
         f"[{low:+.4g}, {high:+.4g}], {pairing.verdict.tasks} tasks in pairs"
+        + (f": {pairing.verdict.why}" if pairing.verdict.why else "")
     )
 
 
@@ -100,8 +101,7 @@ def _pair(first: str, a: StoredEval | None, other: str, b: StoredEval | None, co
         return Pairing(
             first, other, False, f"other tasks were scored, or in another way ({', '.join(differing) or 'tasks'})"
         )
-    better = a.metric == "accuracy"
-    return Pairing(first, other, True, "", judge(a.scores, b.scores, confidence=confidence, higher_is_better=better))
+    return Pairing(first, other, True, "", judge(a.scores, b.scores, confidence=confidence, measure=a.metric))
 
 
 def _last(directory: Path) -> StoredEval | None:

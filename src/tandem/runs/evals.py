@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tandem.io import atomic
 from tandem.io.json_files import read_json
 from tandem.io.jsonl import finite
 from tandem.spec.run import RlSpec
+from tandem.types import Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class StoredEval:
     version: int
     when: str
     """before, before_rl, step 20, after; by hand: eval."""
-    metric: Literal["accuracy", "loss"]
+    metric: Measure
     protocol: Mapping[str, Any]
     """What was asked: two evaluations with the same protocol can be compared."""
     tasks: Sequence[str]

@@ -241,7 +241,9 @@ class Keeper:
         """Than every evaluation in this run before it."""
         if not self.spec.keep_best:
             return False
-        value = metrics.get("eval/accuracy", -metrics["eval/loss"] if "eval/loss" in metrics else None)
+        value = metrics.get("eval/accuracy", metrics.get("eval/reward"))
+        if value is None and "eval/loss" in metrics:
+            value = -metrics["eval/loss"]
         if value is None or (self._best and value <= self._best[1]):
             return False
         self._best = [version, value]

@@ -22,7 +22,7 @@ from tandem.obs.trackers.feed import Feed
 from tandem.runs.failures import classify_error
 from tandem.runs.lease import Lease
 from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
-from tandem.types import Message, Metrics, Proof
+from tandem.types import Measure, Message, Metrics, Proof
 
 _log = logging.getLogger(__name__)
 
@@ -157,11 +157,10 @@ class Run:
         for writer in (self._metrics, self._ledger, self._samples):
             writer.settle()
 
-    def evaluated(
-        self, name: str, label: str, value: float, *, metric: Literal["accuracy", "loss"] = "accuracy"
-    ) -> None:
-        """`name` is its field in status.json."""
+    def evaluated(self, name: str, label: str, value: float, *, metric: Measure = "accuracy") -> None:
+        """`name` is its field in status.json. A run is judged by the first measure that it is evaluated by."""
         self.progress.tick()
+        self.status["eval"].setdefault("metric", metric)
         self.status["eval"][name] = value
         self.event("eval", name=name, **{metric: value})
         self.view.evaluation(label, value, metric=metric)

@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tandem.errors import RunError
 from tandem.io.json_files import read_json
-from tandem.obs.history import by_loss
+from tandem.obs.history import measure_of, number
 from tandem.obs.wording import ends, interval
-
-Outcome = Literal["improved", "unchanged", "worse", "undecided"]
+from tandem.runs.verdict import Word, decide, t_quantile
+from tandem.types import Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Sweep:
     """`interval` is a t-interval: where the mean difference of ever more seeds would lie."""
 
     directory: Path
-    metric: Literal["accuracy", "loss"]
+    metric: Measure
     confidence: float
     seeds: Sequence[SeedResult]
     failed: int
@@ -57,7 +57,9 @@ class Sweep:
     after: Spread | None
     difference: Spread | None
     interval: tuple[float, float] | None
-    verdict: Outcome
+    verdict: Word
+    why: str = ""
+    """Why it is undecided."""
 
 
 def read_seed(directory: Path, seed: int) -> tuple[SeedResult, Mapping[str, Any]]:
@@ -77,10 +79,16 @@ def summarise(
     directory: Path, seeds: Sequence[SeedResult], statuses: Sequence[Mapping[str, Any]], confidence: float
 ) -> Sweep:
     """`statuses`: of the seeds that succeeded. Those that failed are counted, and have no part in the numbers."""
-    metric: Literal["accuracy", "loss"] = "loss" if any(by_loss(status) for status in statuses) else "accuracy"
+    metric: Measure = measure_of(statuses[0]) if statuses else "accuracy"
     judged = [each for each in seeds if each.state == "succeeded" and each.difference is not None]
     differences = [each.after - each.before for each in judged if each.after is not None and each.before is not None]
-    bounds = _interval(differences, confidence, _resolution(metric, statuses)) if len(differences) > 1 else None
+    tasks = _least("tasks", statuses)
+    resolution = 1 / tasks if metric == "accuracy" and tasks else 0.0  # accuracy over n tasks comes in steps of 1/n
+    bounds = _interval(differences, confidence, resolution) if len(differences) > 1 else None
+    word, why = ("undecided", f"{len(judged)} judged seed{'s' * (len(judged) != 1)}; a spread takes two")
+    if bounds is not None:
+        margin = _least("margin", statuses)
+        word, why = decide(bounds, margin, tasks=int(tasks), confidence=confidence, measure=metric)
     return Sweep(
         directory=directory,
         metric=metric,
@@ -91,7 +99,8 @@ def summarise(
         after=_spread([each.after for each in judged if each.after is not None]),
         difference=_spread(differences),
         interval=bounds,
-        verdict=_verdict(bounds, metric),
+        verdict=word,
+        why=why,
     )
 
 
@@ -119,28 +128,13 @@ def conclusion(sweep: Sweep) -> str:
     judged = sum(each.state == "succeeded" and each.difference is not None for each in sweep.seeds)
     failures = f" {sweep.failed} of {len(sweep.seeds)} seeds failed." if sweep.failed else ""
     if sweep.interval is None or sweep.difference is None:
-        return f"Undecided: {judged} judged seed{'s' * (judged != 1)}; a spread takes two.{failures}"
+        return f"Undecided: {sweep.why}.{failures}"
     low, high = sweep.interval
+    why = f": {sweep.why}" if sweep.why else ""
     return (
         f"{sweep.verdict.capitalize()}: held-out {sweep.metric} {sweep.difference.mean:+.3f} on average, "
-        f"{sweep.confidence:.0%} t-interval [{low:+.3f}, {high:+.3f}] over {judged} seeds.{failures}"
+        f"{sweep.confidence:.0%} t-interval [{low:+.3f}, {high:+.3f}] over {judged} seeds{why}.{failures}"
     )
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Of Student's t. With x = sqrt(degrees) tan(angle) its distribution is the integral of a power of the cosine."""
-    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
-
-    def below(angle: float, pieces: int = 400) -> float:
-        step = angle / pieces  # Simpson's rule
-        inner = sum((4 if i % 2 else 2) * math.cos(i * step) ** (degrees - 1) for i in range(1, pieces))
-        return 0.5 + factor * step / 3 * (1 + inner + math.cos(angle) ** (degrees - 1))
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if below(middle) < probability else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)
 
 
 def _interval(differences: Sequence[float], confidence: float, resolution: float) -> tuple[float, float]:
@@ -151,19 +145,9 @@ def _interval(differences: Sequence[float], confidence: float, resolution: float
     return mean - half, mean + half
 
 
-def _resolution(metric: str, statuses: Sequence[Mapping[str, Any]]) -> float:
-    """Accuracy over n tasks comes in steps of 1/n; a loss in none."""
-    tasks = [status["eval"]["tasks"] for status in statuses if status.get("eval", {}).get("tasks")]
-    return 1 / min(tasks) if metric == "accuracy" and tasks else 0.0
-
-
-def _verdict(bounds: tuple[float, float] | None, metric: str) -> Outcome:
-    if bounds is None:
-        return "undecided"
-    low, high = bounds
-    if low <= 0 <= high:
-        return "unchanged"
-    return "improved" if (low > 0) == (metric == "accuracy") else "worse"
+def _least(field: str, statuses: Sequence[Mapping[str, Any]]) -> float:
+    """Of a number in `eval`; 0 where a run has none."""
+    return min((number(status.get("eval", {}).get(field)) or 0.0 for status in statuses), default=0.0)
 
 
 def _spread(values: Sequence[float]) -> Spread | None:

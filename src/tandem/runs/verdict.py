@@ -1,40 +1,58 @@
-"""Did it get better? A paired bootstrap over the tasks that were played before and after."""
+"""Did it get better? A paired bootstrap over the tasks that were played before and after.
+
+improved, worse   the interval of the mean change leaves out 0
+unchanged         it holds 0, and shows that no change that matters took place: it lies within the margin, and there are
+                  enough tasks that such a change would have been among them
+undecided         anything else: these tasks cannot tell
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from statistics import NormalDist
+from typing import Any, Literal
+
+from tandem.types import Measure
+
+Word = Literal["improved", "unchanged", "worse", "undecided"]
 
 RESAMPLES = 4000
 _BLOCK = 2_000_000  # drawn indices held in memory at once
+_SHARE = 0.05
+"""Of the tasks: a change that concerns fewer is not looked for. So `unchanged` allows accuracy to move by so much."""
+_SMALL_EFFECT = 0.2
+"""In standard deviations of the scores (Cohen's d): what `unchanged` allows a loss or a reward to move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`difference` and `interval` are after minus before, whichever direction is the better one."""
 
-    verdict: Literal["improved", "unchanged", "worse"]
+    verdict: Word
     before: float
     after: float
     difference: float
     interval: tuple[float, float]
     confidence: float
     tasks: int
+    margin: float
+    """`unchanged` takes an interval within plus or minus this."""
+    why: str = ""
+    """Why it is undecided."""
+
+    def evaluation(self) -> dict[str, Any]:
+        """What status.json says of it, beside the numbers that were compared."""
+        told = {"tasks": self.tasks, "interval": list(self.interval), "confidence": self.confidence}
+        return told | {"margin": self.margin} | ({"why": self.why} if self.why else {})
 
 
 def judge(
-    before: Sequence[float],
-    after: Sequence[float],
-    *,
-    confidence: float,
-    seed: int = 0,
-    higher_is_better: bool = True,
+    before: Sequence[float], after: Sequence[float], *, confidence: float, measure: Measure, seed: int = 0
 ) -> Verdict:
-    """One number per task, in the same order both times: pairing takes the tasks' own difficulty out of the noise.
-
-    `unchanged` says that the interval holds 0: these tasks cannot tell the two apart; they may still differ.
-    """
+    """One number per task, in the same order both times: pairing takes the tasks' own difficulty out of the noise."""
     import numpy as np
 
     if len(before) != len(after) or not before:
@@ -45,21 +63,68 @@ def judge(
     changes = [float(change) for change in after_N - before_N]
     if not np.isfinite(changes).all():
         raise ValueError("a paired verdict needs finite scores; score a task that failed as 0")
-    low, high = _interval(changes, confidence, seed)
-    difference = float(np.mean(changes))
+    interval = _interval(changes, confidence, seed)
+    margin = _SHARE if measure == "accuracy" else _SMALL_EFFECT * float(before_N.std())
+    word, why = decide(interval, margin, tasks=len(changes), confidence=confidence, measure=measure)
     return Verdict(
-        verdict=_word(low, high, higher_is_better),
+        verdict=word,
         before=float(before_N.mean()),
         after=float(after_N.mean()),
-        difference=difference,
-        interval=(low, high),
+        difference=float(np.mean(changes)),
+        interval=interval,
         confidence=confidence,
         tasks=len(changes),
+        margin=margin,
+        why=why,
     )
 
 
+def decide(
+    interval: tuple[float, float], margin: float, *, tasks: int, confidence: float, measure: Measure
+) -> tuple[Word, str]:
+    """The word for an interval of after minus before, and why it is undecided."""
+    low, high = interval
+    if why := too_few(tasks, confidence):
+        return "undecided", why
+    if low > 0.0 or high < 0.0:
+        return ("improved" if (low > 0.0) == (measure != "loss") else "worse"), ""
+    if tasks < (enough := _enough_for_unchanged(confidence)):
+        return "undecided", f"the interval holds 0, and `unchanged` takes {enough} held-out examples, not {tasks}"
+    if not -margin <= low <= high <= margin:
+        allowed = f"{margin * 100:g} points" if measure == "accuracy" else f"{margin:.3g}"
+        return "undecided", f"the interval holds 0, and is wider than the ±{allowed} of `unchanged`"
+    return "unchanged", ""
+
+
+def too_few(tasks: int, confidence: float) -> str:
+    """Why no change at all can show in so many tasks; empty if it can."""
+    needed = next(count for count in range(1, 1000) if not _by_chance(count, confidence))
+    if tasks >= needed:
+        return ""
+    return (
+        f"{tasks} held-out examples are too few for a verdict: at {confidence * 100:g} % confidence it takes {needed}"
+    )
+
+
+@cache
+def t_quantile(probability: float, degrees: int) -> float:
+    """Of Student's t. With x = sqrt(degrees) tan(angle) its distribution is the integral of a power of the cosine."""
+    factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
+
+    def below(angle: float, pieces: int = 400) -> float:
+        step = angle / pieces  # Simpson's rule
+        inner = sum((4 if i % 2 else 2) * math.cos(i * step) ** (degrees - 1) for i in range(1, pieces))
+        return 0.5 + factor * step / 3 * (1 + inner + math.cos(angle) ** (degrees - 1))
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if below(middle) < probability else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
+
+
 def _interval(changes: Sequence[float], confidence: float, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap of the mean change."""
+    """Percentile bootstrap of the mean change, as wide as Student's t asks where there are few."""
     import numpy as np
 
     changes_N = np.asarray(changes)
@@ -71,23 +136,30 @@ def _interval(changes: Sequence[float], confidence: float, seed: int) -> tuple[f
             for start in range(0, RESAMPLES, rows)
         ]
     )
-    tail = (1 - confidence) / 2
+    tail = _tail(len(changes), confidence)
     low, high = (float(bound) for bound in np.quantile(means, [tail, 1 - tail]))
-    if _too_few_changed(changes, confidence):
+    if _by_chance(sum(change != 0.0 for change in changes), confidence):
         return min(low, 0.0), max(high, 0.0)
     return low, high
 
 
-def _too_few_changed(changes: Sequence[float], confidence: float) -> bool:
-    """With m tasks changed, even all of them in one direction happens by chance with probability 2 ** (1 - m).
+def _tail(count: int, confidence: float) -> float:
+    """Of the bootstrap's means on either side. Of few numbers they spread too little: by sqrt((n - 1) / n), and by what
+    t is above the normal (the expanded percentile interval: Hesterberg, What Teachers Should Know about the Bootstrap,
+    2015)."""
+    if count < 2:
+        return 0.0
+    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile((1 + confidence) / 2, count - 1))
+
+
+def _by_chance(changed: int, confidence: float) -> bool:
+    """Whether so many changed tasks may all have gone one way by chance: its probability is 2 ** (1 - m).
 
     The bootstrap does not know this: three tasks that all changed by 1 would give it the interval [1, 1].
     """
-    changed = sum(change != 0.0 for change in changes)
     return 2.0 ** (1 - changed) > 1 - confidence
 
 
-def _word(low: float, high: float, higher_is_better: bool) -> Literal["improved", "unchanged", "worse"]:
-    if low <= 0.0 <= high:
-        return "unchanged"
-    return "improved" if (low > 0.0) == higher_is_better else "worse"
+def _enough_for_unchanged(confidence: float) -> int:
+    """So many tasks that one in twenty of all would be among them: 59 at 95 % (the rule of three)."""
+    return math.ceil(math.log(1 - confidence) / math.log(1 - _SHARE))

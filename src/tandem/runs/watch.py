@@ -22,6 +22,8 @@ _SHOWN = {
     "reward/mean": "reward",
     "loss/total": "loss",
     "eval/accuracy": "accuracy",
+    "eval/reward": "held-out reward",
+    "eval/loss": "held-out loss",
     "grad/norm": "grad",
     "lag/max": "lag",
     "time/tokens_per_s": "tokens/s",

@@ -33,7 +33,8 @@ class FileData(_Rows):
     eval_path: Annotated[str, Place()] = ""
     """A file for the held-out loss; empty: `eval_share` of the rows is kept out."""
     eval_share: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the rows kept out for the held-out loss, when `eval_path` is empty."""
+    """Share of the rows kept out for the held-out loss, when `eval_path` is empty: at least 8, or a quarter of fewer
+    than 32 rows; 0 keeps out none."""
 
     @field_validator("path", "eval_path")
     @classmethod
@@ -56,7 +57,8 @@ class DatasetData(_Rows):
     eval_split: str = ""
     """Split for the held-out loss; empty: `eval_share` of the rows is kept out."""
     eval_share: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the rows kept out for the held-out loss, when `eval_split` is empty."""
+    """Share of the rows kept out for the held-out loss, when `eval_split` is empty: at least 8, or a quarter of fewer
+    than 32 rows; 0 keeps out none."""
 
 
 DataSpec = Annotated[Demonstrations | FileData | DatasetData, Field(discriminator="kind")]
