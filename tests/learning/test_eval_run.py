@@ -52,7 +52,8 @@ def test_a_run_keeps_each_evaluation_and_eval_adds_to_them(train: Train, tmp_pat
     done = CliRunner().invoke(cli.app, ["eval", str(trained.directory), "--json"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert told["accuracy"] == pytest.approx(kept[-1].mean)  # greedy, by the same rules: the same as inside the run
+    assert told["metric"] == "reward"  # its outcomes have no `correct`
+    assert told["reward"] == pytest.approx(kept[-1].mean)  # greedy, by the same rules: the same as inside the run
     assert (told["against"]["when"], told["verdict"]) == ("before_rl", trained.status["verdict"])
     assert told["paired"]["tasks"] == 6
     assert {path: path.read_bytes() for path in files} == files

@@ -114,6 +114,15 @@ def test_arithmetic_rewards_only_the_right_number(operation, right):
         assert play(environment, task, f"{right(a, b)} is less than {10**9}")[0].reward == 0.0
 
 
+def test_arithmetic_asks_as_it_is_told_to_and_keeps_its_tasks():
+    asking = Arithmetic(prompt="What is {problem}?")
+    task = asking.tasks("eval")[0]
+    assert task.messages[0]["content"] == f"What is {task.id}?"
+    assert [each.id for each in asking.tasks("eval")] == [each.id for each in Arithmetic().tasks("eval")]
+    with pytest.raises(SpecError, match=r"environment.params.prompt = 'What\?': say where the problem goes"):
+        Arithmetic(prompt="What?")
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [

@@ -10,6 +10,7 @@ from typing import Literal
 
 from tandem.env.replies import last_number
 from tandem.env.split import check_params, in_split
+from tandem.errors import SpecError
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
@@ -27,9 +28,13 @@ class Arithmetic:
     """What to do with them."""
     demo_right: float = 0.5
     """Share of demonstrations that are right; the others miss by one or by ten."""
+    prompt: str = "{problem}"
+    """What the model is shown; `What is {problem}?` asks a chat model for something."""
 
     def __post_init__(self) -> None:
         check_params(self, largest=(9, 10**9), demo_right=(0, 1))
+        if "{problem}" not in self.prompt:
+            raise SpecError(f"environment.params.prompt = '{self.prompt}': say where the problem goes, by {{problem}}")
 
     def tasks(self, split: str) -> Sequence[Task]:
         rng = random.Random("arithmetic")
@@ -39,7 +44,8 @@ class Arithmetic:
 
     def _task(self, a: int, b: int) -> Task:
         problem, answer = f"{a}{self.operation}{b}", OPERATIONS[self.operation](a, b)
-        return Task(id=problem, messages=({"role": "user", "content": problem},), payload={"answer": answer})
+        asked = self.prompt.replace("{problem}", problem)
+        return Task(id=problem, messages=({"role": "user", "content": asked},), payload={"answer": answer})
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         reply = await chat.reply()

@@ -30,6 +30,8 @@ class Judged:
     """Where it was stored."""
     against: StoredEval | None = None
     verdict: Verdict | None = None
+    answers: str = ""
+    """Some of them, where none scored."""
 
     def row(self) -> dict[str, Any]:
         told: dict[str, Any] = {
@@ -57,7 +59,7 @@ class Judged:
                 f"[{change_of(measure, low)}, {change_of(measure, high)}] against "
                 f"{figure_of(measure, self.against.mean)} ({self.against.when}), the same tasks in pairs"
             )
-        return "\n".join([*lines, f"stored {self.path}"])
+        return "\n".join([*lines, *filter(None, [self.answers]), f"stored {self.path}"])
 
 
 def evaluate_model(
@@ -82,16 +84,17 @@ def evaluate_model(
             played = _play(base, spec, environment, tasks, measure)
             against, measure = _stored(played, spec, tasks, 0, f"base {base}"), played.measure
         version = find_model(source)[2]
-        found = _stored(_play(source, spec, environment, tasks, measure), spec, tasks, version, "eval")
+        played = _play(source, spec, environment, tasks, measure)
+        found = _stored(played, spec, tasks, version, "eval")
     finally:
         build.close(environment)
     if against is None and is_run:
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
     path = store_eval(place, found)
     if against is None:
-        return Judged(found, path)
+        return Judged(found, path, answers=played.none_scored)
     verdict = judge(against.scores, found.scores, confidence=spec.eval.confidence, measure=found.metric, seed=spec.seed)
-    return Judged(found, path, against, verdict)
+    return Judged(found, path, against, verdict, played.none_scored)
 
 
 def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int, when: str) -> StoredEval:

@@ -192,9 +192,8 @@ class RlRun:
     def _tell(self, found: Evaluation, name: str, label: str) -> None:
         """The mean; and where nothing was right, answers that show why. A warm-up may still come after `before`."""
         self.run.evaluated(name, label, found.mean, metric=found.measure)
-        if name != "before" and found.played and max(found.scores) <= 0 and len(set(found.scores)) == 1:
-            self.run.view.say(f"   all {len(found.scores)} answers scored {found.mean:g}, such as:")
-            self.run.view.say(answers(found.played))
+        if name != "before" and found.none_scored:
+            self.run.view.say(f"   {found.none_scored}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens

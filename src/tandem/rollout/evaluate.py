@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.errors import EpisodeFailed, TooManyFailures
+from tandem.obs.wording import answers
 from tandem.rollout.episode import Setting, play
 from tandem.types import Measure, Sampling, Task, Trajectory
 
@@ -27,6 +28,13 @@ class Evaluation:
     @property
     def mean(self) -> float:
         return sum(self.scores) / len(self.scores)
+
+    @property
+    def none_scored(self) -> str:
+        """Answers that show why, where all scored alike and none above 0; else empty."""
+        if not self.played or max(self.scores) > 0 or len(set(self.scores)) > 1:
+            return ""
+        return f"all {len(self.scores)} answers scored {self.mean:g}, such as:\n{answers(self.played)}"
 
 
 def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:

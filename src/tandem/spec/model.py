@@ -36,8 +36,8 @@ class _Model(Spec):
     """What backward needs of forward. keep: all of it. selective: matrix products and attention, the rest is computed
     again. recompute: the input of each layer. offload: all of it, in the host's memory."""
     compile: bool = False
-    """With attention = "packed": layers are compiled (torch.compile), which takes up to a minute at the start, and seconds
-    again at the first batch without shared prompts, and at the first without a gradient."""
+    """With attention = "packed": layers are compiled (torch.compile), which takes up to a minute at the start, and
+    seconds again at the first batch without shared prompts, and at the first without a gradient."""
     warm_start: Annotated[str | None, Place()] = None
     """A run's export, any checkpoint of the same shape, or an adapter, to begin with. Left out: the model as it is."""
 
