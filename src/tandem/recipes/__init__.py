@@ -17,7 +17,8 @@ from tandem.obs.history import read_status
 from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.summary import closing_text
-from tandem.obs.trackers.feed import Feed, openers
+from tandem.obs.trackers.feed import Feed
+from tandem.obs.trackers.process import Place, openers
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failures import classify_error
 from tandem.runs.keeper import Keeper
@@ -167,8 +168,8 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
     from tandem.recipes.sft import train_sft
 
     if (track := spec.track) is not None:
-        names = {"directory": str(run.directory), "name": run.directory.name}
-        run.tracking = Feed(openers(track.to, **names, project=track.project, url=track.url))
+        place = Place(str(run.directory), run.directory.name, track.project, track.url)
+        run.tracking = Feed(openers(track.to, place), tell=run.warn)
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     plan = keep_plan(spec, run)
     if plan is not None and fresh:

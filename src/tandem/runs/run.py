@@ -192,6 +192,11 @@ class Run:
             raise SpecError(f"{option} = {requested}: cannot be had, {why_not}; ask for less, or set strict = false")
         self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
 
+    def warn(self, text: str) -> None:
+        """On the terminal and in log.txt. On any thread."""
+        _log.warning("%s", text)
+        self.view.say(f"   {text}")
+
     def conclude(self, verdict: str, evaluation: Mapping[str, Any]) -> None:
         self.status["verdict"] = verdict
         self.status["eval"] |= evaluation

@@ -1,7 +1,7 @@
-"""Rows to trackers, which may be slow, fail or hang: the run never waits for one, and never fails by one.
+"""Send rows to trackers, which may be slow, fail or hang: the run never waits for one, and never fails by one.
 
 consumes: rows, on the trainer's thread      waits for: nothing; what does not fit a full queue is dropped and counted
-produces: calls of a tracker, on its thread  waits for: the tracker
+produces: calls of a tracker, on its thread  waits for: the tracker, which is a process of its own (process.py)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from tandem.obs.history import number
@@ -24,16 +24,23 @@ _CLOSE_S = 10.0  # for all of them together, at the end of a run
 class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
+    def kill(self) -> None: ...  # from another thread, while one of the calls above hangs
 
 
 Opener = Callable[[], Tracker]
 
 
 class Feed:
-    """`openers` by name: each is called on the thread of its tracker, so that an import costs the run nothing."""
+    """`openers` by name, each called on the thread of its tracker. `tell` gets one sentence for each that fails."""
 
-    def __init__(self, openers: Mapping[str, Opener], *, waiting_rows: int = _WAITING_ROWS) -> None:
-        self._lines = [_Line(name, opener, waiting_rows) for name, opener in openers.items()]
+    def __init__(
+        self,
+        openers: Mapping[str, Opener],
+        *,
+        tell: Callable[[str], object] = _log.warning,
+        waiting_rows: int = _WAITING_ROWS,
+    ) -> None:
+        self._lines = [_Line(name, opener, tell, waiting_rows) for name, opener in openers.items()]
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
@@ -56,8 +63,9 @@ class Feed:
 class _Line:
     """One tracker: its queue, its thread, and one warning."""
 
-    def __init__(self, name: str, opener: Opener, waiting_rows: int) -> None:
-        self._name, self._open, self._dropped = name, opener, 0
+    def __init__(self, name: str, opener: Opener, tell: Callable[[str], object], waiting_rows: int) -> None:
+        self._name, self._open, self._tell, self._dropped = name, opener, tell, 0
+        self._tracker: Tracker | None = None
         self._queue: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(waiting_rows)
         self._ends, self._warned = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name=f"track-{name}", daemon=True)
@@ -77,15 +85,18 @@ class _Line:
         self._thread.join(within_s)
         if self._thread.is_alive():
             self._warn(f"did not end in time: {self._queue.qsize() + self._dropped} rows are missing there")
+            if self._tracker is not None:
+                self._tracker.kill()
 
     def _work(self) -> None:
         try:
-            tracker = self._open()
+            tracker = self._tracker = self._open()
             for step, numbers in self._rows():
                 tracker.log(step, numbers)
             tracker.close()
-        except Exception as error:  # noqa: BLE001 - somebody else's library: whatever it raises must not end the run
-            self._warn(f"failed, and is told nothing more: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - a tracker's failure, of whatever kind, must not end the run
+            why = str(error) if isinstance(error, ChildProcessError) else f"{type(error).__name__}: {error}"
+            self._warn(f"failed and gets no more rows; metrics.jsonl has them all: {why}")
             for _ in self._rows():
                 pass
 
@@ -100,31 +111,4 @@ class _Line:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("track: %s %s", self._name, what)
-
-
-def openers(names: Sequence[str], *, directory: str, name: str, project: str, url: str) -> dict[str, Opener]:
-    """Nothing is imported before a tracker's own thread opens it."""
-
-    def tensorboard() -> Tracker:
-        from tandem.obs.trackers.tensorboard import Tensorboard
-
-        return Tensorboard(directory)
-
-    def wandb() -> Tracker:
-        from tandem.obs.trackers.wandb import Wandb
-
-        return Wandb(directory, project, name)
-
-    def trackio() -> Tracker:
-        from tandem.obs.trackers.trackio import Trackio
-
-        return Trackio(project, name)
-
-    def mlflow() -> Tracker:
-        from tandem.obs.trackers.mlflow import Mlflow
-
-        return Mlflow(project, name, url)
-
-    known: dict[str, Opener] = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio, "mlflow": mlflow}
-    return {one: known[one] for one in dict.fromkeys(names)}
+            self._tell(f"track: {self._name} {what}")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from tandem.obs.trackers.process import Place
+
 
 class Mlflow:
-    def __init__(self, project: str, name: str, url: str) -> None:
+    def __init__(self, place: Place) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-        self._metric, self._client = Metric, MlflowClient(tracking_uri=url or None)
-        found = self._client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self._client.create_experiment(project)
-        self._id = self._client.create_run(experiment, run_name=name).info.run_id
+        self._metric, self._client = Metric, MlflowClient(tracking_uri=place.url or None)
+        found = self._client.get_experiment_by_name(place.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(place.project)
+        self._id = self._client.create_run(experiment, run_name=place.name).info.run_id
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

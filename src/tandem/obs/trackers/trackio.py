@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tandem.obs.trackers.process import Place
+
 
 class Trackio:
-    def __init__(self, project: str, name: str) -> None:
+    def __init__(self, place: Place) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        self._run = trackio.init(project=project, name=name, resume="allow")
+        self._run = trackio.init(project=place.project, name=place.name, resume="allow")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)

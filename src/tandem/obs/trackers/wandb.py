@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem.obs.trackers.process import Place
+
 
 class Wandb:
-    def __init__(self, directory: str, project: str, name: str) -> None:
+    def __init__(self, place: Place) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        run_id = hashlib.sha256(str(Path(directory).resolve()).encode()).hexdigest()[:16]
-        self._run = wandb.init(dir=directory, project=project, name=name, id=run_id, resume="allow")
+        run_id = hashlib.sha256(str(Path(place.directory).resolve()).encode()).hexdigest()[:16]
+        self._run = wandb.init(dir=place.directory, project=place.project, name=place.name, id=run_id, resume="allow")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
