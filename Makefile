@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -c 'import matplotlib.font_manager'  # builds its font cache once, here and not in the first run
+	$(BIN)/pyright --version > /dev/null  # fetches what it runs on, where the machine has no node
 	touch $(STAMP)
 
 quickstart: install

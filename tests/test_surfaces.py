@@ -57,7 +57,7 @@ PYTHON_FUNCTION = {
 BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
 """Functions that commands call when they are asked to: --supervise."""
 
-PYTHON_ONLY = {"load_environment"}
+PYTHON_ONLY = {"load_environment", "parse_spec"}
 """Functions that a command line has no use for."""
 
 

@@ -3,11 +3,52 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Python does
+    from tandem.env.human import try_environment as try_environment
+    from tandem.env.load import load_environment as load_environment
+    from tandem.env.scaffold import new_environment as new_environment
+    from tandem.obs.audit import audit_sync as audit_sync
+    from tandem.obs.report import write_report as write_report
+    from tandem.obs.rollouts_status import rollouts_status as rollouts_status
+    from tandem.obs.sync_status import sync_status as sync_status
+    from tandem.recipes import resume as resume
+    from tandem.recipes import run as run
+    from tandem.recipes.engines import check_engine as check_engine
+    from tandem.recipes.engines import install_engine as install_engine
+    from tandem.recipes.environments import serve_environment as serve_environment
+    from tandem.recipes.evaluation import evaluate_model as evaluate_model
+    from tandem.recipes.export import export_run as export_run
+    from tandem.recipes.gateway import serve_gateway as serve_gateway
+    from tandem.recipes.online import serve_online as serve_online
+    from tandem.recipes.rollouts import serve_rollouts as serve_rollouts
+    from tandem.recipes.serve import chat_with as chat_with
+    from tandem.recipes.serve import serve_engine as serve_engine
+    from tandem.recipes.serve import serve_model as serve_model
+    from tandem.recipes.sweep import sweep as sweep
+    from tandem.recipes.sync_bench import bench_sync as bench_sync
+    from tandem.runs.artifacts import fetch_artifact as fetch_artifact
+    from tandem.runs.artifacts import list_artifacts as list_artifacts
+    from tandem.runs.compare import compare_runs as compare_runs
+    from tandem.runs.doctor import diagnose as diagnose
+    from tandem.runs.plan import plan_run as plan_run
+    from tandem.runs.resume import digest_run as digest_run
+    from tandem.runs.supervise import supervise_run as supervise_run
+    from tandem.runs.uploads import push_artifacts as push_artifacts
+    from tandem.runs.watch import watch_run as watch_run
+    from tandem.serve.run import Listen as Listen
+    from tandem.spec.load import json_schema as json_schema
+    from tandem.spec.load import load_spec as load_spec
+    from tandem.spec.load import parse_spec as parse_spec
+    from tandem.types import Outcome as Outcome
+    from tandem.types import Sampling as Sampling
+    from tandem.types import Task as Task
+    from tandem.types import Trajectory as Trajectory
 
 __version__ = "0.1.0"
 
-# The Python API: name -> where it lives. Filled in lazily so that `tandem --help` stays quick.
+# The Python API: each name, and the module that it is imported from when it is first used.
 _API = {
     "run": "tandem.recipes",
     "resume": "tandem.recipes",
@@ -41,7 +82,9 @@ _API = {
     "try_environment": "tandem.env.human",
     "serve_environment": "tandem.recipes.environments",
     "load_spec": "tandem.spec.load",
+    "parse_spec": "tandem.spec.load",
     "json_schema": "tandem.spec.load",
+    "Listen": "tandem.serve.run",
     "Task": "tandem.types",
     "Outcome": "tandem.types",
     "Sampling": "tandem.types",
@@ -51,7 +94,13 @@ _API = {
 __all__ = ["__version__", *_API]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _API:
-        return getattr(import_module(_API[name]), name)
-    raise AttributeError(f"module 'tandem' has no attribute '{name}'; it has {', '.join(__all__)}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_API})
+
+
+if not TYPE_CHECKING:  # or else a misspelt name would have a type
+
+    def __getattr__(name: str) -> object:
+        if name in _API:
+            return getattr(import_module(_API[name]), name)
+        raise AttributeError(f"module 'tandem' has no attribute '{name}'; it has {', '.join(__all__)}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.env.load import load_environment
@@ -60,7 +61,7 @@ class HumanChat:
 
 
 def try_environment(
-    name: str,
+    name: str | Path,
     params: Mapping[str, Any] | None = None,
     *,
     split: str = "eval",

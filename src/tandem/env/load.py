@@ -37,8 +37,9 @@ ADAPTERS = {
 """What stands before the colon; what stands behind it is the class's parameter `id`. The first two have none."""
 
 
-def load_environment(name: str, params: Mapping[str, Any] | None = None) -> Environment:
+def load_environment(name: str | Path, params: Mapping[str, Any] | None = None) -> Environment:
     """Find the class, check the parameters, make one. Your own is checked too; the built-in ones are by our tests."""
+    name = str(name)
     params = {**(params or {}), **_adapter_id(name, params or {})}
     found = BUILT_IN.get(name) or _find_class(name)
     _check_params(found, name, params)

@@ -14,9 +14,10 @@ from tandem.env.load import BUILT_IN
 from tandem.errors import SpecError
 
 
-def new_environment(name: str, directory: Path = Path(".")) -> list[Path]:
+def new_environment(name: str, directory: str | Path = ".") -> list[Path]:
     """Write NAME.py and NAME.toml into an existing directory; what is there already is never touched."""
     _check_name(name)
+    directory = Path(directory)
     if not directory.is_dir():
         raise SpecError(f"directory = '{directory}': is not a directory; make it first")
     code, spec = directory / f"{name}.py", directory / f"{name}.toml"

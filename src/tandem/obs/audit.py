@@ -74,9 +74,9 @@ class Audit:
         return not any(finding.severity == "failure" for finding in self.findings)
 
 
-def audit_sync(run_dir: Path) -> Audit:
-    """Explains a run from its directory alone; RunError for what is no run directory."""
-    evidence = read_evidence(run_dir)
+def audit_sync(run_dir: str | Path) -> Audit:
+    """Explain a run from its directory alone; RunError for what is no run directory."""
+    evidence = read_evidence(Path(run_dir))
     found = [*evidence.damage, *(finding for rule in RULES for finding in rule(evidence))]
     found.sort(key=lambda finding: finding.severity != "failure")
     return Audit(evidence.directory, evidence.status, evidence.proofs, evidence.steps, found)

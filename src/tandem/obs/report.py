@@ -35,8 +35,9 @@ _SHOWN_TASKS = 8
 _SHOWN_CHARACTERS = 6000
 
 
-def write_report(run_dir: Path) -> Path:
-    """Writes curves.png and report.html, for a run in any state; returns the report's path."""
+def write_report(run_dir: str | Path) -> Path:
+    """Write curves.png and report.html, for a run in any state; return the report's path."""
+    run_dir = Path(run_dir)
     page = _template().render(_content(read_history(run_dir)))
     path = run_dir / "report.html"
     write_bytes(path, page.encode("utf-8", errors="replace"))  # a model can write half a surrogate pair

@@ -15,10 +15,10 @@ READY_FILE = "ready.json"
 _TIMEOUT_S = 5.0
 
 
-def rollouts_status(source: str, *, token_file: Path | None = None, refused: int = 10) -> dict[str, Any]:
+def rollouts_status(source: str | Path, *, token_file: str | Path | None = None, refused: int = 10) -> dict[str, Any]:
     """Of a rollout service, by its URL and token or by its data directory: what its /v2/status says, its `url`, and its
     last `refused` posts as `quarantine`. Plain JSON."""
-    asking = Asking(source, token_file, refused=refused)
+    asking = Asking(str(source), Path(token_file) if token_file else None, refused=refused)
     try:
         return asking.status()
     finally:

@@ -33,10 +33,10 @@ _KINDS = {dict: "object", list: "list"}
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
-def sync_status(source: str, *, token_file: Path | None = None, last: int = 5) -> dict[str, Any]:
+def sync_status(source: str | Path, *, token_file: str | Path | None = None, last: int = 5) -> dict[str, Any]:
     """Of a run directory, with its `last` proofs; or of an engine's server, by its URL and token. Plain JSON."""
-    if source.startswith(("http://", "https://")):
-        return _of_server(source.rstrip("/"), token_file)
+    if str(source).startswith(("http://", "https://")):
+        return _of_server(str(source).rstrip("/"), Path(token_file) if token_file else None)
     if token_file is not None:
         raise SpecError(f"--token-file = '{token_file}': is for an engine's URL, and '{source}' is none; leave it out")
     return _of_run(Path(source), last)

@@ -27,17 +27,17 @@ from tandem.runs.resume import finished, say_failed, spec_of
 from tandem.runs.run import Run
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.artifacts import ArtifactsSpec
-from tandem.spec.load import to_toml
+from tandem.spec.load import AnySpec, as_spec, to_toml
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 _log = logging.getLogger(__name__)
 
 
 def run(
-    spec: RunSpec,
-    run_dir: Path | None = None,
+    spec: AnySpec,
+    run_dir: str | Path | None = None,
     *,
-    root: Path = Path("runs"),
+    root: str | Path = "runs",
     view: LiveView | None = None,
     rehearse: bool = False,
 ) -> Run:
@@ -45,19 +45,21 @@ def run(
     the largest micro-batches and a sync before, against the plan."""
     from tandem.recipes import build
 
+    spec = as_spec(spec)
     # Before torch: wrong parameters of an environment are refused at once.
     environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
-    directory = run_dir or Run.new_directory(root, spec.name)
+    directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
     spec = spec.in_place()  # whoever resumes it may stand elsewhere
     begin(directory, to_toml(spec))
     return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
 
 
-def resume(directory: Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
-    """Goes on with a run that was killed, stopped or failed, from its last whole checkpoint; returns its status. One
+def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
+    """Go on with a run that was killed, stopped or failed, from its last whole checkpoint; return its status. One
     that succeeded is left as it is. `take_over`: from a process that holds the run and cannot be ended."""
     from tandem.recipes import build
 
+    directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _lacks(spec, directory, status):
         lease = Lease(directory, take_over=take_over)

@@ -51,7 +51,7 @@ class EngineCheck:
 
 
 def install_engine(
-    directory: Path | None = None,
+    directory: str | Path | None = None,
     *,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     version: str = "",
@@ -59,18 +59,18 @@ def install_engine(
 ) -> Path:
     """A Python environment with vLLM: its interpreter. No `directory`: where runs look for one. No `version`: one that
     has passed the conformance suite on this device."""
-    place = directory or Path(build_alone.default_python()).parent.parent
+    place = Path(directory or Path(build_alone.default_python()).parent.parent)
     return build_alone.install_vllm(place, _picked(device), version, tell)
 
 
 def check_engine(
-    python: str = "",
+    python: str | Path = "",
     *,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
     """Whether the vLLM of an interpreter does what runs need. If so, that is recorded beside it."""
-    python, picked = python or build_alone.default_python(), _picked(device)
+    python, picked = str(python or build_alone.default_python()), _picked(device)
     version = build_alone.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[Check] = []

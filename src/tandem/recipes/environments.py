@@ -28,14 +28,14 @@ _LEAVE_S = 5.0
 
 
 def serve_environment(
-    name: str,
+    name: str | Path,
     params: Mapping[str, Any] | None = None,
     *,
     rollouts: str,
-    token_file: Path,
+    token_file: str | Path,
     engine: str,
-    engine_token_file: Path,
-    model: str,
+    engine_token_file: str | Path,
+    model: str | Path,
     group_size: int = 8,
     sampling: Sampling | None = None,
     thinking: bool = False,
@@ -52,20 +52,22 @@ def serve_environment(
     """Until SIGTERM or Ctrl-C. `model`: the tokenizer and chat template of what answers at `engine`. Services and
     engines may come and go; what was under way with an engine that went is dropped, and played anew."""
     spec = EnvironmentSpec(
-        name=name, params=dict(params or {}), episode_timeout_s=episode_timeout_s, max_failed_share=max_failed_share,
-        workers=workers, judge=judge or NoJudge(),
+        name=str(name), params=dict(params or {}), episode_timeout_s=episode_timeout_s,
+        max_failed_share=max_failed_share, workers=workers, judge=judge or NoJudge(),
     )  # fmt: skip
-    client = ServiceClient(rollouts, token_file, url_option="--rollouts", token_option="--token-file")
+    client = ServiceClient(rollouts, Path(token_file), url_option="--rollouts", token_option="--token-file")
     environment = build.environment(spec)
     try:
         path, _, _ = find_model(model)
-        alone, _ = build_alone.followed(engine, engine_token_file, path, thinking=thinking)
+        alone, _ = build_alone.followed(engine, Path(engine_token_file), path, thinking=thinking)
         setting = Setting(
             environment, alone.engine, alone.renderer, sampling or Sampling(), alone.context, engine_deadline_s,
             episode_timeout_s, judge=build.judge(spec.judge, alone.engine, alone.renderer, alone.context),
             retries=1 if workers else 0,
         )  # fmt: skip
-        registration = Registration(_short(name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint)
+        registration = Registration(
+            _short(spec.name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint
+        )
         asyncio.run(_until_stopped(setting, client, registration, most_groups, seed, max_failed_share))
     finally:
         build.close(environment)

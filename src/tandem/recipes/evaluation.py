@@ -18,7 +18,7 @@ from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.runs.evals import StoredEval, played_as, read_evals, store_eval
 from tandem.runs.verdict import Verdict, judge
 from tandem.spec.engine import HfEngineSpec
-from tandem.spec.load import parse_spec
+from tandem.spec.load import AnySpec, as_spec, parse_spec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.types import Measure, Sampling, Task
 
@@ -63,18 +63,18 @@ class Judged:
 
 
 def evaluate_model(
-    source: str, spec: RunSpec | None = None, *, base: str = "", directory: Path | None = None
+    source: str | Path, spec: AnySpec | None = None, *, base: str | Path = "", directory: str | Path | None = None
 ) -> Judged:
     """`source` and `base`: a run, a model directory, or a hub id. `spec` says what is played; a run brings its own.
 
     The result is stored beside those of the run, or in `directory`. Without `base`, a run is compared with its earliest
     evaluation on the same tasks, if there is one.
     """
-    spec = spec or _spec_of(source)
+    spec = as_spec(spec) if spec is not None else _spec_of(source)
     if not isinstance(spec, RlSpec):
         raise SpecError(f"recipe = '{spec.recipe}': only an environment can be played; name a spec with recipe = 'rl'")
     is_run = (Path(source) / "status.json").exists()
-    place = directory or (Path(source) if is_run else Path(".tandem") / "evals" / Path(source).name)
+    place = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
     environment = build.environment(spec.environment)
     measure: Measure | None = None
     try:
@@ -103,7 +103,9 @@ def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int
     )
 
 
-def _play(source: str, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None) -> Evaluation:
+def _play(
+    source: str | Path, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None
+) -> Evaluation:
     path, _, version = find_model(source)
     model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
     setting = Setting(
@@ -130,7 +132,7 @@ def _play(source: str, spec: RlSpec, environment: Any, tasks: Sequence[Task], me
     return asyncio.run(play())
 
 
-def _spec_of(source: str) -> RunSpec:
+def _spec_of(source: str | Path) -> RunSpec:
     path = Path(source) / "spec.toml"
     if not path.exists():
         raise SpecError(f"{source}: is no run, so it does not say what to play; name a spec with --spec")

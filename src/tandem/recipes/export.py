@@ -22,11 +22,11 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generat
 
 
 def export_run(
-    run_dir: Path,
+    run_dir: str | Path,
     *,
     merge: bool = False,
     step: int | None = None,
-    directory: Path | None = None,
+    directory: str | Path | None = None,
     push: str = "",
     public: bool = False,
     endpoint: str | None = None,
@@ -36,6 +36,7 @@ def export_run(
     state, from a checkpoint that is still there. `push`: also a repository of the Hugging Face hub, in one commit."""
     if push and not _REPO.fullmatch(push):
         raise ArtifactError(f"--push {push}: write user/name, as the hub does")
+    run_dir = Path(run_dir)
     spec = spec_of(run_dir)
     as_adapter = spec.model.lora is not None and not merge
     if as_adapter and isinstance(spec.model, PresetModel):
@@ -44,7 +45,7 @@ def export_run(
     if not source.exists():
         raise RunError(f"{run_dir}: has no export/, because it did not end well; {_saved_steps(run_dir)}")
     name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
-    target = directory or run_dir / name
+    target = Path(directory or run_dir / name)
     if target.exists() and any(target.iterdir()) and not _is_ours(target):
         raise RunError(f"{target}: holds something else; name another directory with --out")
     with atomic.directory(target) as place:

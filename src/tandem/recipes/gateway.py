@@ -22,16 +22,16 @@ _PATIENCE_S = 20.0  # for one attempt; attempts have no end
 
 
 def serve_gateway(
-    model: str,
+    model: str | Path,
     listen: Listen,
     *,
     engine_url: str = "",
-    engine_token_file: Path | None = None,
+    engine_token_file: str | Path | None = None,
     thinking: bool = False,
-    trajectories: Path | None = None,
+    trajectories: str | Path | None = None,
     idle_s: float = 3600.0,
     rollouts: str = "",
-    rollouts_token_file: Path | None = None,
+    rollouts_token_file: str | Path | None = None,
 ) -> None:
     """Until SIGTERM or Ctrl-C. `model`: what answers, or with `engine_url` the tokenizer and chat template of what
     answers there. Groups that were rewarded go to the rollout service `rollouts`, or become files in `trajectories`."""
@@ -43,20 +43,20 @@ def serve_gateway(
     if engine_url:
         if engine_token_file is None:
             raise SpecError(f"--engine-url = '{engine_url}': it asks for a token; say where with --engine-token-file")
-        alone, name = build_alone.followed(engine_url, engine_token_file, path, thinking=thinking)
+        alone, name = build_alone.followed(engine_url, Path(engine_token_file), path, thinking=thinking)
     else:
         # Forward passes leave the event loop: HTTP must answer while the model works.
         loaded, engine = load_model(path, version, HfEngineSpec(), thinking=thinking, inline=False)
         alone = build_alone.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
     token = listen.token()  # before anything else is put into its data directory
-    directory = trajectories or listen.data_dir / "trajectories"
+    directory = Path(trajectories or listen.data_dir / "trajectories")
     atomic.make_directory(directory, mode=atomic.PRIVATE)
 
     deliver = to_files(directory)
     if rollouts:
         if rollouts_token_file is None:
             raise SpecError(f"--rollouts = '{rollouts}': it asks for a token; say where with --rollouts-token-file")
-        deliver = to_service(rollouts, rollouts_token_file, whose=token, refused=deliver)
+        deliver = to_service(rollouts, Path(rollouts_token_file), whose=token, refused=deliver)
     service = gateway_service(
         alone.engine,
         alone.renderer,
@@ -70,9 +70,9 @@ def serve_gateway(
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 
-def check_model(model: str) -> None:
+def check_model(model: str | Path) -> None:
     """A hub id has one slash and does not begin with it; anything else is meant for a directory."""
-    if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+    if str(model).startswith(("/", ".", "~")) and not Path(model).is_dir():
         raise SpecError(f"--model = '{model}': there is no such directory; name a model or run directory, or a hub id")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tandem.io import atomic
 from tandem.online.child import TrainerProcess
@@ -13,12 +15,12 @@ from tandem.online.memory import JobMemory
 from tandem.recipes import build_online
 from tandem.rollout.session_store import SessionStore
 from tandem.serve.run import Listen, serve_forever
-from tandem.spec.online import OnlineSpec
+from tandem.spec.online import OnlineSpec, as_online_spec
 
 _TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer")
 
 
-def serve_online(spec: OnlineSpec, listen: Listen) -> None:
+def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: Listen) -> None:
     """Until SIGTERM or Ctrl-C. All state is in the listener's data directory: named again, the server goes on with
     the version that was published last."""
     from tandem.inside.sources import open_source
@@ -27,6 +29,7 @@ def serve_online(spec: OnlineSpec, listen: Listen) -> None:
     from tandem.serve.online_keys import KeyRing, Keys
     from tandem.serve.online_past import Past
 
+    spec = as_online_spec(spec)
     build_online.held_out_rows(spec)  # what is wrong with them is better said before anything starts
     token = listen.token()
     store = JobStore(listen.data_dir / "jobs")

@@ -23,7 +23,9 @@ from tandem.spec.precision import Float32Precision
 from tandem.types import Sampling
 
 
-def serve_model(source: str, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False) -> None:
+def serve_model(
+    source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False
+) -> None:
     """Until SIGTERM or Ctrl-C."""
     from tandem.serve.app import create_app
     from tandem.serve.openai import openai_service
@@ -36,7 +38,7 @@ def serve_model(source: str, listen: Listen, spec: HfEngineSpec | None = None, *
 
 
 def serve_engine(
-    source: str,
+    source: str | Path,
     listen: Listen,
     spec: ServerEngineSpec | VllmEngineSpec | None = None,
     *,
@@ -48,7 +50,7 @@ def serve_engine(
     max_rank: int = 16,
     unchecked: bool = False,
     allow_hosts: Sequence[str] = (),
-    allow_directories: Sequence[Path] = (),
+    allow_directories: Sequence[str | Path] = (),
 ) -> None:
     """An engine for a trainer in another process, until SIGTERM or Ctrl-C. It answers with what lies on the disk, as
     `version`, until a trainer attaches and loads another. vLLM needs to know how many versions of an adapter may be in
@@ -68,7 +70,7 @@ def serve_engine(
         options = build_alone.vllm_options(
             spec, device=device, dtype=dtype, adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked
         )
-    if source.startswith("@"):
+    if (source := str(source)).startswith("@"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what was made for vLLM is taken away
         if options is None:
             build_alone.embedded_ahead()
@@ -97,13 +99,13 @@ def serve_engine(
             model_id=name,
             context=alone.context,
             num_ids=alone.num_ids,
-            allowed=Allowed(hosts=frozenset(allow_hosts), directories=tuple(allow_directories)),
+            allowed=Allowed(hosts=frozenset(allow_hosts), directories=tuple(map(Path, allow_directories))),
         )
         serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 
 def chat_with(
-    source: str, *, temperature: float = 0.0, max_tokens: int = 512, system: str = "", thinking: bool = False
+    source: str | Path, *, temperature: float = 0.0, max_tokens: int = 512, system: str = "", thinking: bool = False
 ) -> None:
     """Talk to a model in the terminal, until /exit."""
     path, _, version = find_model(source)
@@ -119,15 +121,15 @@ def chat_with(
     asyncio.run(talk())
 
 
-def default_data_dir(source: str) -> Path:
+def default_data_dir(source: str | Path) -> Path:
     return Path(source) / "serve" if (Path(source) / "status.json").exists() else Path(".tandem") / "serve"
 
 
-def find_model(source: str) -> tuple[str, str, int]:
+def find_model(source: str | Path) -> tuple[str, str, int]:
     """Path or hub id, the name to serve it under, and the version of its weights."""
     path = Path(source)
     if not (path / "status.json").exists():
-        return source, path.name or source, 0
+        return str(source), path.name or str(source), 0
     export = path / "export"
     if not export.exists():
         raise RunError(f"{path}: this run has no export/, because it did not end well; see {path / 'status.json'}")

@@ -19,18 +19,18 @@ from tandem.obs.live import LiveView
 from tandem.recipes import resume, run
 from tandem.runs.run import Run
 from tandem.runs.sweep import SeedResult, Sweep, conclusion, read_seed, summarise, table
-from tandem.spec.load import parse_spec, to_toml
+from tandem.spec.load import AnySpec, as_spec, parse_spec, to_toml
 from tandem.spec.run import RunSpec
 
 _log = logging.getLogger(__name__)
 
 
 def sweep(
-    spec: RunSpec,
+    spec: AnySpec,
     seeds: Sequence[int],
-    directory: Path | None = None,
+    directory: str | Path | None = None,
     *,
-    root: Path = Path("runs"),
+    root: str | Path = "runs",
     console: Console | None = None,
 ) -> Sweep:
     """Run `spec` with each seed in `directory`/seed-N, and say what they show together (sweep.json, sweep.md).
@@ -40,7 +40,8 @@ def sweep(
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds = {list(seeds)}: name one or more, each once, as in 0, 1, 2")
-    directory = directory or Run.new_directory(root, f"{spec.name}-sweep")
+    spec = as_spec(spec)
+    directory = Path(directory) if directory else Run.new_directory(Path(root), f"{spec.name}-sweep")
     console = console or Console(highlight=False)
     specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}).in_place() for seed in seeds}
     held = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}  # refused before hours of work

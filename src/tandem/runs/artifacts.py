@@ -332,12 +332,12 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("utf-8")).hexdigest()
 
 
-def list_artifacts(url: str, *, endpoint: str = "") -> list[Artifact]:
+def list_artifacts(url: str | Path, *, endpoint: str = "") -> list[Artifact]:
     """The newest of each name, all of them whole."""
-    store = ArtifactStore(url, endpoint=endpoint)
+    store = ArtifactStore(str(url), endpoint=endpoint)
     return [store.find(name) for name in store.names()]
 
 
-def fetch_artifact(url: str, name: str, directory: Path, *, endpoint: str = "") -> Path:
+def fetch_artifact(url: str | Path, name: str, directory: str | Path, *, endpoint: str = "") -> Path:
     """Verified, into a directory that is not there yet."""
-    return ArtifactStore(url, endpoint=endpoint).fetch(name, directory)
+    return ArtifactStore(str(url), endpoint=endpoint).fetch(name, Path(directory))

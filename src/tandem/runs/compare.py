@@ -42,13 +42,14 @@ class Comparison:
     curves: Sequence[Sequence[float | None]]
 
 
-def compare_runs(directories: Sequence[Path], *, confidence: float = 0.95) -> Comparison:
+def compare_runs(directories: Sequence[str | Path], *, confidence: float = 0.95) -> Comparison:
     """Two runs or more; the first is what the others are held against."""
-    if len(directories) < 2:
+    places = [Path(directory) for directory in directories]
+    if len(places) < 2:
         raise RunError("compare: name two runs or more")
-    histories = [read_history(directory) for directory in directories]
-    names = _names(directories)
-    last = [_last(directory) for directory in directories]
+    histories = [read_history(directory) for directory in places]
+    names = _names(places)
+    last = [_last(directory) for directory in places]
     pairings = [
         _pair(names[0], last[0], name, each, confidence) for name, each in zip(names[1:], last[1:], strict=True)
     ]

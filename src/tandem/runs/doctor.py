@@ -54,11 +54,12 @@ class Health:
         return {"able": self.able, "findings": [asdict(each) for each in self.findings]}
 
 
-def diagnose(directory: Path = Path()) -> Health:
+def diagnose(directory: str | Path = ".") -> Health:
     """`directory`: where runs are to be. Nothing is loaded into this process, and nothing is changed."""
+    place = Path(directory)
     looks: list[Callable[[], list[Finding]]] = [
-        _python, _packages, _torch, _gpus, lambda: _memory(*ram_gib()), lambda: _disk(directory), _shared_memory,
-        lambda: _vllm(directory), _loopback, _open_files, _clock, _extras,
+        _python, _packages, _torch, _gpus, lambda: _memory(*ram_gib()), lambda: _disk(place), _shared_memory,
+        lambda: _vllm(place), _loopback, _open_files, _clock, _extras,
     ]  # fmt: skip
     return Health([finding for look in looks for finding in look()])
 

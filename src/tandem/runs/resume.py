@@ -43,9 +43,10 @@ def finished(directory: Path) -> Mapping[str, Any] | None:
     return told if told.get("state") == "succeeded" else None
 
 
-def digest_run(directory: Path) -> dict[str, str]:
+def digest_run(directory: str | Path) -> dict[str, str]:
     """SHA-256 of the final weights (adapters, if those are trained), of the optimizer, and of the loss log without its
     timings. Equal for equal runs, whatever was killed on the way."""
+    directory = Path(directory)
     spec = spec_of(directory)
     if finished(directory) is None:
         raise RunError(f"{directory}: did not succeed, so nothing in it is final; `tandem resume {directory}` goes on")

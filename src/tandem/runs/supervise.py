@@ -248,21 +248,22 @@ def supervisor_of(directory: Path) -> str:
     return str(_read_json(directory / _SUPERVISOR).get("process", ""))
 
 
-def supervise_run(directory: Path, spec: Path | None = None, overrides: Sequence[str] = ()) -> int:
-    """Begins the run of a spec's file in `directory`, or goes on with the one that is there, in a process of its own
-    that is started again when what ended it may pass. Returns the exit code."""
+def supervise_run(directory: str | Path, spec: str | Path | None = None, overrides: Sequence[str] = ()) -> int:
+    """Begin the run of a spec's file in `directory`, or go on with the one that is there, in a process of its own that
+    is started again after transient failures. Return the exit code."""
+    run_dir = Path(directory)
     from_here = {"", os.getcwd()} & set(sys.path)  # modules of this directory, for whoever said `python -m tandem`
     tandem = [sys.executable, *([] if from_here else ["-P"]), "-m", "tandem"]
     if spec is None:
-        load_spec(directory / "spec.toml")  # refused here and now, and not by a child
+        load_spec(run_dir / "spec.toml")  # refused here and now, and not by a child
         begin: Sequence[str] = ()
     else:
-        refuse_used(directory)
-        need_room(directory, "begin")
+        refuse_used(run_dir)
+        need_room(run_dir, "begin")
         settings = [part for override in overrides for part in ("--set", override)]
         begin = [*tandem, "train", str(spec), "--run-dir", str(directory), *settings]
     go_on = [*tandem, "resume", str(directory)]
-    return Supervisor(begin, go_on, directory, smaller=lambda: smaller_micro_batch(directory), say=_to_stderr).run()
+    return Supervisor(begin, go_on, run_dir, smaller=lambda: smaller_micro_batch(run_dir), say=_to_stderr).run()
 
 
 def smaller_micro_batch(directory: Path) -> str:

@@ -130,10 +130,11 @@ class CheckpointUploads:
 
 
 def push_artifacts(
-    run_dir: Path, spec: ArtifactsSpec | None = None, *, url: str = "", timeout_s: float = math.inf
+    run_dir: str | Path, spec: ArtifactsSpec | None = None, *, url: str = "", timeout_s: float = math.inf
 ) -> list[Upload]:
     """Upload what `[artifacts]` of a run names, or what of it is not there yet; events.jsonl and status.json say how
     that went, if the run has ended. `url` takes the place of the spec's; `timeout_s`, of its own, if that is longer."""
+    run_dir = Path(run_dir)
     status = read_status(run_dir)
     spec = spec or _spec_of(run_dir, url)
     timeout_s = min(timeout_s, spec.timeout_s)

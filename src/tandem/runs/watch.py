@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def watch_run(
-    run_dir: Path,
+    run_dir: str | Path,
     *,
     once: bool = False,
     as_json: bool = False,
@@ -44,10 +44,10 @@ def watch_run(
 ) -> str:
     """Tells of a run until it has ended, or once; returns its state. A run that a supervisor will start again has not
     ended, nor has one whose process is gone without a word: somebody may resume it."""
-    observer = Observer()
+    directory, observer = Path(run_dir), Observer()
     said = _Said()
     while True:
-        sight = look(run_dir, observer)
+        sight = look(directory, observer)
         if as_json:
             if once or said.is_new(sight):
                 tell(json.dumps(sight, ensure_ascii=False))

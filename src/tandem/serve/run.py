@@ -26,19 +26,30 @@ _GRACE_S = 5  # for open answers to end; then they are cut. Together with closin
 _IDLE_S = 30  # that a connection may wait for its next request: longer than clients of ours keep one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Listen:
     """Where a service listens and where it keeps its state."""
 
     data_dir: Path
-    host: str = "127.0.0.1"
-    port: int = 0
+    host: str
+    port: int
     """0 takes a free one; the ready file says which."""
-    ready_file: Path | None = None
-    insecure: bool = False
+    ready_file: Path | None
+    insecure: bool
     """Allows a public bind without TLS."""
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        data_dir: str | Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        ready_file: str | Path | None = None,
+        insecure: bool = False,
+    ) -> None:
+        ready = None if ready_file is None else Path(ready_file)
+        given = {"data_dir": Path(data_dir), "host": host, "port": port, "ready_file": ready, "insecure": insecure}
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
         if not (self.insecure or self.is_loopback):
             raise SpecError(
                 f"--host = '{self.host}' is reachable from other machines, and the token would travel in clear text; "

@@ -20,6 +20,9 @@ from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 Table: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 
+AnySpec: TypeAlias = RlSpec | SftSpec | PreferenceSpec | Mapping[str, Any] | str | Path
+"""A checked spec, a dict of its tables, or the path of its file."""
+
 _ENGINE: TypeAdapter[ServerEngineSpec | VllmEngineSpec] = TypeAdapter(
     Annotated[ServerEngineSpec | VllmEngineSpec, Field(discriminator="kind")]
 )
@@ -44,7 +47,15 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     return parse_spec(raw)
 
 
+def as_spec(spec: AnySpec) -> RunSpec:
+    """Return a checked spec: `spec` itself, or what a dict or the TOML file of this path holds."""
+    if isinstance(spec, Mapping):
+        return parse_spec(spec)
+    return load_spec(spec) if isinstance(spec, str | Path) else spec
+
+
 def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
+    """Check a spec that is there as a dict, as TOML would have it."""
     if raw.get("recipe") not in ("rl", "sft", "preference"):
         raise SpecError(
             f"recipe = {_show(raw.get('recipe'))}: the first line of a spec says what to do; "

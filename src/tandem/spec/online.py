@@ -141,7 +141,15 @@ def load_online_spec(path: str | Path, overrides: Sequence[str] = ()) -> OnlineS
     return parse_online_spec(_merged(raw, parse_overrides(overrides)))
 
 
+def as_online_spec(spec: OnlineSpec | Mapping[str, Any] | str | Path) -> OnlineSpec:
+    """Return a checked spec: `spec` itself, or what a dict or the TOML file of this path holds."""
+    if isinstance(spec, Mapping):
+        return parse_online_spec(spec)
+    return load_online_spec(spec) if isinstance(spec, str | Path) else spec
+
+
 def parse_online_spec(raw: Mapping[str, Any]) -> OnlineSpec:
+    """Check an online server's spec that is there as a dict."""
     try:
         return OnlineSpec.model_validate(dict(raw))
     except ValidationError as error:
