@@ -36,6 +36,14 @@ def _machine_stood_still() -> bool:
 
 
 @pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a hub on loopback: HF_HUB_OFFLINE in the environment would forbid it, too."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Tiny matrices are faster on one thread, and a second one spins where cores are shared."""
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -310,7 +310,7 @@ def env_try(
     params: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")
     ] = None,
-    split: Annotated[str, typer.Option(help="train or eval.")] = "eval",
+    split: Annotated[Literal["train", "eval"], typer.Option(help="Of which tasks.")] = "eval",
     index: Annotated[int, typer.Option(min=0, help="Which task.")] = 0,
 ) -> None:
     """Play one episode in the terminal: you are the model."""

@@ -252,7 +252,7 @@ def test_a_full_disk_damages_no_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list((tmp_path / "store" / "run" / "parts").iterdir())) == 1  # room was given back
 
 
-def test_a_repository_of_the_hub_is_a_store_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_repository_of_the_hub_is_a_store_too(online: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     with hub_serving("me/runs") as hub:
         store = ArtifactStore("hf://me/runs/tandem", endpoint=hub.url, limits=QUICK)

@@ -186,10 +186,25 @@ def test_a_file_that_is_not_there_is_refused_by_its_field(tmp_path):
         load_rows(FileData(path=write(tmp_path / "a.jsonl", ROWS), eval_path=str(tmp_path / "none.jsonl")))
 
 
-def test_a_file_of_another_kind_is_refused_by_the_spec():
+def test_a_file_of_another_kind_is_refused_with_the_command_that_converts_it(tmp_path):
     raw = {"recipe": "sft", "model": {"preset": "tiny"}, "train": {"steps": 1, "lr": 0.1}}
     with pytest.raises(SpecError, match=r'data\.path = "rows\.csv": only \.jsonl and \.parquet files are read'):
         parse_spec({**raw, "data": {"kind": "file", "path": "rows.csv"}})
+    (tmp_path / "my rows.csv").write_text("prompt,completion\nhow much?,seven\n")
+    (tmp_path / "rows.json").write_text('[{"prompt": "how much?", "completion": "seven"}]')
+    for name in ("my rows.csv", "rows.json"):
+        with pytest.raises(SpecError, match="convert it: python3") as caught:
+            parse_spec({**raw, "data": {"kind": "file", "path": name}})
+        told = str(caught.value).split("convert it: ")[1]
+        subprocess.run(told, shell=True, check=True, cwd=tmp_path, timeout=60)  # noqa: S602 - as a user pastes it
+        made = (tmp_path / name).with_suffix(".jsonl").read_text()
+        assert json.loads(made) == {"prompt": "how much?", "completion": "seven"}
+
+
+def test_a_file_is_no_data_set_of_the_hub(tmp_path):
+    path = write(tmp_path / "a.csv", ROWS)
+    with pytest.raises(DataError, match=r"data\.name = '.*a\.csv': is a file; data\.kind = 'file'"):
+        load_rows(DatasetData(name=path))
 
 
 def test_a_directory_of_jsonl_files_is_a_data_set(tmp_path):

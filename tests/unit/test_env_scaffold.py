@@ -92,6 +92,18 @@ def test_an_index_past_the_end_is_refused():
         try_environment("sort", index=10_000_000)
 
 
+def test_a_split_that_no_environment_has_is_refused():
+    with pytest.raises(SpecError, match="split = 'foo': an environment has 'train' and 'eval'"):
+        try_environment("sort", split="foo")
+
+
+def test_a_run_that_returns_a_number_is_told_what_to_return(tmp_path: Path):
+    code, _ = new_environment("bare", tmp_path)
+    code.write_text(code.read_text().replace('Outcome(reward=correct, metrics={"correct": correct})', "correct + 0.5"))
+    with pytest.raises(EpisodeFailed, match=r"run\(\) returned [01]\.\d*; return an Outcome, as in `return Outcome"):
+        try_environment(code, ask=lambda shown: "x", tell=lambda text: None)
+
+
 def test_the_end_of_the_input_ends_the_episode():
     with pytest.raises(EpisodeFailed, match="input ended"):
         try_environment("sort", ask=answers(), tell=lambda text: None)

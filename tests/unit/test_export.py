@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
 from tandem.errors import ArtifactError, CheckpointDamaged, RunError
@@ -177,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch, online: None) -> Iterator[Hub]:
     monkeypatch.setenv("HF_TOKEN", "hf_test")
     server = Hub()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -201,6 +202,14 @@ def test_repositories_have_names_of_repositories(tmp_path: Path):
         with pytest.raises(ArtifactError, match="user/name"):
             export_run(run, push=name)
     assert not (run / "deploy").exists()
+
+
+def test_a_push_that_is_forbidden_by_the_environment_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ArtifactError, match=r"creating it: OfflineModeIsEnabled: .*HF_HUB_OFFLINE` environment variable.$"
+    ):
+        push_folder(tmp_path, "me/sums")
 
 
 def test_a_hub_that_refuses_is_an_error_and_the_copy_is_there(tmp_path: Path, hub: Hub):

@@ -362,3 +362,21 @@ def test_the_parts_are_put_together_in_one_place():
     parts = sizes.Parts(10.0, 5.0, 2.0, 1, 1.0, 1.0, 0.5, 0.25)
     assert sizes.peak(parts) == 16.5
     assert sizes.state_bytes("apollo", (8, 4), 2) == 4 * (2 * prod((2, 8)) + 2)
+
+
+def test_adapters_on_layers_that_the_model_has_not_are_refused_by_name():
+    spec = parse_spec(
+        {
+            "recipe": "rl",
+            "model": {"preset": "tiny", "lora": {"targets": ["nope"]}},
+            "environment": {"name": "sort"},
+            "train": {"steps": 1, "lr": 1e-4, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    with pytest.raises(SpecError, match=r"model.lora.targets = \['nope'\]: none .* they are .*q_proj.*'all-linear'"):
+        plan_run(spec, gpu="cpu")
+    named = spec.model_copy(update={"model": spec.model.model_copy(update={"lora": LoraSpec(targets=("q_proj",))})})
+    longer = named.model_copy(
+        update={"model": spec.model.model_copy(update={"lora": LoraSpec(targets=("self_attn.q_proj",))})}
+    )
+    assert plan_run(named, gpu="cpu").parameters == plan_run(longer, gpu="cpu").parameters

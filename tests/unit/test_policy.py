@@ -53,6 +53,8 @@ def test_lora_trains_adapters_and_nothing_else() -> None:
 def test_targets_that_the_model_has_not_are_refused_by_name() -> None:
     with pytest.raises(SpecError, match=r"model.lora.targets = \['no_such_proj'\]"):
         make_policy(LoraSpec(targets=("no_such_proj",)))
+    with pytest.raises(SpecError, match=r"\['q_proj', 'no_such_proj'\]: this model has no no_such_proj"):
+        make_policy(LoraSpec(targets=("q_proj", "no_such_proj")))
 
 
 def trained_adapters() -> CausalPolicy:

@@ -128,7 +128,7 @@ BAD = [
     (RL, "train.schedule = {final = 0.1}", "train.schedule.kind: is missing", "'constant', 'cosine', 'linear'"),
     (RL, 'train.schedule = "linear"', 'train.schedule = "linear": should be a table', "[train.schedule]"),
     (SFT, "data = {path = 'rows.jsonl'}", "data.kind: is missing", "'dataset', 'file'"),
-    (SFT, "data.path = 'rows.csv'", 'data.path = "rows.csv"', 'use kind = "dataset"'),
+    (SFT, "data.path = 'rows.csv'", 'data.path = "rows.csv"', "convert it: python3 -c"),
     (SFT, "data.eval_share = 1.0", "data.eval_share = 1.0", "less than 1"),
     (RL, "sync.bridge = 'telepathy'", 'sync.bridge = "telepathy"', "'inproc'"),
     (RL, "engine.kind = 'llama'", 'engine.kind = "llama"', "'hf'"),

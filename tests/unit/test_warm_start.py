@@ -191,7 +191,7 @@ def test_another_size_is_refused(tmp_path: Path):
 
 
 def test_what_is_nothing_is_refused(tmp_path: Path):
-    assert "is neither a checkpoint nor an adapter" in refusal(PresetModel(preset="tiny", warm_start=str(tmp_path)))
+    assert "has no config.json" in refusal(PresetModel(preset="tiny", warm_start=str(tmp_path)))
 
 
 def test_a_run_is_not_its_export(tmp_path: Path):
@@ -350,9 +350,9 @@ def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Pat
 
 def test_a_teacher_without_a_tokenizer_is_refused_under_its_own_field(tmp_path: Path):
     model = built(PresetModel(preset="tiny"))
-    with pytest.raises(SpecError, match=r"^algorithm.teacher = '.*': no tokenizer can be loaded from it"):
+    with pytest.raises(SpecError, match=r"^algorithm.teacher = '.*': there is no such directory"):
         build.reference(DistillSpec(teacher=str(tmp_path / "nowhere")), model, Float32Precision())
-    with pytest.raises(SpecError, match=r"^model.path = '.*': no tokenizer can be loaded from it"):
+    with pytest.raises(SpecError, match=r"^model.path = '.*': there is no such directory"):
         built(PathModel(path=str(tmp_path / "nowhere")))
 
 

@@ -16,6 +16,11 @@ def read_dataset(name: str, subset: str, split: str, columns: Sequence[str], fie
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DataError(f"{field_name}.name = '{name}': needs datasets; pip install 'tandem-rl[data]'") from error
+    if Path(name).is_file():
+        raise DataError(
+            f"{field_name}.name = '{name}': is a file; {field_name}.kind = 'file' with {field_name}.path reads .jsonl "
+            "and .parquet"
+        )
     try:
         saved = _saved_to_disk(Path(name))
         data = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, subset or None, split=split)

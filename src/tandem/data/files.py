@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,11 +17,17 @@ def read_file(path: Path, columns: Sequence[str], field_name: str) -> Iterator[t
 
     Of a table, `columns` alone are read.
     """
-    if not path.is_file():
-        raise DataError(f"{field_name} = '{path}': no such file in {Path.cwd()}; give a .jsonl or .parquet file")
+    refuse_no_file(path, field_name)
     if path.suffix == ".parquet":
         return enumerate(read_parquet(path, columns, field_name), start=1)
     return _read_jsonl(path)
+
+
+def refuse_no_file(path: Path, field_name: str) -> None:
+    if not os.path.isfile(path):
+        raise DataError(f"{field_name} = '{path}': no such file in {Path.cwd()}; give a .jsonl or .parquet file")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{field_name} = '{path}': cannot be read: it is another user's")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.env.load import load_environment
+from tandem.env.outcome import checked
+from tandem.env.split import SPLITS
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.io.tool_calls import parse_calls
-from tandem.types import MAX_NUMBER, NUMBERS, Message, Outcome, ToolCall
+from tandem.types import Message, Outcome, ToolCall
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def try_environment(
     tell: Callable[[str], object] = print,
 ) -> Outcome:
     """Play one task; whatever the environment raises comes through, with its traceback."""
+    if split not in SPLITS:
+        raise SpecError(f"split = '{split}': an environment has {' and '.join(map(repr, SPLITS))}")
     environment = load_environment(name, params)
     tasks = environment.tasks(split)
     if not 0 <= index < len(tasks):
@@ -77,9 +81,7 @@ def try_environment(
     chat = HumanChat(ask, tell)
     chat.say(*tasks[index].messages)
     outcome = asyncio.run(environment.run(tasks[index], chat))
-    if not abs(outcome.reward) <= MAX_NUMBER:  # NaN is not, either
-        text = f"the reward is {outcome.reward}; return a finite number, {NUMBERS}"
-        raise EpisodeFailed("not_a_number", text)
-    metrics = "".join(f"  {key} {value:g}" for key, value in outcome.metrics.items())
-    tell(f"{'reward':>9}> {outcome.reward:g}{metrics}")
+    reward, metrics = checked(tasks[index].id, outcome)
+    told = "".join(f"  {key} {value:g}" for key, value in metrics.items())
+    tell(f"{'reward':>9}> {reward:g}{told}")
     return outcome

@@ -11,7 +11,10 @@ from tandem.types import MAX_METRICS, MAX_NUMBER, NUMBERS, Outcome
 def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
     """Its reward and metrics; EpisodeFailed if they are none."""
     if not isinstance(outcome, Outcome):
-        raise EpisodeFailed("no_outcome", f"task {task_id}: run() returned {type(outcome).__name__}, not an Outcome")
+        raise EpisodeFailed(
+            "no_outcome",
+            f"task {task_id}: run() returned {outcome!r:.80}; return an Outcome, as in `return Outcome(reward=1.0)`",
+        )
     try:
         metrics = {str(name): _number(value) for name, value in outcome.metrics.items()}
         if len(metrics) > MAX_METRICS:

@@ -6,6 +6,8 @@ import hashlib
 
 from tandem.errors import SpecError
 
+SPLITS = ("train", "eval")
+
 
 def in_split(split: str, key: str) -> bool:
     """Whether tasks of this key belong to the split. One key in eight is held out: the same ones in every process.
@@ -13,7 +15,7 @@ def in_split(split: str, key: str) -> bool:
     Tasks that give each other's answer away must have the same key.
     """
     held_out = hashlib.blake2b(key.encode()).digest()[0] % 8 == 0
-    if split not in ("train", "eval"):
+    if split not in SPLITS:
         raise SpecError(f"split = '{split}': an environment has 'train' and 'eval'")
     return held_out == (split == "eval")
 

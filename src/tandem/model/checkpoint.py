@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tandem.errors import SpecError
+from tandem.io.model_source import refuse_no_model
 
 
 def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
@@ -25,7 +26,10 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
     """
     from safetensors import SafetensorError
 
-    options = {"dtype": torch.float32, "trust_remote_code": False, "ignore_mismatched_sizes": True} | options
+    options = {
+        "dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True, "ignore_mismatched_sizes": True,
+        **options,
+    }  # fmt: skip
     try:
         module, report = loader.from_pretrained(source, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
@@ -67,6 +71,7 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
     """What transformers would load as something else than the exact weights of one model."""
     from transformers import AutoConfig
 
+    refuse_no_model(path, revision, field)
     if is_adapter(path, field):  # it would look for the base model, and load that
         raise SpecError(
             f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on; an adapter to begin "

@@ -28,6 +28,11 @@ def add_lora(module: Any, spec: LoraSpec) -> Any:
             "embeddings nor for the output head, whose weights a model may share; leave them out or use 'all-linear', "
             "or leave [model.lora] out and every weight is trained"
         )
+    if unknown := _unknown(module, spec.targets):  # peft leaves them out in silence, if it knows another one
+        raise SpecError(
+            f"model.lora.targets = {targets}: this model has no {', '.join(unknown)}; name modules of it, or use "
+            "'all-linear'"
+        )
     alpha: Any = spec.alpha  # peft's annotation says int, its arithmetic takes any number
     config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
     try:
@@ -36,6 +41,12 @@ def add_lora(module: Any, spec: LoraSpec) -> Any:
         raise SpecError(
             f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"
         ) from error
+
+
+def _unknown(module: Any, targets: str | Iterable[str]) -> list[str]:
+    names = [f".{name}" for name, _ in module.named_modules(remove_duplicate=False)]
+    wanted = [] if isinstance(targets, str) else targets
+    return [target for target in wanted if not any(name.endswith(f".{target}") for name in names)]
 
 
 def on_tables(module: Any, targets: str | Iterable[str]) -> list[str]:

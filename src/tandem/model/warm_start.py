@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
+from tandem.io.model_source import refuse_no_model
 from tandem.model.checkpoint import is_adapter, load_whole, refuse_faults
 from tandem.model.lora import attach, on_tables, quiet_bitsandbytes
 from tandem.model.quantized import quantized_parts
@@ -35,6 +36,7 @@ _PLAIN_LORA = {
 def is_adapter_start(source: str) -> bool:
     if (Path(source) / "status.json").exists():
         raise SpecError(f"{_FIELD} = '{source}': is a run; name its export/, or with model.lora its export/adapter/")
+    refuse_no_model(source, field=_FIELD)
     return is_adapter(source, _FIELD)
 
 

@@ -82,8 +82,10 @@ def read_status(run_dir: Path) -> Mapping[str, Any]:
         return {}
     try:
         status = read_json(path)
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} is not JSON that can be read: {error}") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise RunError(f"{path} is not JSON: {error}") from error
     return status if isinstance(status, dict) else {}
 
 

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tandem.data.files import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
+from tandem.io.model_source import refuse_missing, refuse_no_model
 from tandem.obs.history import read_status
 from tandem.obs.live import LiveView
 from tandem.obs.report import write_report
@@ -26,7 +28,9 @@ from tandem.runs.lease import Lease, begin, need_room
 from tandem.runs.resume import finished, say_failed, spec_of
 from tandem.runs.run import Run
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
+from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
+from tandem.spec.data import FileData
 from tandem.spec.load import AnySpec, as_spec, to_toml
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
@@ -46,12 +50,27 @@ def run(
     from tandem.recipes import build
 
     spec = as_spec(spec)
-    # Before torch: wrong parameters of an environment are refused at once.
+    # Before torch: what is not there, and wrong parameters of an environment, are refused at once.
+    _refuse_missing(spec)
     environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
     directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
     spec = spec.in_place()  # whoever resumes it may stand elsewhere
     begin(directory, to_toml(spec))
     return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+
+
+def _refuse_missing(spec: RunSpec) -> None:
+    """What a spec names and is not there, before the run has a directory, and before torch is imported."""
+    refuse_missing(spec.model)
+    algorithm = getattr(spec, "algorithm", None)
+    if isinstance(algorithm, DistillSpec):
+        refuse_no_model(algorithm.teacher, algorithm.teacher_revision, "algorithm.teacher")
+    warmup = spec.warmup if isinstance(spec, RlSpec) else None
+    field, data = ("warmup.data", warmup and warmup.data) if isinstance(spec, RlSpec) else ("data", spec.data)
+    if isinstance(data, FileData):
+        refuse_no_file(Path(data.path), f"{field}.path")
+        if data.eval_path:
+            refuse_no_file(Path(data.eval_path), f"{field}.eval_path")
 
 
 def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:

@@ -58,7 +58,7 @@ def serve_environment(
     client = ServiceClient(rollouts, Path(token_file), url_option="--rollouts", token_option="--token-file")
     environment = build.environment(spec)
     try:
-        path, _, _ = find_model(model)
+        path, _, _ = find_model(model, field="--model", weights=False)
         alone, _ = build_alone.followed(engine, Path(engine_token_file), path, thinking=thinking)
         setting = Setting(
             environment, alone.engine, alone.renderer, sampling or Sampling(), alone.context, engine_deadline_s,

@@ -38,8 +38,7 @@ def serve_gateway(
     from tandem.serve.app import create_app
     from tandem.serve.gateway import gateway_service
 
-    check_model(model)
-    path, name, version = find_model(model)
+    path, name, version = find_model(model, field="--model", weights=not engine_url)
     if engine_url:
         if engine_token_file is None:
             raise SpecError(f"--engine-url = '{engine_url}': it asks for a token; say where with --engine-token-file")
@@ -68,12 +67,6 @@ def serve_gateway(
         bounds=Bounds(idle_s=idle_s),
     )
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
-
-
-def check_model(model: str | Path) -> None:
-    """A hub id has one slash and does not begin with it; anything else is meant for a directory."""
-    if str(model).startswith(("/", ".", "~")) and not Path(model).is_dir():
-        raise SpecError(f"--model = '{model}': there is no such directory; name a model or run directory, or a hub id")
 
 
 def to_files(directory: Path) -> Deliver:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.io import atomic
+from tandem.io.model_source import refuse_missing
 from tandem.online.child import TrainerProcess
 from tandem.online.conductor import Conductor
 from tandem.online.jobs import JobStore
@@ -30,6 +31,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
     from tandem.serve.online_past import Past
 
     spec = as_online_spec(spec)
+    refuse_missing(spec.model)
     build_online.held_out_rows(spec)  # what is wrong with them is better said before anything starts
     token = listen.token()
     store = JobStore(listen.data_dir / "jobs")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,8 @@ from typing import Literal
 from tandem.errors import RunError
 from tandem.io import ahead
 from tandem.io.durable import owned
+from tandem.io.model_source import refuse_no_model
+from tandem.obs.history import read_status
 from tandem.protocols import Engine
 from tandem.recipes import build, build_alone, build_engine
 from tandem.serve.chat import chat_loop
@@ -125,16 +127,17 @@ def default_data_dir(source: str | Path) -> Path:
     return Path(source) / "serve" if (Path(source) / "status.json").exists() else Path(".tandem") / "serve"
 
 
-def find_model(source: str | Path) -> tuple[str, str, int]:
-    """Path or hub id, the name to serve it under, and the version of its weights."""
+def find_model(source: str | Path, *, field: str = "model", weights: bool = True) -> tuple[str, str, int]:
+    """Path or hub id, the name to serve it under, and the version of its weights. `field`: what the caller named it by.
+    Without `weights`, a tokenizer alone will do."""
     path = Path(source)
-    if not (path / "status.json").exists():
+    if not os.path.exists(path / "status.json"):
+        refuse_no_model(str(source), field=field, weights=weights)
         return str(source), path.name or str(source), 0
     export = path / "export"
     if not export.exists():
         raise RunError(f"{path}: this run has no export/, because it did not end well; see {path / 'status.json'}")
-    status = json.loads((path / "status.json").read_text(encoding="utf-8"))
-    return str(export), path.name, int(status.get("steps_done", 0))
+    return str(export), path.name, int(read_status(path).get("steps_done", 0))
 
 
 def load_model(

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.errors import SpecError
 from tandem.io.json_files import read_json
+from tandem.io.model_source import refuse_no_model
 from tandem.ops.sizes import Dims, Shape
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import LoraSpec, ModelSpec, PresetModel
@@ -45,6 +46,7 @@ def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
     """A directory's config.json, or a hub id's."""
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
+        refuse_no_model(path, revision)
         fetch: Any = getattr(import_module("huggingface_hub"), "hf_hub_download")  # noqa: B009 - partly unknown to pyright
         try:
             file = Path(fetch(path, "config.json", revision=revision))
@@ -95,7 +97,12 @@ def trained_tensors(shape: Shape, lora: LoraSpec | None) -> list[tuple[Dims, boo
 
 def adapter_tensors(shape: Shape, lora: LoraSpec) -> list[Dims]:
     """A and B of each adapted linear layer of one layer."""
-    names = shape.linears if lora.targets == "all-linear" else [name for name in shape.linears if name in lora.targets]
+    names = [name for name in shape.linears if lora.adapts(name)]
+    if not names:
+        raise SpecError(
+            f"model.lora.targets = {list(lora.targets)}: none of the layers that take adapters is named; they are "
+            f"{', '.join(shape.linears)}; or write 'all-linear'"
+        )
     found: list[Dims] = []
     for name in names:
         out, into = shape.linears[name]

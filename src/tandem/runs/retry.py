@@ -60,8 +60,11 @@ def _is_hopeless(error: Exception) -> bool:
     """Refused for what it is: the same request would be refused again."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     refused = isinstance(status, int) and 400 <= status < 500 and status not in _COMES_RIGHT
-    return refused or isinstance(
-        error, PermissionError | IsADirectoryError | NotADirectoryError | TypeError | ValueError
+    offline = type(error).__name__ == "OfflineModeIsEnabled"  # HF_HUB_OFFLINE; its package is heavy to import
+    return (
+        refused
+        or offline
+        or isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError | TypeError | ValueError)
     )
 
 

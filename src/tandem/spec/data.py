@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -13,6 +15,23 @@ class Demonstrations(Spec):
     """The environment's own demonstrations, on its training tasks only."""
 
     kind: Literal["demonstrations"] = "demonstrations"
+
+
+_ROW_BY_ROW = {
+    ".csv": "csv.DictReader(sys.stdin)",
+    ".tsv": "csv.DictReader(sys.stdin, delimiter='\\t')",
+    ".json": "json.load(sys.stdin)",
+}
+"""What gives the rows of files that are not read, in Python."""
+
+
+def _way_out(path: str) -> str:
+    suffix = PurePath(path).suffix.lower()
+    if suffix not in _ROW_BY_ROW:
+        return "write a row a line as JSON; a data set of the hub is kind = 'dataset', with its name"
+    code = f"import csv, json, sys; [print(json.dumps(row)) for row in {_ROW_BY_ROW[suffix]}]"
+    rows = PurePath(path).with_suffix(".jsonl")
+    return f'convert it: python3 -c "{code}" < {shlex.quote(path)} > {shlex.quote(str(rows))}'
 
 
 class _Rows(Spec):
@@ -40,7 +59,7 @@ class FileData(_Rows):
     @classmethod
     def _known_suffix(cls, path: str) -> str:
         if path and not path.endswith((".jsonl", ".parquet")):
-            raise ValueError('only .jsonl and .parquet files are read; for anything else use kind = "dataset"')
+            raise ValueError(f"only .jsonl and .parquet files are read; {_way_out(path)}")
         return path
 
 

@@ -9,6 +9,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from tandem.errors import SpecError
+from tandem.io.model_source import refuse_no_model
 
 END, PAD = "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -59,6 +60,7 @@ def load_tokenizer(path: str, revision: str = "main", field: str = "model.path")
     """`field`: of the spec, for whoever has to change it."""
     from transformers import AutoTokenizer
 
+    refuse_no_model(path, revision, field, weights=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
