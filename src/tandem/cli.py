@@ -468,6 +468,12 @@ def main() -> None:
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception as error:
+        from tandem.runs.failures import interrupted
+
+        if interrupted(error):
+            sys.exit(130)
+        raise
 
 
 def _never_fail_on_a_character(stream: Any) -> None:

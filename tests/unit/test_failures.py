@@ -12,8 +12,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tandem.errors import CheckpointDamaged, CheckpointError, EngineError, ProducerDied, SpecError, StoreTimeout
-from tandem.runs.failures import Failure, classify_end, classify_error, kinds, rules
+from tandem.runs.failures import Failure, classify_end, classify_error, exits_by_class, kinds, rules
 
 DATA = Path(__file__).with_name("data")
 Labelled = tuple[str, dict[str, Any]]
@@ -146,3 +148,12 @@ def test_a_run_that_fails_says_why_and_its_exit_code_is_its_class_s(tmp_path: Pa
     assert (status["state"], status["failure"]["class"], status["failure"]["rule"]) == ("failed", "data", "data")
     event = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
     assert (event["stage"], event["class"], event["next"]) == ("error", "data", status["failure"]["next"])
+
+
+def test_ctrl_c_that_a_library_made_an_error_of_is_still_ctrl_c():
+    """transformers do, when it comes while they import a model's code."""
+    with pytest.raises(KeyboardInterrupt), exits_by_class():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module 'Qwen3ForCausalLM'") from error

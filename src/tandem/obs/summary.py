@@ -111,8 +111,9 @@ def _places(run_dir: Path) -> RenderableType | None:
 
 
 def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
-    """Three commands that work from here, as they stand."""
+    """Commands that work from here, as they stand."""
     tandem, run = _command(), shlex.quote(str(run_dir))
+    commands: list[tuple[str, str]] = []
     if (run_dir / "export").exists():
         commands = [
             (f"{tandem} chat {run}", "talk to the model"),
@@ -120,12 +121,24 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
             (f"{tandem} env new my_env", "a task of your own to train on"),
         ]
     else:
-        commands = [
+        if how := _goes_on(run_dir, status):
+            commands = [(f"{tandem} resume {run}", how)]
+        commands += [
             (f"{tandem} report {run}", "write the report again"),
             (f"less {shlex.quote(str(run_dir / 'log.txt'))}", "read what happened"),
             (f"{tandem} env try arithmetic", "play an environment yourself"),
         ]
     return Group(Text("Next:"), _pairs([(f"  {command}", what) for command, what in commands], style="bold cyan"))
+
+
+def _goes_on(run_dir: Path, status: Mapping[str, Any]) -> str:
+    """What `tandem resume` would do; empty for a failure that it would meet again at the same place."""
+    names = [path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*")]
+    saved = [int(name) for name in names if name.isdecimal()]
+    where = f"go on from step {max(saved)}" if saved else "begin it again: nothing is saved yet"
+    if status.get("state") != "failed":
+        return where
+    return f"{where}, once the cause is mended" if saved else ""
 
 
 def _command() -> str:

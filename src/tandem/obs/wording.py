@@ -20,7 +20,10 @@ def headline(status: Mapping[str, Any]) -> str:
     before, after = ends(status)
     if state != "succeeded":
         steps = f"{status.get('steps_done', 0)} of {status.get('steps_total', '?')} steps"
-        beginning = {"running": "Still running", "queued": "Not started", "failed": "Failed", "cancelled": "Cancelled"}
+        beginning = {
+            "running": "Still running", "queued": "Not started", "failed": "Failed", "cancelled": "Cancelled",
+            "stopped": "Stopped",
+        }  # fmt: skip
         return f"{beginning.get(state, f'State {state}')}: {steps} done."
     if before is None or after is None:
         return f"Finished after {status.get('steps_done', '?')} steps. It was not evaluated, so there is no verdict."

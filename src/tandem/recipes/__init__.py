@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,11 +23,11 @@ from tandem.obs.summary import closing_text
 from tandem.obs.trackers.feed import Feed
 from tandem.obs.trackers.process import Place, openers
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.failures import classify_error
+from tandem.runs.failures import chain, classify_error
 from tandem.runs.keeper import Keeper
 from tandem.runs.lease import Lease, begin, need_room
 from tandem.runs.resume import finished, say_failed, spec_of
-from tandem.runs.run import Run
+from tandem.runs.run import Run, StoppedByHand
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
@@ -35,6 +36,8 @@ from tandem.spec.load import AnySpec, as_spec, to_toml
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 _log = logging.getLogger(__name__)
+
+_ENDING = b"\ntandem: the run is saved and ends when this step has ended; Ctrl-C again ends it without that\n"
 
 
 def run(
@@ -122,7 +125,7 @@ def _go(
         uploads = _uploads(directory, spec.artifacts)
         keeper = Keeper(spec.checkpoint, shelf, made, found, uploads)
         try:
-            with _sigterm_ends(keeper), view, made:
+            with _signals_end(keeper), view, made:
                 view.say(f"run {directory}")
                 for text in shelf.set_aside:
                     made.event("checkpoint_damaged", message=text)
@@ -132,6 +135,10 @@ def _go(
                     view.say(f"   goes on from the checkpoint of step {found.version}")
                 try:
                     asyncio.run(_train(spec, made, environment, keeper, rehearse=rehearse, fresh=lease.epoch == 1))
+                except Exception as error:
+                    if keeper.ending in chain(error):  # a library made an error of it, while it was imported
+                        raise keeper.ending from error
+                    raise
                 finally:
                     keeper.close()
         finally:
@@ -215,28 +222,34 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
 
 
 @contextmanager
-def _sigterm_ends(keeper: Keeper) -> Iterator[None]:
-    """SIGTERM saves and ends with 0: at once, or when the step that is under way has ended; after checkpoint.grace_s,
-    or when it comes again, with what was saved before. A run that saves nothing is cancelled, as by Ctrl-C."""
+def _signals_end(keeper: Keeper) -> Iterator[None]:
+    """SIGTERM and Ctrl-C save and end the run: at once, or when the step that is under way has ended; after
+    checkpoint.grace_s, or when the signal comes again, with what was saved before. A run that saves nothing is
+    cancelled."""
     last: list[threading.Timer] = []
 
-    def stop(_signal: int, _frame: Any) -> None:
+    def stop(number: int, _frame: Any) -> None:
+        by_hand = number == signal.SIGINT
+        if by_hand and (keeper.stop_asked or not keeper.spec.every):
+            raise KeyboardInterrupt
         if not keeper.spec.every:
             raise SystemExit(143)
         asked_before = keeper.stop_asked
-        keeper.ask_to_stop()
+        keeper.ask_to_stop(StoppedByHand() if by_hand else SystemExit(0))
         if keeper.idle:
             keeper.save_now()
         elif not asked_before:
+            if by_hand:
+                os.write(2, _ENDING)  # and not by print: a handler may have interrupted one
             last.append(threading.Timer(keeper.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
             last[0].daemon = True
             last[0].start()
             return
-        raise SystemExit(0)
+        raise keeper.ending
 
     try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: whoever owns it owns its signals
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:  # not the main thread, which alone may set handlers
         yield
         return
     try:
@@ -244,4 +257,5 @@ def _sigterm_ends(keeper: Keeper) -> Iterator[None]:
     finally:
         for timer in last:
             timer.cancel()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

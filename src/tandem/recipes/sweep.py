@@ -50,7 +50,11 @@ def sweep(
     for number, seed in enumerate(seeds, start=1):
         place = directory / f"seed-{seed}"
         console.print(f"seed {seed} ({number} of {len(seeds)}): {'done already, ' if held[seed] else ''}{place}")
-        error = "" if held[seed] else _play(specs[seed], place, console)
+        try:
+            error = "" if held[seed] else _play(specs[seed], place, console)
+        except (KeyboardInterrupt, SystemExit):
+            console.print(f"\nthe sweep is cut off; the same command with --dir {directory} goes on", soft_wrap=True)
+            raise
         if (place / "status.json").exists():
             result, status = read_seed(place, seed)
         else:  # it failed before it had a directory

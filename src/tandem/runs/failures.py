@@ -94,7 +94,7 @@ def classify_error(error: BaseException) -> Failure:
         return classify_end("", error.code)
     cases = [
         Case(f"{type(link).__name__}: {link}"[-_LONGEST_TEXT:], frozenset(kind.__name__ for kind in type(link).__mro__))
-        for link in _chain(error)
+        for link in chain(error)
     ]
     return _classify(cases)
 
@@ -114,6 +114,8 @@ def exits_by_class() -> Generator[None]:
     try:
         yield
     except Exception as error:  # of whatever kind: what is not known is `unknown`
+        if interrupted(error):
+            raise KeyboardInterrupt from error
         failure = classify_error(error)
         if isinstance(error, TandemError):
             print(f"tandem: {error}", file=sys.stderr)
@@ -123,6 +125,11 @@ def exits_by_class() -> Generator[None]:
             why = f"{failure.failure_class}, by rule {failure.rule or 'none'}: {failure.next}"
             print(f"tandem: {why}", file=sys.stderr)
         raise SystemExit(failure.exit_code) from error
+
+
+def interrupted(error: BaseException) -> bool:
+    """Return whether Ctrl-C caused it: some libraries turn one, while they are imported, into an error of theirs."""
+    return any(isinstance(link, KeyboardInterrupt) for link in chain(error))
 
 
 @cache
@@ -162,7 +169,7 @@ def _names_an_exception(types: frozenset[str]) -> bool:
     return "Exception" in types or any(map(_EXCEPTION.search, types))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """An error, and what it came from; of a group, the first."""
     link: BaseException | None = error
     seen: set[int] = set()

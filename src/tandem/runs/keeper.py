@@ -22,7 +22,7 @@ from typing import Any
 from tandem.errors import CheckpointUnsaved, RunFenced
 from tandem.protocols import Kept, Trainer
 from tandem.runs.checkpoints import Checkpoints, Found
-from tandem.runs.run import Run
+from tandem.runs.run import Run, StoppedByHand
 from tandem.runs.uploads import CheckpointUploads
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.types import Group, Metrics
@@ -47,6 +47,8 @@ class Keeper:
         """Nothing has been trained since the last mark: it can be saved at once."""
         self._uploads = uploads
         self._asked_at = math.inf
+        self.ending: SystemExit | StoppedByHand = SystemExit(0)
+        """What is raised once the last mark is saved."""
         self._evaluations: dict[str, Any] = dict(found.state["evaluations"]) if found else {}
         self._best: list[float] = list(found.state["best"]) if found else []
         """Version and value, more being better."""
@@ -68,7 +70,8 @@ class Keeper:
         """The next mark is the last: it is saved, and the process ends."""
         return self._asked_at < math.inf
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, ending: SystemExit | StoppedByHand) -> None:
+        self.ending = ending
         self._asked_at = min(self._asked_at, time.monotonic())
 
     def left_s(self) -> float:
@@ -145,7 +148,7 @@ class Keeper:
         if due or self.stop_asked:
             done += await self._save(wait=last or self.stop_asked)
         if self.stop_asked:
-            raise SystemExit(0)
+            raise self.ending
         self.idle = True
         return done
 

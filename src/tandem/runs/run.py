@@ -31,7 +31,11 @@ _STATUS_EVERY_S = 2.0  # steps_done for whoever looks from outside
 _FILES = ("metrics", "sync", "samples", "events")
 
 State = Literal["running", "succeeded", "failed", "cancelled", "stopped"]
-"""stopped: by SIGTERM, and saved; `tandem resume` goes on."""
+"""stopped: by SIGTERM or Ctrl-C, and saved; `tandem resume` goes on."""
+
+
+class StoppedByHand(KeyboardInterrupt):
+    """Ctrl-C, after the run was saved."""
 
 
 class Run:
@@ -96,7 +100,7 @@ class Run:
         if error is None:
             self.event("done")
             self._set_state("succeeded")
-        elif isinstance(error, SystemExit) and error.code == 0:
+        elif isinstance(error, StoppedByHand) or (isinstance(error, SystemExit) and error.code == 0):
             self.event("stopped")
             self._set_state("stopped")
         elif isinstance(error, RunFenced):

@@ -21,4 +21,4 @@ class CheckpointSpec(Spec):
     max_failures: int = Field(default=5, ge=1)
     """So many saves in a row that fail (a full disk, for one) end the run; until then it trains on and tries again."""
     grace_s: float = Field(default=30.0, gt=0)
-    """After SIGTERM a step that is under way has so long to end and be saved; the exit code is 0 either way."""
+    """Seconds that a step under way has, after SIGTERM or Ctrl-C, to end and be saved."""
