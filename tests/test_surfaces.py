@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import tandem
 from tandem import cli
@@ -112,6 +114,20 @@ def test_every_command_and_option_says_what_it_does():
         assert command.help, name
         for option in command.params:
             assert getattr(option, "help", ""), f"{name} {option.name}"
+
+
+def bare(text: str) -> str:
+    """Without spaces, line ends and the lines of boxes, which rich puts where it likes."""
+    return re.sub(r"[\s─-╿]+", "", text)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_word_that_the_source_says(name: str):
+    """rich takes `[artifacts]` for a style, and shows nothing of it."""
+    shown = CliRunner().invoke(cli.app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    command = COMMANDS[name]
+    told = [inspect.getdoc(inspect.unwrap(command.callback)), *(getattr(one, "help", "") for one in command.params)]
+    assert [text for text in told if bare(text or "") not in bare(shown)] == []
 
 
 ALL_IMPORTED = """

@@ -18,7 +18,7 @@ def artifacts_push(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     url: Annotated[str, typer.Option(help="Where to: a directory, s3://bucket/prefix. Default: the spec's.")] = "",
 ) -> None:
-    """Upload what [artifacts] of a run names and is not there yet; exit code 1 if something is missing after it."""
+    """Upload what a run's spec names under artifacts and is not there yet. Exit code 1: something is still missing."""
     from tandem.runs.uploads import push_artifacts
 
     done = push_artifacts(run_dir, url=url)

@@ -34,7 +34,7 @@ def engine_serve(
     insecure: Insecure = False,
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's [engine]: --set max_running=64"),
+        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's engine table: --set max_running=64"),
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes.")] = "auto",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the weights are held in.")] = "float32",

@@ -57,6 +57,10 @@ def sync_bench(
     engine: Annotated[
         Literal["auto", "server", "vllm"], typer.Option(help="What serves in the other process; auto: vLLM on a GPU.")
     ] = "auto",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's engine table: --set start_deadline_s=900"),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured.")] = 5,
     png: Annotated[Path | None, typer.Option(help="Draw the table to this file.")] = None,
     as_json: AsJson = False,
@@ -65,9 +69,16 @@ def sync_bench(
     from tandem.io.atomic import write_bytes
     from tandem.obs.sync_bench import bench_json, bench_png, bench_text
     from tandem.recipes.sync_bench import bench_sync
+    from tandem.spec.load import parse_overrides
 
     bench = bench_sync(
-        shape, bridges or (), device=device, engine=engine, rounds=rounds, tell=lambda text: typer.echo(text, err=True)
+        shape,
+        bridges or (),
+        device=device,
+        engine=engine,
+        rounds=rounds,
+        options=parse_overrides(option or ()),
+        tell=lambda text: typer.echo(text, err=True),
     )
     typer.echo(json.dumps(bench_json(bench), indent=2) if as_json else bench_text(bench))
     if png is not None:

@@ -152,8 +152,6 @@ def test_a_run_that_fails_says_why_and_its_exit_code_is_its_class_s(tmp_path: Pa
 
 def test_ctrl_c_that_a_library_made_an_error_of_is_still_ctrl_c():
     """transformers do, when it comes while they import a model's code."""
+    theirs = ModuleNotFoundError("Could not import module 'Qwen3ForCausalLM'")
     with pytest.raises(KeyboardInterrupt), exits_by_class():
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as error:
-            raise ModuleNotFoundError("Could not import module 'Qwen3ForCausalLM'") from error
+        raise theirs from KeyboardInterrupt()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -11,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from stopwatch import Stopwatch
 from tandem.errors import RunError, RunFenced, RunOwned
 from tandem.io.jsonl import JsonlWriter, cut_back, read_jsonl
+from tandem.obs.live import LiveView
 from tandem.runs.lease import Lease, begin
 from tandem.runs.resume import finished
+from tandem.runs.run import Run
 
 HOLDS = """
 import sys, time
@@ -109,3 +114,43 @@ def test_of_a_damaged_epoch_or_status_nothing_is_guessed(tmp_path: Path, content
     (tmp_path / "status.json").write_text(content.replace('{"epoch": "x"}', '"succeeded"'))
     with pytest.raises(RunError, match=r"status.json cannot be read: .*; move it away, and `tandem resume"):
         finished(tmp_path)
+
+
+ZOMBIE = """
+import io, logging, sys
+from pathlib import Path
+from rich.console import Console
+from tandem.errors import RunFenced
+from tandem.obs.live import LiveView
+from tandem.runs.lease import Lease
+from tandem.runs.run import Run
+
+directory, view = Path(sys.argv[1]), LiveView("run", Console(file=io.StringIO()))
+try:
+    with Run(directory, name="run", recipe="sft", view=view, lease=Lease(directory)):
+        logging.getLogger("tandem.x").warning("before")
+        print("logs", flush=True)
+        sys.stdin.readline()
+        logging.getLogger("tandem.x").warning("of the zombie")
+except RunFenced:
+    print("fenced", flush=True)
+"""
+
+
+def test_what_a_process_logs_that_lost_the_run_is_not_in_the_log_of_the_one_that_has_it(tmp_path: Path):
+    run = tmp_path / "run"
+    begin(run, "recipe = 'sft'\n")
+    zombie = subprocess.Popen(
+        [sys.executable, "-c", ZOMBIE, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert zombie.stdout is not None
+    assert zombie.stdout.readline() == "logs\n"
+    winner = Run(
+        run, name="run", recipe="sft", view=LiveView("run", Console(file=io.StringIO())),
+        lease=Lease(run, take_over=True),
+    )  # fmt: skip
+    with winner:
+        logging.getLogger("tandem.x").warning("of the winner")
+        assert zombie.communicate("go on\n", timeout=60)[0] == "fenced\n"
+    said = [line.split(": ", 1)[1] for line in (run / "log.txt").read_text().splitlines()]
+    assert said == ["before", "of the winner"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainers import LORA, TOKENIZER, llama, logits, make_group, make_policy, ma
 from tandem.bridge.inproc import InprocBridge
 from tandem.engine.hf import EmbeddedEngine
 from tandem.errors import SpecError
+from tandem.model.checkpoint import load_model
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.spec.model import LoraSpec
@@ -53,6 +55,20 @@ def test_an_export_is_the_policy_wherever_adapters_may_sit(make: Any, targets: A
     policy.export(tmp_path)
     served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(logits(served), logits(policy.module), atol=1e-4, rtol=0)
+
+
+def test_an_adapter_names_no_path_of_this_machine(tmp_path: Path) -> None:
+    """It is loaded elsewhere, on a base that lies elsewhere."""
+    llama().save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    module = load_model(str(tmp_path / "base"), "main", "sdpa")
+    policy = CausalPolicy(module, TOKENIZER, lora=LoraSpec(rank=2))
+    policy.export(tmp_path / "export")
+    policy.deployer()(dict(policy.trainable()), tmp_path / "deploy")
+    for file in [*(tmp_path / "export").rglob("*.*"), *(tmp_path / "deploy").rglob("*.*")]:
+        assert str(tmp_path).encode() not in file.read_bytes(), file
+    for place in (tmp_path / "export" / "adapter", tmp_path / "deploy"):
+        assert json.loads((place / "adapter_config.json").read_text())["base_model_name_or_path"] is None
 
 
 # --- the reference

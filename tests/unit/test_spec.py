@@ -133,7 +133,18 @@ BAD = [
     (RL, "sync.bridge = 'telepathy'", 'sync.bridge = "telepathy"', "'inproc'"),
     (RL, "engine.kind = 'llama'", 'engine.kind = "llama"', "'hf'"),
     (RL, "sync.bridge = 'shared'", "sync.bridge = 'shared'", "engines in processes of their own"),
-    (RL, "engine.kind = 'vllm'", "sync.bridge = 'inproc'", "'inproc' is for 'hf'"),
+    (
+        RL,
+        "engine.kind = 'vllm'",
+        "engine.kind = 'vllm'",
+        "(the default) does not reach; add sync.bridge = 'shared' (one",
+    ),
+    (
+        RL,
+        "sync.bridge = 'disk'",
+        "sync.bridge = 'disk'",
+        "engine.kind = 'hf' (the default) runs inside the trainer; add",
+    ),
     (SERVER, "sync.bridge = 'adapter'", "sync.bridge = 'adapter'", "add [model.lora]"),
     (REMOTE, "sync.bridge = 'disk'", "sync.bridge = 'disk'", "choose 'adapter'"),
     (WITH_URL + "replicas = 2\n", "sync.bridge = 'disk'", "engine.replicas = 2", "engine.url names one"),
@@ -444,3 +455,17 @@ def test_replicas_are_started_on_gpus_of_those_that_are_seen(monkeypatch: pytest
         {"CUDA_VISIBLE_DEVICES": "5"},
         {"CUDA_VISIBLE_DEVICES": "7"},
     ]
+
+
+@pytest.mark.parametrize("load", [load_spec, load_online_spec])
+def test_a_file_that_is_no_spec_is_refused_in_one_line(load: Any, tmp_path: Path):
+    deep = "x = " + "[" * 20_000 + "]" * 20_000
+    for content, why in ((deep, "nested too deeply"), ("\0\1", "is not TOML"), (b"\xff\xfe", "is not TOML")):
+        path = tmp_path / "spec.toml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(SpecError, match=why):
+            load(path)
+    with pytest.raises(SpecError, match="cannot be read"):
+        load(tmp_path)
+    with pytest.raises(SpecError, match=r"--set x=.*nested too deeply"):
+        load(Path(__file__).parents[2] / "examples" / "quickstart.toml", (deep.replace(" ", ""),))

@@ -107,6 +107,15 @@ def test_unknown_shapes_and_bridges_are_refused_before_anything_is_made():
         bench_sync("huge")
     with pytest.raises(SpecError, match="--bridge = 'pigeon': there are inproc"):
         bench_sync(bridges=["pigeon"])
+    with pytest.raises(SpecError, match=r"engine\.start_deadline = 9: unknown here; did you mean 'start_deadline_s'"):
+        bench_sync(device="cpu", options={"start_deadline": 9})
+
+
+def test_the_engine_takes_what_a_spec_would_say_of_it(tmp_path: Path):
+    options = {"python": "/opt/vllm/bin/python", "start_deadline_s": 900.0}
+    spec = sync_bench.bench_spec("disk", "tiny", "cpu", "vllm", tmp_path, options)
+    assert (spec.engine.python, spec.engine.start_deadline_s) == ("/opt/vllm/bin/python", 900.0)
+    assert sync_bench.bench_spec("inproc", "tiny", "cpu", "vllm", tmp_path, options).engine.kind == "hf"
 
 
 @pytest.mark.parametrize("name", BRIDGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,8 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(f"{field} = '{source}': no causal language model can be loaded from it: {error}") from error
+    if os.path.isdir(source):  # or else peft writes this machine's path into every adapter, as the name of its base
+        module.name_or_path = module.config._name_or_path = ""
     faults = {
         "missing from it": report["missing_keys"],
         "of another shape in it": [key for key, *_ in report["mismatched_keys"]],

@@ -173,7 +173,7 @@ def _step(row: Row) -> Step | None:
 def _sync_every(spec: Path) -> int:
     try:
         raw = tomllib.loads(spec.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return 1
     sync = raw.get("sync")
     every = sync.get("every") if isinstance(sync, dict) else None

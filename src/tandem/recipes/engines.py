@@ -135,7 +135,7 @@ class _Asked:
 
 def _request_checks(python: str, device: str) -> list[Check]:
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
-        spec = sync_bench.bench_spec("disk", "tiny", device, "vllm", Path(home), python)
+        spec = sync_bench.bench_spec("disk", "tiny", device, "vllm", Path(home), {"python": python})
         model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
         try:
             return asyncio.run(_served_and_asked(spec, model, Path(home)))

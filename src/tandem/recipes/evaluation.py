@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from tandem.rollout.evaluate import Evaluation, evaluate, held_out
 from tandem.runs.evals import StoredEval, played_as, read_evals, store_eval
 from tandem.runs.verdict import Verdict, judge
 from tandem.spec.engine import HfEngineSpec
-from tandem.spec.load import AnySpec, as_spec, parse_spec
+from tandem.spec.load import AnySpec, as_spec, load_spec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.types import Measure, Sampling, Task
 
@@ -136,4 +135,4 @@ def _spec_of(source: str | Path) -> RunSpec:
     path = Path(source) / "spec.toml"
     if not path.exists():
         raise SpecError(f"{source}: is no run, so it does not say what to play; name a spec with --spec")
-    return parse_spec(tomllib.loads(path.read_text(encoding="utf-8")))
+    return load_spec(path)

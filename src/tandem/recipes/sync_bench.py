@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,12 +43,14 @@ def bench_sync(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     engine: Literal["auto", "server", "vllm"] = "auto",
     rounds: int = 5,
-    python: str = "",
+    python: str | Path = "",
+    options: Mapping[str, Any] | None = None,
     unchecked: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Bench:
     """`bridges`: none named, all of them. `engine`: what serves outside this process; auto takes vLLM on a GPU.
-    `python`: vLLM's interpreter, if not where it is installed by default; `unchecked`: whatever version that has."""
+    `python`: vLLM's interpreter, if not where it is installed by default; `unchecked`: whatever version that has.
+    `options`: what else a spec's [engine] would say of it, such as start_deadline_s."""
     if shape not in SHAPES:
         raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
     if odd := [name for name in bridges if name not in BRIDGES]:
@@ -62,10 +64,12 @@ def bench_sync(
     link_bytes_per_s = copy_bytes_per_s(picked, other)
     rows: list[Row] = []
     parameters = 0
+    options = {**({"python": str(python)} if python else {}), **(options or {})}
     with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
+        bench_spec("disk", "tiny", picked, kind, Path(home), options)  # refused at once, and not way by way
         for name in bridges or BRIDGES:
             tell(f"{name} ...")
-            row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home), python, unchecked)
+            row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home), options, unchecked)
             tell(f"{name}: {row.skipped or row.error or f'{row.ms:.1f} ms, {row.how}'}")
             rows.append(row)
             _let_go()
@@ -99,7 +103,7 @@ def _row(
     rounds: int,
     link_bytes_per_s: float,
     home: Path,
-    python: str,
+    options: Mapping[str, Any],
     unchecked: bool,
 ) -> tuple[Row, int]:
     """And how many parameters the model has."""
@@ -109,7 +113,7 @@ def _row(
     if why_not := _why_not(name, device, kind):
         return replace(row, skipped=why_not), 0
     try:
-        spec = bench_spec(name, shape, device, kind, home, python)
+        spec = bench_spec(name, shape, device, kind, home, options)
     except SpecError as error:
         return replace(row, skipped=str(error)), 0
     model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
@@ -133,15 +137,18 @@ def _why_not(name: str, device: str, kind: str) -> str:
     return ""
 
 
-def bench_spec(name: str, shape: str, device: str, kind: str, home: Path, python: str = "") -> RlSpec:
+def bench_spec(
+    name: str, shape: str, device: str, kind: str, home: Path, options: Mapping[str, Any] | None = None
+) -> RlSpec:
     """A whole run's, of which only what concerns weights is used."""
     model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
     engine: dict[str, Any] = {"kind": "hf" if name == "inproc" else kind, "max_context": 256}
     if kind == "vllm" and name != "inproc":
         engine["memory_share"] = 0.5  # the trainer is there first
-        engine["python"] = python
     if kind == "vllm" and name == "broadcast":
         engine["gpus"] = [1]
+    if name != "inproc":
+        engine |= options or {}
     raw = {
         "recipe": "rl",
         "name": "sync-bench",

@@ -98,5 +98,5 @@ def _number(path: Path) -> int | None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither UTF-8 nor TOML, for two
         raise SpecError(f"{path}: cannot be read: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from tandem.obs.text_charts import sparkline
 from tandem.obs.wording import ends, figure, printable
 from tandem.runs.evals import StoredEval, read_evals
 from tandem.runs.verdict import Verdict, judge
+from tandem.spec.toml import parse_toml
 
 _UNLIKE = ("name",)  # says nothing about how two runs were made
 
@@ -56,7 +56,7 @@ def compare_runs(directories: Sequence[str | Path], *, confidence: float = 0.95)
     return Comparison(
         runs=names,
         facts=[_facts(history) for history in histories],
-        differences=_differences([_flat(tomllib.loads(history.spec)) for history in histories]),
+        differences=_differences([_flat(parse_toml(each.spec, each.directory / "spec.toml")) for each in histories]),
         pairings=pairings,
         curves=[_curve(history) for history in histories],
     )

@@ -68,6 +68,7 @@ class Run:
         self._metrics, self._ledger, self._samples, self._events = (
             JsonlWriter(directory / f"{name}.jsonl") for name in _FILES
         )
+        cut_back(directory / "log.txt")  # a process that lost the run still logs, to the file that it has open
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})

@@ -7,7 +7,6 @@ import math
 import queue
 import threading
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from tandem.obs.history import read_status
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.retry import Limits
 from tandem.spec.artifacts import ArtifactsSpec
+from tandem.spec.toml import read_toml
 
 _log = logging.getLogger(__name__)
 _RESULTS = (
@@ -154,7 +154,7 @@ def push_artifacts(
 
 
 def _spec_of(run_dir: Path, url: str) -> ArtifactsSpec:
-    raw: dict[str, Any] = tomllib.loads((run_dir / "spec.toml").read_text(encoding="utf-8"))
+    raw = read_toml(run_dir / "spec.toml")
     table = raw.get("artifacts") or ({"url": url} if url else None)
     if table is None:
         raise ArtifactError(f"{run_dir}: its spec has no [artifacts]; say where to with --url")

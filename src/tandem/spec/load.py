@@ -16,6 +16,7 @@ from tandem.errors import SpecError
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.environment import JudgeSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
+from tandem.spec.toml import read_toml
 
 Table: TypeAlias = dict[str, Any]
 T = TypeVar("T")
@@ -33,15 +34,7 @@ _NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     """Read a TOML file, apply `key.path=value` overrides, check everything."""
-    path = Path(path)
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(
-            f"{path}: cannot be read ({error.strerror}); give the path of a spec, as in examples/quickstart.toml"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: is not TOML: {error}") from error
+    raw = read_toml(path)
     for override in overrides:
         _apply(raw, override)
     return parse_spec(raw)
@@ -121,6 +114,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: --set model.preset=small
+    except RecursionError:
+        raise SpecError(f"--set {override:.40}...: its lists are nested too deeply") from None
     table: Table = raw
     for part in parts[:-1]:
         inner: object = table.setdefault(part, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -17,6 +16,7 @@ from tandem.spec.model import ModelSpec
 from tandem.spec.online_gates import GateSpec, ReplaySpec, UpdatesSpec, WatchSpec
 from tandem.spec.optim import AdamWSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
+from tandem.spec.toml import read_toml
 
 
 class TeachSpec(Spec):
@@ -132,13 +132,7 @@ class OnlineSpec(Spec):
 
 def load_online_spec(path: str | Path, overrides: Sequence[str] = ()) -> OnlineSpec:
     """Read a TOML file, apply `key.path=value` overrides, check everything."""
-    try:
-        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a spec") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: is not TOML: {error}") from error
-    return parse_online_spec(_merged(raw, parse_overrides(overrides)))
+    return parse_online_spec(_merged(read_toml(path), parse_overrides(overrides)))
 
 
 def as_online_spec(spec: OnlineSpec | Mapping[str, Any] | str | Path) -> OnlineSpec:

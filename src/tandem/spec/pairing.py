@@ -61,10 +61,22 @@ def check_sync(
 
 def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
     if isinstance(engine, HfEngineSpec) != isinstance(sync, InprocSync):
+        if isinstance(engine, HfEngineSpec):
+            raise ValueError(
+                f"sync.bridge = '{sync.bridge}': is for engines in processes of their own, and engine.kind = 'hf' (the "
+                "default) runs inside the trainer; add engine.kind = 'server' or 'vllm', or leave sync.bridge out"
+            )
+        ways = (
+            "'adapter', with [model.lora]"
+            if isinstance(engine, RemoteEngineSpec)
+            else (
+                "'shared' (one copy, on one GPU), 'broadcast' (between GPUs), 'disk' (anywhere), or with [model.lora] "
+                "'adapter_broadcast'"
+            )
+        )
         raise ValueError(
-            f"sync.bridge = '{sync.bridge}': engine.kind = '{engine.kind}' is not reached that way: 'inproc' is for "
-            "'hf', which runs inside the trainer, and the others are for engines in processes of their own ('server', "
-            "'vllm', 'remote')"
+            f"engine.kind = '{engine.kind}': runs in a process of its own, which sync.bridge = 'inproc' (the default) "
+            f"does not reach; add sync.bridge = {ways}"
         )
     if isinstance(engine, RemoteEngineSpec):
         if not isinstance(sync, AdapterSync):
