@@ -469,11 +469,14 @@ def main() -> None:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
-        from tandem.runs.failures import interrupted
+        from tandem.runs.failures import interrupted, told_by_the_system
 
         if interrupted(error):
             sys.exit(130)
-        raise
+        if not (said := told_by_the_system(error)):
+            raise
+        print(f"tandem: {said}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _never_fail_on_a_character(stream: Any) -> None:

@@ -84,8 +84,18 @@ def _gguf(name: str) -> str:
 def _ask_hub(source: str, revision: str, field: str) -> None:
     """One request, unless the model was downloaded before: transformers try for minutes where there is no network."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise SpecError(f"{field} = '{source}': there is no such directory, and it is no hub id: {error}") from error
     if isinstance(try_to_load_from_cache(source, "config.json", revision=revision), str):
         return
     here = f"there is no such directory (looked from {Path.cwd()})"

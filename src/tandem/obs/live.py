@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -33,13 +34,23 @@ _TRACED = {"reward": ("reward/mean", "green"), "loss": ("loss/total", "yellow")}
 _STAGES = {"warmup": "warm-up", "sft": "supervised training", "preference": "preference training", "rl": "RL"}
 
 
+class OutlivedConsole(Console):
+    """A run outlives what reads its output, as `tandem train SPEC | head` does: from then on nothing is printed."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # or else the interpreter complains at its end
+        os.close(nowhere)
+
+
 class LiveView:
     """`with LiveView("name") as view:` then stage(), step() after every optimizer step, evaluation(), say()."""
 
     def __init__(
         self, name: str = "run", console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or OutlivedConsole(highlight=False)
         self._name = name
         self._clock = clock
         self._started = clock()

@@ -67,7 +67,7 @@ class Asking:
                 f"{ready} is not there: no rollout service listens, or its --ready-file is elsewhere; name that file, "
                 "or its URL with --token-file"
             ) from None
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise StoreError(f"{ready} is not what `tandem rollouts serve` writes: {error}") from error
 
     def _get(self, url: str, path: str, token: str) -> dict[str, Any]:

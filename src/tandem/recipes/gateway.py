@@ -39,6 +39,7 @@ def serve_gateway(
     from tandem.serve.gateway import gateway_service
 
     path, name, version = find_model(model, field="--model", weights=not engine_url)
+    token = listen.token()  # before anything else is put into its data directory, and before a model is loaded
     if engine_url:
         if engine_token_file is None:
             raise SpecError(f"--engine-url = '{engine_url}': it asks for a token; say where with --engine-token-file")
@@ -47,7 +48,6 @@ def serve_gateway(
         # Forward passes leave the event loop: HTTP must answer while the model works.
         loaded, engine = load_model(path, version, HfEngineSpec(), thinking=thinking, inline=False)
         alone = build_alone.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
-    token = listen.token()  # before anything else is put into its data directory
     directory = Path(trajectories or listen.data_dir / "trajectories")
     atomic.make_directory(directory, mode=atomic.PRIVATE)
 

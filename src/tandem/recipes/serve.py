@@ -33,10 +33,11 @@ def serve_model(
     from tandem.serve.openai import openai_service
 
     path, name, version = find_model(source)
+    token = listen.token()  # what is wrong with its directory is better said before a model is loaded
     # Forward passes leave the event loop: HTTP must answer while the model works.
     model, engine = load_model(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     service = openai_service(engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids)
-    serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)
+    serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 
 def serve_engine(

@@ -15,7 +15,7 @@ from rich.console import Console
 from tandem.errors import DataError, RunError, SpecError
 from tandem.io import atomic
 from tandem.obs.history import read_status
-from tandem.obs.live import LiveView
+from tandem.obs.live import LiveView, OutlivedConsole
 from tandem.recipes import resume, run
 from tandem.runs.run import Run
 from tandem.runs.sweep import SeedResult, Sweep, conclusion, read_seed, summarise, table
@@ -42,7 +42,7 @@ def sweep(
         raise SpecError(f"seeds = {list(seeds)}: name one or more, each once, as in 0, 1, 2")
     spec = as_spec(spec)
     directory = Path(directory) if directory else Run.new_directory(Path(root), f"{spec.name}-sweep")
-    console = console or Console(highlight=False)
+    console = console or OutlivedConsole(highlight=False)
     specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}).in_place() for seed in seeds}
     held = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}  # refused before hours of work
     results: list[SeedResult] = []

@@ -117,14 +117,21 @@ def exits_by_class() -> Generator[None]:
         if interrupted(error):
             raise KeyboardInterrupt from error
         failure = classify_error(error)
-        if isinstance(error, TandemError):
-            print(f"tandem: {error}", file=sys.stderr)
+        if isinstance(error, TandemError) or told_by_the_system(error):
+            print(f"tandem: {told_by_the_system(error) or error}", file=sys.stderr)
         else:
             traceback.print_exception(error)
         if not isinstance(error, SpecError):  # which says itself what to change
             why = f"{failure.failure_class}, by rule {failure.rule or 'none'}: {failure.next}"
             print(f"tandem: {why}", file=sys.stderr)
         raise SystemExit(failure.exit_code) from error
+
+
+def told_by_the_system(error: BaseException) -> str:
+    """Return a sentence about a file that cannot be used as it was to be; empty for every other error."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return ""
+    return f"{error.filename}: {error.strerror}"
 
 
 def interrupted(error: BaseException) -> bool:

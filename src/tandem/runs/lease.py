@@ -61,9 +61,12 @@ def begin(directory: Path, spec_toml: str) -> None:
     enter it: it holds prompts, answers and weights."""
     refuse_used(directory)
     need_room(directory, "begin")
-    atomic.make_directory(directory.parent)
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    fresh.mkdir(mode=atomic.PRIVATE)
+    try:
+        atomic.make_directory(directory.parent)
+        fresh.mkdir(mode=atomic.PRIVATE)
+    except OSError as error:
+        raise RunError(f"{directory}: cannot be made: {error.strerror}; name another directory (--run-dir)") from error
     try:
         atomic.write_text(fresh / "spec.toml", spec_toml)
         os.rename(fresh, directory)
@@ -88,6 +91,8 @@ def need_room(
 
 def refuse_used(directory: Path) -> None:
     """RunError if something is there that a new run would mix with."""
+    if directory.exists() and not directory.is_dir():
+        raise RunError(f"{directory}: is a file; name a directory (--run-dir)")
     if directory.exists() and any(directory.iterdir()):
         resume = f"; `tandem resume {directory}` goes on with the run in it" * (directory / "spec.toml").exists()
         raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir){resume}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import threading
@@ -60,6 +61,8 @@ def _is_hopeless(error: Exception) -> bool:
     """Refused for what it is: the same request would be refused again."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     refused = isinstance(status, int) and 400 <= status < 500 and status not in _COMES_RIGHT
+    if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EROFS, errno.ELOOP, errno.EINVAL):
+        return True
     offline = type(error).__name__ == "OfflineModeIsEnabled"  # HF_HUB_OFFLINE; its package is heavy to import
     return (
         refused
