@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
@@ -12,9 +13,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from small_runs import sft, torch_as_it_was, train
 from test_run_resumed import at_row
 
+from tandem.recipes.sweep import sweep
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.run import StoppedByHand
 from tandem.spec.load import parse_spec, to_toml
@@ -72,3 +75,14 @@ def test_ctrl_c_of_a_run_that_saves_nothing_cancels_it(tmp_path: Path):
     with at_row(2, run, partial(signal.raise_signal, signal.SIGINT)), pytest.raises(KeyboardInterrupt):
         train(sft(tmp_path, every=0), run)
     assert state(run) == "cancelled"
+
+
+@pytest.mark.usefixtures("one_thread", "torch_as_it_was")
+def test_ctrl_c_ends_a_sweep_and_says_how_to_go_on(tmp_path: Path):
+    said = io.StringIO()
+    first = tmp_path / "sweep" / "seed-0"
+    with at_row(2, first, partial(signal.raise_signal, signal.SIGINT)), pytest.raises(StoppedByHand):
+        sweep(sft(tmp_path, every=100), [0, 1], tmp_path / "sweep", console=Console(file=said, width=200))
+    assert state(first) == "stopped"
+    assert not (tmp_path / "sweep" / "seed-1").exists()
+    assert f"the same command with --dir {tmp_path / 'sweep'} goes on" in said.getvalue()

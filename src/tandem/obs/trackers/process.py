@@ -68,6 +68,8 @@ class TrackerProcess:
             self._process.stdin.write(json.dumps([step, numbers]) + "\n")
             self._process.stdin.flush()
         except OSError as error:
+            with suppress(OSError):  # of what is still in its buffer
+                self._process.stdin.close()
             self._process.wait()
             raise ChildProcessError(self._last_line()) from error
 
