@@ -92,9 +92,15 @@ def test_an_index_past_the_end_is_refused():
         try_environment("sort", index=10_000_000)
 
 
-def test_a_split_that_no_environment_has_is_refused():
+def test_a_split_that_no_environment_has_is_refused(tmp_path: Path):
+    """Also where the environment itself does not look at it."""
+    code, _ = new_environment("bare", tmp_path)
+    code.write_text(
+        code.read_text()
+        + "\n\n_tasks = Bare.tasks\nBare.tasks = lambda self, split: _tasks(self, split.replace('foo', 'eval'))\n"
+    )
     with pytest.raises(SpecError, match="split = 'foo': an environment has 'train' and 'eval'"):
-        try_environment("sort", split="foo")
+        try_environment(code, split="foo", ask=lambda shown: "x", tell=lambda text: None)
 
 
 def test_a_run_that_returns_a_number_is_told_what_to_return(tmp_path: Path):
