@@ -32,7 +32,8 @@ TandemError
 ├── CheckpointUnsaved      saving failed too often in a row (a full disk, for one)
 ├── NoRoom                 the disk is too full for a run to begin, or to go on
 ├── ArtifactError          an artifact could not be stored, or is not there
-├── TemplateError          a chat template cannot be used token by token
+├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
+├── TextTooLong            a text has more tokens than a model's context       (also ValueError)
 └── RunError               a run directory is not what it should be
     ├── RunOwned           another process works on it
     └── RunFenced          another process took it over: nothing more may be written by this one
@@ -189,6 +190,10 @@ class NoRoom(TandemError):
 
 class TemplateError(TandemError, ValueError):
     exit_code = 2
+
+
+class TextTooLong(TandemError, ValueError):
+    pass
 
 
 class RunError(TandemError):

@@ -121,7 +121,7 @@ def test_an_id_to_stop_at_ends_the_answer_and_is_not_in_its_text(
     assert choices[-1].finish_reason == "stop"
     assert "".join(choice.text for choice in choices) == served.renderer.decode(expected[:-1])
     refused = served.post({"model": MODEL, "prompt": ids, "stop_token_ids": [-1]}, "/v1/completions")
-    assert (refused.status_code, refused.json()["error"]["field"]) == (422, "stop_token_ids.0")
+    assert (refused.status_code, refused.json()["error"]["field"]) == (400, "stop_token_ids.0")
 
 
 def test_completions_take_text_ids_and_lists(served: Served, make_engine: Any) -> None:
@@ -173,12 +173,14 @@ def test_hang_ups_leave_the_engine_working(served: Served) -> None:
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_by_name(served: Served) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         chat(served, max_tokens=CONTEXT)
     assert caught.value.body["field"] == "max_tokens"  # pyright: ignore
-    with served.openai() as client, pytest.raises(openai.UnprocessableEntityError) as caught:
-        client.completions.create(model=MODEL, prompt=[1] * CONTEXT, max_tokens=1)
-    assert caught.value.body["field"] == "prompt"  # pyright: ignore
-    with served.openai() as client, pytest.raises(openai.UnprocessableEntityError) as caught:
+    for prompt in ([1] * CONTEXT, "x" * (CONTEXT + 1), "x" * 2**17):
+        with served.openai() as client, pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
+        assert (caught.value.param, caught.value.body["field"]) == ("prompt", "prompt")  # pyright: ignore
+        assert (caught.value.type, caught.value.code) == ("invalid_request_error", "context_length_exceeded")
+    with served.openai() as client, pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=[1, 100_000], max_tokens=1)
     assert caught.value.body["field"] == "prompt"  # pyright: ignore

@@ -145,7 +145,7 @@ def test_more_samples_than_allowed_are_told_to_wait(scripted: Served) -> None:
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["code"] == "busy"
     too_many = scripted.post({"model": MODEL, "prompt": ["a"] * 41, "n": 2}, path="/v1/completions")
-    assert (too_many.status_code, too_many.json()["error"]["field"]) == (422, "n")
+    assert (too_many.status_code, too_many.json()["error"]["field"]) == (400, "n")
 
 
 def test_an_event_stream_ends_with_done_and_says_so_in_its_type(scripted: Served) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tandem.serve import online_past
-from tandem.serve.app import Refused
 from tandem.serve.online_past import Past
+from tandem.serve.refusals import Refused
 from tandem.types import Completion, Sampling
 
 

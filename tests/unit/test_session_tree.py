@@ -48,7 +48,7 @@ def ask(sessions: Sessions, renderer: Any, session: Session | None, messages: li
         tools: Any = ()) -> Any:  # fmt: skip
     """What is said is sampled at once. The turn that it became."""
     message = answer if isinstance(answer, dict) else told(answer)
-    point = sessions.chat(session, messages, tools)
+    point = sessions.chat(session, messages, tools)()
     (sample,) = sessions.samples(point, 1)
     with sessions.under_way(point.session):
         sample.keep(complete(renderer, message["content"] or "call"), message, ())
@@ -120,11 +120,11 @@ def test_a_session_that_is_finished_meanwhile_takes_no_turn(renderer: Renderer) 
     sessions = nowhere(renderer)
     first = ask(sessions, renderer, None, [user("a")])
     again = [user("a"), first.told, user("b")]
-    point = sessions.chat(None, again, ())
+    point = sessions.chat(None, again, ())()
     sessions.forget(first.session)
     with pytest.raises(NotKnown), sessions.under_way(point.session):
         pass
-    point = sessions.chat(None, again, ())
+    point = sessions.chat(None, again, ())()
     point.session.finishing = True
     with pytest.raises(Conflict), sessions.under_way(point.session):
         pass
@@ -147,20 +147,20 @@ def test_of_conversations_that_read_alike_the_named_one_goes_on(renderer: Render
     older, newer = (ask(sessions, renderer, None, [user("a")]) for _ in range(2))
     again = [user("a"), older.told, user("b")]
     assert ask(sessions, renderer, older.session, again).parent is older
-    assert sessions.chat(None, again, ()).parent is newer
+    assert sessions.chat(None, again, ())().parent is newer
 
 
 def test_what_is_forgotten_is_gone_on_from_no_more(renderer: Renderer) -> None:
     sessions = nowhere(renderer)
     first = ask(sessions, renderer, None, [user("a")])
-    text = sessions.text(None, "once")
+    text = sessions.text(None, "once")()
     with sessions.under_way(text.session):
         sessions.samples(text, 1)[0].keep(complete(renderer, " more"), told(" more"), ())
-    assert sessions.text(None, "once more and").parent is not None
+    assert sessions.text(None, "once more and")().parent is not None
     for session in sessions.all():
         sessions.drop(session)
     assert ask(sessions, renderer, None, [user("a"), first.told, user("b")]).parent is None
-    assert sessions.text(None, "once more and").parent is None
+    assert sessions.text(None, "once more and")().parent is None
     assert sessions._ends.keys() == {digest for turn in sessions.all()[0].turns.values() for digest, _ in turn.ends}
 
 

@@ -13,9 +13,10 @@ import uuid
 from array import array
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from tandem.errors import Conflict, NotKnown, QueueFull
@@ -38,6 +39,7 @@ class Renders(Protocol):
 
     @property
     def end_ids(self) -> frozenset[int]: ...
+    def check_chars(self, texts: Iterable[str]) -> None: ...
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
@@ -198,7 +200,9 @@ class Sessions:
 
     # --- where a request goes on
 
-    def chat(self, session: Session | None, messages: Sequence[Message], tools: Tools) -> Point:
+    def chat(self, session: Session | None, messages: Sequence[Message], tools: Tools) -> Callable[[], Point]:
+        """Return what makes the point: that may take long, and touches no session."""
+        self._renderer.check_chars(message.get("content") or "" for message in messages)
         self.expire()
         digests = chain(session.scope if session else "", tools, messages)
         for count in range(len(messages), 0, -1):
@@ -206,16 +210,19 @@ class Sessions:
             if known:
                 ids = call_ids(messages[count - 1])
                 parent = max(known, key=lambda turn: call_ids(turn.told) == ids)  # the newest of those that fit best
-                context = self._renderer.glue(messages[count:], parent.ids[-1], tools)
+                context = partial(self._renderer.glue, messages[count:], parent.ids[-1], tools)
                 break
         else:
-            count, parent, context = 0, None, self._renderer.prompt(messages, tools)
+            count, parent, context = 0, None, partial(self._renderer.prompt, messages, tools)
         kept = len(parent.ids) if parent else 0
-        return self._point(
-            session, parent, kept, "chat", list(messages[count:]), context, digests[-1], len(messages)
-        )  # fmt: skip
+        return partial(
+            self._point, session, parent, kept, "chat", list(messages[count:]), context, digests[-1], len(messages)
+        )
 
-    def text(self, session: Session | None, prompt: str | list[int]) -> Point:
+    def text(self, session: Session | None, prompt: str | list[int]) -> Callable[[], Point]:
+        """As `chat` does."""
+        if isinstance(prompt, str):
+            self._renderer.check_chars([prompt])
         self.expire()
         kind: Kind = "text" if isinstance(prompt, str) else "ids"
         data = prompt.encode() if isinstance(prompt, str) else array("i", prompt).tobytes()
@@ -224,17 +231,16 @@ class Sessions:
             for turn, kept in self._known(digest, session):
                 if kind == "ids":
                     assert not isinstance(prompt, str)
-                    return self._point(session, turn, kept, kind, [], prompt[size // 4 :], data, len(data))
-                rest = data[size:].decode()
-                if (seam := self._seam(turn, rest)) is not None:
-                    kept, rest = seam
-                    said: list[Message] = [{"role": "user", "content": rest}]
-                    return self._point(
-                        session, turn, kept, kind, said, self._renderer.encode(rest), data, len(data)
-                    )  # fmt: skip
-        whole = self._renderer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                    rest = partial(list[int], prompt[size // 4 :])
+                    return partial(self._point, session, turn, kept, kind, [], rest, data, len(data))
+                if (seam := self._seam(turn, data[size:].decode())) is not None:
+                    kept, new = seam
+                    said: list[Message] = [{"role": "user", "content": new}]
+                    ids = partial(self._renderer.encode, new)
+                    return partial(self._point, session, turn, kept, kind, said, ids, data, len(data))
+        whole = partial(self._renderer.encode, prompt) if isinstance(prompt, str) else partial(list[int], prompt)
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-        return self._point(session, None, 0, kind, said, whole, data, len(data))
+        return partial(self._point, session, None, 0, kind, said, whole, data, len(data))
 
     def samples(self, point: Point, count: int) -> list[Sample]:
         session, bounds = point.session, self.bounds
@@ -330,8 +336,9 @@ class Sessions:
 
     def _point(
         self, session: Session | None, parent: Turn | None, kept: int, kind: Kind, said: list[Message],
-        context: list[int], heard: bytes, heard_size: int,
+        encoded: Callable[[], list[int]], heard: bytes, heard_size: int,
     ) -> Point:  # fmt: skip
+        context = encoded()
         session = parent.session if parent else session or self.new(automatic=True)
         prompt = [*parent.prompt(kept), *context] if parent else context
         return Point(session, parent, kept, kind, said, context, prompt, heard, heard_size)

@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,23 +24,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.errors import (
-    Conflict,
-    EngineError,
-    Fenced,
-    GroupRefused,
-    KeyReused,
-    NotKnown,
-    QueueFull,
-    Starved,
-    StoreBroken,
-    StoreFull,
-    TandemError,
-)
+from tandem.errors import TandemError
+from tandem.serve.aside import Aside
+from tandem.serve.refusals import Refused, as_refused, refusal
 
 _log = logging.getLogger(__name__)
 
 BODY_BYTES = 16 * 2**20
+AT_ONCE_BYTES = 64 * 2**10
+"""What is read on the event loop. More takes long enough to hold other requests up."""
 _CLOSE_S = 3.0
 _AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
 _MAX_RATIO = 100
@@ -48,40 +40,14 @@ _BODIES_AT_A_TIME = 16  # as large as they may be
 _STALL_S = 15.0  # without a byte of a body, and its sender has hung
 _SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body comes within that time, and what it takes at that rate
 _ROOM_S = 5.0  # for room among the bodies, where a client should not be told of it
-
-_CODES = {
-    400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    408: "too_slow", 409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid",
-    429: "busy",
-    499: "client_gone", 500: "internal", 503: "unavailable", 507: "full",
-}  # fmt: skip
-
-_STORE_STATUS: dict[type[TandemError], int] = {NotKnown: 404, QueueFull: 429, StoreFull: 507, StoreBroken: 503}
-
-_STORE_CODES: dict[type[TandemError], str] = {Fenced: "fenced", KeyReused: "key_reused", Starved: "starved"}
-
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 507: {"Retry-After": "5"}}
+_SMALL_BYTES = 64 * 2**10  # of a body that is refused: read, so that the connection can go on
+_LINGER_S, _LINGER_BYTES = 1.0, 4 * 2**20  # of a larger one: read and dropped before the connection ends
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
-_BODY, _LET_GO = "tandem.body", "tandem.let_go"
+_BODY, _LET_GO, _WHOLE = "tandem.body", "tandem.let_go", "tandem.whole"
 
 T = TypeVar("T")
-
-
-class Refused(TandemError):
-    """A request that is answered with an error; `field` names what to change in it."""
-
-    def __init__(self, status: int, message: str, *, field: str = "", code: str = "", close: bool = False) -> None:
-        """`close`: the connection too."""
-        super().__init__(message)
-        self.status, self.message, self.field, self.close = status, message, field, close
-        self.code = code or _CODES[status]
-
-    @property
-    def body(self) -> dict[str, dict[str, str]]:
-        named = {"field": self.field} if self.field else {}
-        return {"error": {"code": self.code, "message": self.message, **named}}
 
 
 class HotRoute(Route):
@@ -138,7 +104,7 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
     app = FastAPI(
         title=service.name, routes=[*service.hot], lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    app.state.ending = service.ending
+    app.state.ending, app.state.aside = service.ending, Aside()
     registry = CollectorRegistry()
 
     @app.get("/health")
@@ -169,39 +135,41 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
 # --- refusals
 
 
-def as_refused(error: Exception) -> Refused:
-    """Any failure as the client is told about it. What we did not foresee keeps its text to itself (the log has it)."""
-    match error:
-        case Refused():
-            return error
-        case EngineError():
-            return Refused(503, str(error), code="engine")
-        case GroupRefused(field=field, text=text):
-            return Refused(422, text, field=field)
-        case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken() | Starved():
-            status, code = _STORE_STATUS.get(type(error), 409), _STORE_CODES.get(type(error), "")
-            return Refused(status, str(error), field=error.field, code=code)
-        case TandemError() if isinstance(error, ValueError):
-            return Refused(422, str(error))
-        case HTTPException(status_code=status):
-            return Refused(status if status in _CODES else 400, str(error.detail))
-        case RequestValidationError():
-            first = error.errors()[0]
-            return Refused(422, first["msg"], field=".".join(str(part) for part in first["loc"][1:]))
-        case _:
-            return Refused(500, "the service failed; its log says why")
-
-
-def refusal(error: Refused) -> JSONResponse:
-    headers = _HEADERS.get(error.status, {}) | ({"Connection": "close"} if error.close else {})
-    return JSONResponse(error.body, error.status, headers)
-
-
 async def _answer(request: Request, error: Exception) -> Response:
     refused = as_refused(error)
     if refused.status >= 500:
         _log.error("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error)
-    return refusal(refused)
+    return refusal(refused, request.scope, {"Allow": ", ".join(_allowed(request))} if refused.status == 405 else {})
+
+
+def _allowed(request: Request) -> list[str]:
+    """What may be done with this path: several routes can have it, each with its methods."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    here = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for each in here for method in each.methods or ()})
+
+
+async def turn_away(error: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request whose body was not read, and end its connection if that body is not small: nothing of it is
+    kept, and after a moment nothing more of it is read."""
+    headers = Headers(scope=scope)
+    unread = _has_body(headers) and not scope.get(_WHOLE)
+    if unread and not error.close and not 0 <= _said_bytes(headers, -1) <= _SMALL_BYTES:
+        error.close = True
+        if "expect" not in headers:  # a client that asks first sends nothing once it has the answer
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    await _until_read(receive, _LINGER_BYTES)
+    await refusal(error, scope)(scope, receive, send)
+
+
+async def _until_read(receive: Receive, most: int) -> None:
+    """A client that is still sending when its connection ends may never see the answer."""
+    while most > 0:
+        message = await receive()
+        most -= len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
 
 
 # --- the door
@@ -231,7 +199,7 @@ class Gate:
                 self._check_type(headers)
                 return await self._with_body(headers, scope, receive, send)
         except Refused as error:
-            return await refusal(error)(scope, receive, send)
+            return await turn_away(error, scope, receive, send)
         await self.app(scope, receive, send)
 
     async def _with_body(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
@@ -249,7 +217,7 @@ class Gate:
             now_takes(size)
 
         try:
-            scope[_BODY] = await self._whole_body(headers, receive, grow, patient=patient)
+            scope[_BODY] = await self._whole_body(headers, scope, receive, grow, patient=patient)
             now_takes(len(scope[_BODY]))
             scope[_LET_GO] = lambda: now_takes(0)
             await self.app(scope, _played_back(scope, receive), send)
@@ -297,11 +265,17 @@ class Gate:
             raise Refused(415, "bodies of this encoding are not taken; send it plain", field="content-encoding")
 
     async def _whole_body(
-        self, headers: Headers, receive: Receive, grow: Callable[[int], Awaitable[None]], *, patient: bool
+        self,
+        headers: Headers,
+        scope: Scope,
+        receive: Receive,
+        grow: Callable[[int], Awaitable[None]],
+        *,
+        patient: bool,
     ) -> bytes:
         """Reads the body up to the cap, before anything parses it."""
         too_large = Refused(413, f"the body is larger than {self.body_bytes} bytes")
-        said = int(headers.get("content-length", "0"))
+        said = _said_bytes(headers, 0)
         if said > self.body_bytes:
             raise too_large
         await self._room_for(said, patient=patient)
@@ -321,6 +295,7 @@ class Gate:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             more = message.get("more_body", False)
+            scope[_WHOLE] = not more
             if size > self.body_bytes:
                 raise too_large
             await grow(max(size, unseen))
@@ -356,6 +331,10 @@ def gunzip(body: bytes, most: int) -> bytes:
 
 def _has_body(headers: Headers) -> bool:
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _said_bytes(headers: Headers, unsaid: int) -> int:
+    return int(headers.get("content-length", unsaid))
 
 
 def _is_packed(headers: Headers) -> bool:
@@ -409,7 +388,7 @@ class Meter:
         except asyncio.CancelledError:  # by uvicorn, which would log it as a fault; it closes what was begun
             if not status:
                 ended = Refused(503, "the service ends; send it again once it is back", close=True)
-                await refusal(ended)(scope, receive, watch)
+                await refusal(ended, scope)(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -430,6 +409,11 @@ def let_go(request: Request) -> None:
     request._body = b""  # pyright: ignore[reportPrivateUsage] - where Starlette keeps it for a second reader
     request.scope[_BODY] = b""
     request.scope.get(_LET_GO, lambda: None)()
+
+
+def aside(request: Request) -> Aside:
+    """Where work of this request is done that takes long, or may."""
+    return request.app.state.aside
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -24,11 +24,12 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import EngineError, SyncError, TandemError
 from tandem.io.engine_wire import End, Tokens, code_of, encoded, line, served_as_json
-from tandem.serve.app import HotRoute, Refused, Service, as_refused, refusal, unless_gone
+from tandem.serve.app import HotRoute, Service, unless_gone
 from tandem.serve.engine_control import Caller, Control, LocalEngine, OpenSource
 from tandem.serve.engine_link import Allowed
 from tandem.serve.openai import Renderer, openai_service
 from tandem.serve.openai_request import parse
+from tandem.serve.refusals import Refused, as_refused, refusal
 from tandem.types import Completion, Sampling
 
 _LINES_PER_S = 500  # of all streams together; a line costs its two ends a third of a millisecond
@@ -275,7 +276,7 @@ class _Stream(Response):
             while not (self._tokens or self._answer.done() or gone.done()):  # until then its status is not known
                 await self._news(gone)
             if self._answer.done() and (error := _error_of(self._answer)) is not None:
-                return await refusal(self._refused(error))(scope, receive, send)
+                return await refusal(self._refused(error), scope)(scope, receive, send)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while not (self._answer.done() or gone.done()):
                 if lines := self._tokens.take():

@@ -25,8 +25,8 @@ from tandem.io.engine_wire import FENCED
 from tandem.io.process import is_there
 from tandem.io.to_its_end import to_its_end
 from tandem.protocols import Engine, OnToken
-from tandem.serve.app import Refused
 from tandem.serve.engine_link import Allowed
+from tandem.serve.refusals import Refused
 from tandem.types import Completion, Fingerprints, Sampling, Served
 
 _log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.serve.app import Refused
 from tandem.serve.openai_request import checked
+from tandem.serve.refusals import Refused
 
 _MAX_DEADLINE_S = 86400.0
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from hashlib import blake2b
 from typing import Annotated, Any, Protocol
 
@@ -30,11 +31,12 @@ from tandem.errors import GroupRefused, TandemError
 from tandem.rollout.session_store import Deliver, Leaving, Once, SessionStore
 from tandem.rollout.session_tree import Session, turn_row
 from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
-from tandem.serve.app import Refused, Service
+from tandem.serve.app import Service, aside
 from tandem.serve.generate import Generate
-from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools
+from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
 from tandem.serve.openai_choice import Opened
-from tandem.serve.openai_request import Strict, body_of, checked
+from tandem.serve.openai_request import Strict, checked, read, read_if_any
+from tandem.serve.refusals import Refused
 from tandem.types import MAX_NUMBER, Message
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ def gateway_service(
     max_requests: int = 4096,
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
+    renderer = renderer.within(context)
     sessions = Sessions(renderer, store, bounds)
     openai = OpenAi(engine, renderer, Recorded(sessions), model_id, context, num_ids, max_requests)
     _count(sessions, store, openai.books.registry)
@@ -107,13 +110,13 @@ class Recorded:
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
 
-    def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
-        point = self.sessions.chat(self._named(request), messages, tools)
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
+        point = await aside(request)(self.sessions.chat(self._named(request), messages, tools))
         return self._opened([point.session], self.sessions.samples(point, n))
 
-    def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
         named = self._named(request)
-        points = [self.sessions.text(named, prompt) for prompt in prompts]
+        points = [await encoded(request, prompts, self.sessions.text(named, prompt)) for prompt in prompts]
         samples = [sample for point in points for sample in self.sessions.samples(point, n)]
         return self._opened([point.session for point in points], samples)
 
@@ -167,7 +170,7 @@ class _Api:
         self.delivery.start()
 
     async def open(self, request: Request) -> JSONResponse:
-        body = checked(OpenBody, await body_of(request) if await request.body() else {})
+        body = await read_if_any(OpenBody, request)
         async with self._once(request) as once:
             if (reply := self.store.answered(once)) is None:
                 session = self.sessions.new(group=body.group, group_size=body.group_size, task_id=body.task_id)
@@ -206,7 +209,7 @@ class _Api:
         return JSONResponse({"count": self.store.num_refused, "groups": self.store.refused(_MAX_SHOWN)})
 
     async def reward(self, session: str, request: Request) -> JSONResponse:
-        body = checked(RewardBody, await body_of(request))
+        body = await read(request, partial(checked, RewardBody))
         async with self._once(request) as once:
             if (reply := self.store.answered(once)) is None:
                 reply = await self._reward(self.sessions.find(session), body, once)

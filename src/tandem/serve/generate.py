@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator, model_validator
 
+from tandem.serve.app import let_go
 from tandem.serve.openai import OpenAi
 from tandem.serve.openai_choice import Choice, Job, Piece
-from tandem.serve.openai_request import Knobs, Strict, body_of, checked, prompt_list
+from tandem.serve.openai_request import Knobs, Strict, checked, prompt_list, read
 
 _DEFAULT_TOKENS = {"vllm": 16, "sglang": 128}
 _OF_SGLANG = {"input_ids", "text", "sampling_params"}
@@ -97,6 +98,12 @@ class SglangBody(Strict):
         return self.input_ids if self.text is None else self.text
 
 
+def _either(data: Any) -> SglangBody | VllmBody:
+    if isinstance(data, dict) and _OF_SGLANG & data.keys():
+        return checked(SglangBody, data)
+    return checked(VllmBody, data)
+
+
 class Generate:
     def __init__(self, api: OpenAi) -> None:
         self.api = api
@@ -107,14 +114,14 @@ class Generate:
         return router
 
     async def generate(self, request: Request) -> JSONResponse:
-        data = await body_of(request)
-        if isinstance(data, dict) and _OF_SGLANG & data.keys():
-            return await self._sglang(request, checked(SglangBody, data))
-        return await self._vllm(request, checked(VllmBody, data))
+        asked = await read(request, _either)
+        if isinstance(asked, SglangBody):
+            return await self._sglang(request, asked)
+        return await self._vllm(request, asked)
 
     async def _vllm(self, request: Request, asked: VllmBody) -> JSONResponse:
         given = asked.prompt
-        job = self._job(request, [given], asked, asked.max_tokens or _DEFAULT_TOKENS["vllm"])
+        job = await self._job(request, [given], asked, asked.max_tokens or _DEFAULT_TOKENS["vllm"])
         pieces = [choice.take() for choice in await self.api.whole(request, job, parts_thoughts=False)]
         body: dict[str, Any] = {
             "text": [piece.text for piece in pieces],
@@ -130,7 +137,7 @@ class Generate:
 
     async def _sglang(self, request: Request, asked: SglangBody) -> JSONResponse:
         knobs = asked.sampling_params
-        job = self._job(request, asked.prompts, knobs, knobs.max_tokens or _DEFAULT_TOKENS["sglang"])
+        job = await self._job(request, asked.prompts, knobs, knobs.max_tokens or _DEFAULT_TOKENS["sglang"])
         choices = await self.api.whole(request, job, parts_thoughts=False)
         results = [self._result(choice, job, asked) for choice in choices]
         if not asked.several and len(results) == 1:
@@ -157,8 +164,9 @@ class Generate:
             ]
         return {"text": piece.text, "output_ids": piece.ids, "meta_info": meta}
 
-    def _job(self, request: Request, prompts: list[str | list[int]], knobs: Knobs, max_tokens: int) -> Job:
-        opened = self.api.conversations.text(request, prompts, knobs.n)
+    async def _job(self, request: Request, prompts: list[str | list[int]], knobs: Knobs, max_tokens: int) -> Job:
+        opened = await self.api.opened("prompt", self.api.conversations.text(request, prompts, knobs.n))
+        let_go(request)
         job = Job(opened, knobs.n, knobs.sampling(max_tokens))
         self.api.check(job, "prompt")
         return job

@@ -25,7 +25,8 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Annotated, Any, Protocol, TypeVar
+from functools import partial
+from typing import Annotated, Any, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -43,21 +44,21 @@ from tandem.online.jobs import ENDED, Once
 from tandem.rollout.recorder import Renders
 from tandem.rollout.session_store import SessionStore
 from tandem.rollout.sessions import Sessions
-from tandem.serve.app import Refused, Service
+from tandem.serve.app import Service, aside, body_at_hand
 from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.online_keys import WHO
 from tandem.serve.online_past import Past
-from tandem.serve.online_request import Model, TrainBody, lesson, lesson_of_session
+from tandem.serve.online_request import Lesson, Model, TrainBody, lesson, lesson_of_session
 from tandem.serve.openai import OpenAi, Unkept
-from tandem.serve.openai_request import Strict, body_of, checked
+from tandem.serve.openai_request import Strict, checked, read, read_if_any
 from tandem.serve.page import page
+from tandem.serve.refusals import Refused
 
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_AT_ONCE = 64 * 2**10  # bytes of a body that are tokenised on the event loop
+_LESSON_S = 120.0  # a job may have a million tokens
 _MOST, _NO_BOUND = 1000, 10**18 - 1
 _NO_WISH = frozenset[str]()
 Number = Annotated[int, Path(ge=0, lt=2**53)]
-B = TypeVar("B", bound=Strict)
 _WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
 """Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
@@ -77,6 +78,7 @@ def online_service(
     num_ids: int,
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist."""
+    renderer = renderer.within(context)
     embedded = conductor.spec.engine.kind == "server"
     wishes = _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if embedded else _NO_WISH
     sessions = Sessions(renderer, kept)
@@ -172,20 +174,20 @@ class _Api:
         once = await _once(request)
         if (reply := self.store.answered(once)) is not None:
             return JSONResponse(reply, 202)
-        data = await body_of(request)
-        body = checked(TrainBody, data)
+        body = await read(request, partial(checked, TrainBody))
         if body.session is not None:
             async with self._turns.setdefault(once.key, asyncio.Lock()):
                 if (reply := self.store.answered(once)) is None:
                     reply = await to_its_end(self._train_session(request, body, once))
             return JSONResponse(reply, 202)
 
-        def read() -> Any:
-            return lesson(body, self.conductor.spec.train, self.model)
+        raw = body_at_hand(request)
 
-        raw = await request.body()
-        taught = await asyncio.to_thread(read) if len(raw) > _AT_ONCE else read()
-        said = bytes(msgspec.json.decode(raw, type=_Said).samples)  # as it came: to write it again takes longer
+        def learn() -> tuple[Lesson, bytes]:
+            said = bytes(msgspec.json.decode(raw, type=_Said).samples)  # as it came: to write it again takes longer
+            return lesson(body, self.conductor.spec.train, self.model), said
+
+        taught, said = await aside(request)(learn, deadline_s=_LESSON_S)
         reply = await self.store.add(
             taught.groups, taught.teaching, who=_who(request), source=body.source, said=said, once=once
         )
@@ -216,7 +218,7 @@ class _Api:
         return reply
 
     async def feedback(self, request: Request) -> Response:
-        body = checked(FeedbackBody, await body_of(request))
+        body = await read(request, partial(checked, FeedbackBody))
 
         async def take() -> Mapping[str, Any]:
             return {"watched": self.conductor.feedback(body.metric, body.version, body.value)}
@@ -229,7 +231,7 @@ class _Api:
             self.sessions.open(session)
             return {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
 
-        await _body_if_any(NoBody, request)
+        await read_if_any(NoBody, request)
         return await self._repeatable(request, open)
 
     async def status(self) -> Response:
@@ -242,7 +244,7 @@ class _Api:
         return JSONResponse(self.store.job(id).row())
 
     async def cancel(self, id: str, request: Request) -> Response:
-        await _body_if_any(NoBody, request)
+        await read_if_any(NoBody, request)
         return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
 
     async def events(self, request: Request, id: str = "") -> Response:
@@ -266,7 +268,7 @@ class _Api:
     # --- versions
 
     async def checkpoint(self, request: Request) -> Response:
-        await _body_if_any(NoBody, request)
+        await read_if_any(NoBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
 
     async def versions(self, request: Request) -> Response:
@@ -292,7 +294,7 @@ class _Api:
         return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
 
     async def activate(self, version: Number, request: Request) -> Response:
-        body = await _body_if_any(ActivateBody, request)
+        body = await read_if_any(ActivateBody, request)
         return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))
 
     async def audit(self, request: Request) -> Response:
@@ -314,10 +316,6 @@ def _sse(event: Event) -> str:
 
 def _who(request: Request) -> str:
     return str(request.scope.get(WHO, "admin"))
-
-
-async def _body_if_any(body: type[B], request: Request) -> B:
-    return checked(body, await body_of(request) if await request.body() else {})
 
 
 def _most(request: Request, usual: int) -> int:

@@ -15,7 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.io import atomic
-from tandem.serve.app import Refused, refusal
+from tandem.serve.app import turn_away
+from tandem.serve.refusals import Refused
 
 SCOPES = ("infer", "train")
 WHO = "tandem.who"
@@ -23,10 +24,12 @@ WHO = "tandem.who"
 _MAY: Mapping[str, tuple[tuple[str, str], ...]] = {
     "infer": (
         ("GET", "/v1/"), ("POST", "/v1/"), ("GET", "/limits"), ("GET", "/train/status"), ("POST", "/feedback"),
+        ("GET", "/openapi.json"),
     ),
     "train": (
         ("GET", "/v1/"), ("POST", "/v1/"), ("GET", "/limits"), ("GET", "/metrics"), ("GET", "/train"),
         ("POST", "/train"), ("GET", "/versions"), ("GET", "/sessions"), ("POST", "/sessions"), ("POST", "/feedback"),
+        ("GET", "/openapi.json"),
     ),
 }  # fmt: skip
 """Method, and what the path begins with; a path that ends in a slash or is followed by one, or whole."""
@@ -68,7 +71,7 @@ class KeyRing:
             return await self.app(scope, receive, send)
         if not allowed(name, scope["method"], scope["path"]):
             text = f"the key '{name}' may not do this; ask whoever has the service's token"
-            return await refusal(Refused(403, text))(scope, receive, send)
+            return await turn_away(Refused(403, text), scope, receive, send)
         MutableHeaders(scope=scope)["authorization"] = f"Bearer {self.keys.token}"
         await self.app(scope, receive, send)
 

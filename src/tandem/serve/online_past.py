@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.errors import CheckpointError, NotKnown
-from tandem.serve.app import Refused
 from tandem.serve.openai import Sampler
+from tandem.serve.refusals import Refused
 from tandem.types import Completion, Sampling
 
 _AT_A_TIME = 2  # each holds a whole copy of the weights

@@ -15,8 +15,8 @@ from tandem.online.demonstrations import ANSWERS, judge_messages, most_tokens
 from tandem.online.wire import Sequence1, Teaching, to_wire
 from tandem.rollout.recorded import record, record_pair
 from tandem.rollout.recorder import Renders
-from tandem.serve.app import Refused
 from tandem.serve.openai_request import Strict
+from tandem.serve.refusals import Refused
 from tandem.spec.online import TeachSpec
 from tandem.types import NO_VERSION, Group, Trajectory
 

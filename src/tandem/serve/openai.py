@@ -10,35 +10,43 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tandem.errors import TandemError
+from tandem.errors import TandemError, TextTooLong
 from tandem.protocols import OnToken
-from tandem.serve.app import Refused, Service, as_refused, unless_gone
+from tandem.serve.app import AT_ONCE_BYTES, Service, aside, let_go, unless_gone
 from tandem.serve.openai_choice import CHAT, TEXT, Choice, Job, Layout, Opened, Piece, Speech, usage
 from tandem.serve.openai_request import (
+    MAX_MESSAGES,
     MAX_N,
     MAX_PROMPTS,
+    MAX_TOOLS_BYTES,
+    MAX_VALUES,
     ChatRequest,
     CompletionRequest,
+    conversation,
     parse,
-    template_messages,
-    template_tools,
+    read,
 )
+from tandem.serve.refusals import Refused, as_refused
 from tandem.types import Completion, Message, Sampling
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """What a conversation offers to call, each as JSON schema, as OpenAI has it."""
 
 
+T = TypeVar("T")
+
 SESSION_HEADER = "X-Tandem-Session"
+DEFAULT_TOKENS = 4096
+"""Of a chat's answer that says nothing of its length, where its context has more room than that."""
 
 
 class Sampler(Protocol):
@@ -58,6 +66,7 @@ class Sampler(Protocol):
 
 
 class Renderer(Speech, Protocol):
+    def within(self, context: int) -> Self: ...
     def encode(self, text: str) -> list[int]: ...
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
 
@@ -65,8 +74,8 @@ class Renderer(Speech, Protocol):
 class Conversations(Protocol):
     """Where the prompts of requests come from, and who keeps their answers."""
 
-    def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened: ...
-    def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened: ...
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened: ...
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened: ...
 
 
 @dataclass(frozen=True)
@@ -85,19 +94,32 @@ class Unkept:
 
     renderer: Renderer
 
-    def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
-        prompt = self.renderer.prompt(messages, tools)
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
+        prompt = await aside(request)(self.renderer.prompt, messages, tools)  # always: a template may loop
         return Opened([_Unkept(prompt) for _ in range(n)])
 
-    def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
-        ids = [self.renderer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
+        ids = [
+            await encoded(request, prompts, partial(self.renderer.encode, prompt))
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
         return Opened([_Unkept(prompt) for prompt in ids for _ in range(n)])
+
+
+async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: Callable[[], T]) -> T:
+    """Return what `encode` makes of one of the prompts: beside the event loop, if all together are large."""
+    if sum(map(len, prompts)) <= AT_ONCE_BYTES:
+        return encode()
+    return await aside(request)(encode)
 
 
 def openai_service(
     engine: Sampler, renderer: Renderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
+    renderer = renderer.within(context)
     api = OpenAi(engine, renderer, Unkept(renderer), model_id, context, num_ids, max_requests)
     return Service("tandem serve", api.router("/v1"), api.limits, api.books.registry, engine.close)
 
@@ -144,7 +166,9 @@ class OpenAi:
     @property
     def limits(self) -> dict[str, int]:
         return {
-            "context_tokens": self.context, "n": MAX_N, "prompts": MAX_PROMPTS, "samples_at_a_time": self.max_requests,
+            "context_tokens": self.context, "default_tokens": DEFAULT_TOKENS, "n": MAX_N, "prompts": MAX_PROMPTS,
+            "messages": MAX_MESSAGES, "tools_bytes": MAX_TOOLS_BYTES, "values": MAX_VALUES,
+            "samples_at_a_time": self.max_requests,
         }  # fmt: skip
 
     async def models(self) -> JSONResponse:
@@ -155,11 +179,13 @@ class OpenAi:
         return JSONResponse(self._model())
 
     async def chat(self, request: Request) -> Response:
-        asked = await parse(ChatRequest, request)
+        given = await read(request, conversation)
+        asked = given.asked
         self._check_model(asked.model)
-        opened = self.conversations.chat(request, template_messages(asked), template_tools(asked), asked.n)
+        opened = await self.opened("messages", self.conversations.chat(request, given.messages, given.tools, asked.n))
+        let_go(request)  # not before: until then it takes the room of its body
         room = max(1, self.context - len(opened.places[0].prompt))
-        max_tokens = asked.max_completion_tokens or asked.max_tokens or room
+        max_tokens = asked.max_completion_tokens or asked.max_tokens or min(room, DEFAULT_TOKENS)
         calls = bool(asked.tools) and asked.tool_choice == "auto"
         job = self._job(asked, opened, max_tokens, one_prompt=True, logprobs=asked.logprobs, calls=calls)
         self.check(job, "messages")
@@ -170,13 +196,21 @@ class OpenAi:
         self._check_model(asked.model)
         one_prompt = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
         given: Any = [asked.prompt] if one_prompt else asked.prompt
-        opened = self.conversations.text(request, given, asked.n)
+        self._check_load(asked.n * len(given))
+        opened = await self.opened("prompt", self.conversations.text(request, given, asked.n))
         wanted = asked.logprobs is not None
         job = self._job(asked, opened, asked.max_tokens or 16, one_prompt=one_prompt, logprobs=wanted, calls=False)
         self.check(job, "prompt")
         return await self._answer(request, job, TEXT)
 
     # --- from a request to a job
+
+    async def opened(self, named: str, opening: Awaitable[Opened]) -> Opened:
+        """`named`: what the request calls its prompts."""
+        try:
+            return await opening
+        except TextTooLong as error:
+            raise Refused(422, str(error), field=named, code="context_length_exceeded") from error
 
     def _job(
         self, asked: ChatRequest | CompletionRequest, opened: Opened, max_tokens: int,
@@ -274,7 +308,7 @@ class OpenAi:
                 head["weight_version"] = choice.version
                 yield chunk(choice)
         except TandemError as error:  # the status line is out: the failure travels as an event
-            yield _event(as_refused(error).body)
+            yield _event(as_refused(error).openai[1])
             return
         if job.include_usage:
             yield _event({**head, "choices": [], "usage": usage(job, choices)})

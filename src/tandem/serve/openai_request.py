@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from fastapi import Request
@@ -16,13 +19,20 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from tandem.serve.app import Refused, let_go
+from tandem.io.json_values import holds_more_values
+from tandem.serve.app import AT_ONCE_BYTES, aside, body_at_hand, let_go
+from tandem.serve.refusals import Refused
 from tandem.types import Sampling
 
 MAX_N = 64
 MAX_PROMPTS = 256
+MAX_MESSAGES = 8192
+MAX_TOOLS_BYTES = 2**18
+"""Of all tools of one request, as JSON."""
+MAX_VALUES = 2**20
+"""Of one body: what stands in its lists and objects."""
 
 # Values that ask for nothing: many clients send them with every request. Any other value is refused as unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -178,7 +188,7 @@ class _Request(Knobs):
 
 
 class ChatRequest(_Request):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] = Field([], max_length=256)
     tool_choice: Literal["auto", "none"] = "auto"
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -215,36 +225,74 @@ class CompletionRequest(_Request):
     """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
 
 
-def template_messages(asked: ChatRequest) -> list[dict[str, Any]]:
-    """As chat templates want them."""
-    messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-    for message, given in zip(messages, asked.messages, strict=True):
-        if given.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.for_template} for call in given.tool_calls
-            ]
-    return messages
+@dataclass(frozen=True)
+class Conversation:
+    """A chat request, and what of it goes into the chat template."""
+
+    asked: ChatRequest
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
 
 
-def template_tools(asked: ChatRequest) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_unset=True) for tool in asked.tools]
+def conversation(data: Any) -> Conversation:
+    asked = checked(ChatRequest, data)
+    tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools]
+    if tools and len(to_json(tools)) > MAX_TOOLS_BYTES:
+        raise Refused(422, f"all tools together may have {MAX_TOOLS_BYTES} bytes as JSON; send fewer", field="tools")
+    check_values("".join(_arguments(asked)).encode(), "messages")
+    return Conversation(asked, [_for_template(message) for message in asked.messages], tools)
+
+
+def _arguments(asked: ChatRequest) -> Iterator[str]:
+    return (call.function.arguments for message in asked.messages for call in message.tool_calls or ())
+
+
+def _for_template(given: ChatMessage) -> dict[str, Any]:
+    message = given.model_dump(exclude_none=True)
+    if given.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": call.function.for_template} for call in given.tool_calls
+        ]
+    return message
 
 
 R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
 
 
 async def parse(kind: type[R], request: Request) -> R:
-    data = await body_of(request)
+    """Nothing reads the body again."""
+    parsed = await read(request, partial(checked, kind))
     let_go(request)
-    return checked(kind, data)
+    return parsed
 
 
-async def body_of(request: Request) -> Any:
+async def read(request: Request, work: Callable[[Any], T]) -> T:
+    """Return what `work` makes of the body's JSON; beside the event loop, if the body is large."""
+    raw = body_at_hand(request)
+    if len(raw) <= AT_ONCE_BYTES:
+        return work(_from_json(raw))
+    return await aside(request)(lambda: work(_from_json(raw)))
+
+
+async def read_if_any(kind: type[R], request: Request) -> R:
+    """Without a body: as if it were {}."""
+    return await read(request, partial(checked, kind)) if body_at_hand(request) else checked(kind, {})
+
+
+def _from_json(raw: bytes) -> Any:
+    check_values(raw)
     # Not json.loads: this parser bounds nesting, and refuses NaN and half surrogate pairs, which tokenizers choke on.
     try:
-        return from_json(await request.body(), allow_inf_nan=False)
+        return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def check_values(raw: bytes, field: str = "") -> None:
+    """Raise Refused if parsing a JSON text would take far more memory than the text."""
+    if len(raw) > AT_ONCE_BYTES and holds_more_values(raw, MAX_VALUES):
+        raise Refused(413, f"more than {MAX_VALUES} values (numbers, texts, lists, objects); send fewer", field=field)
 
 
 def checked(kind: type[R], data: Any, *, within: str = "") -> R:

@@ -36,8 +36,9 @@ from tandem.rollout import wire, wire_lease
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
 from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
-from tandem.serve.app import HotRoute, Refused, Service, body_at_hand, let_go, unless_gone
+from tandem.serve.app import HotRoute, Service, body_at_hand, let_go, unless_gone
 from tandem.serve.page import page
+from tandem.serve.refusals import Refused
 from tandem.serve.rollouts_metrics import registry
 
 BODY_BYTES = 64 * 2**20

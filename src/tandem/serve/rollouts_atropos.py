@@ -34,8 +34,9 @@ from starlette.types import Receive, Scope, Send
 from tandem.errors import GroupRefused, QueueFull, StoreError
 from tandem.rollout.atropos import Atropos, Batch, NotRegistered, Registration
 from tandem.rollout.atropos_wire import KEYS, why_refused
-from tandem.serve.app import HotRoute, Refused, body_at_hand
+from tandem.serve.app import HotRoute, body_at_hand
 from tandem.serve.page import page
+from tandem.serve.refusals import Refused
 
 _log = logging.getLogger(__name__)
 

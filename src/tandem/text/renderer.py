@@ -8,11 +8,12 @@ glue between turns. Rendering history again would change tokens that the policy 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
-from tandem.errors import TemplateError
+from tandem.errors import TemplateError, TextTooLong
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
 from tandem.text.call_stream import CallStream
 from tandem.text.thoughts import END_THINK, THINK, ThoughtStream
@@ -20,6 +21,7 @@ from tandem.text.tokenizer import fingerprint
 from tandem.types import Message, Thought, ToolCall
 
 _SENTINEL = "Q7sentinelQ7"
+_PIECE_CHARS = 2**16
 
 Tools = Sequence[Mapping[str, Any]]
 """What a conversation offers, each as JSON schema: `{"type": "function", "function": {"name", "parameters", ...}}`."""
@@ -29,6 +31,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, *, thinking: bool = False) -> None:
         self.tokenizer = tokenizer
         self.thinking = thinking
+        self._most_tokens, self._longest_token = 0, max(map(len, tokenizer.get_vocab()))
         closing = self.encode(self._after_assistant([], opens_next=False))
         special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
         if not closing or closing[0] not in special:
@@ -53,10 +56,44 @@ class Renderer:
         """Of the tokenizer and its template."""
         return fingerprint(self.tokenizer)
 
+    def within(self, context: int) -> Renderer:
+        """Return the same renderer, which refuses a text that cannot fit a context, before it works on it."""
+        bounded = copy(self)
+        bounded._most_tokens = context
+        return bounded
+
     # --- text to ids
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        if not self._most_tokens:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        self._refuse_too_long(text)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) > self._most_tokens:
+            raise TextTooLong(f"{len(ids)} tokens do not fit a context of {self._most_tokens}; send less")
+        return ids
+
+    def check_chars(self, texts: Iterable[str]) -> None:
+        """Raise TextTooLong if the texts together cannot fit: as if each token were the longest that there is."""
+        most = self._most_tokens * self._longest_token
+        if self._most_tokens and (num_chars := sum(map(len, texts))) > most:
+            raise TextTooLong(
+                f"{num_chars} characters do not fit a context of {self._most_tokens} tokens: at most {most} could; "
+                "send less"
+            )
+
+    def _refuse_too_long(self, text: str) -> None:
+        """Count a long text's tokens piece by piece, up to a tenth more than may be: a cut between two pieces can make
+        a few tokens of one, and the whole text in one go takes memory for each token that it has."""
+        self.check_chars([text])
+        count, begins = 0, range(0, len(text), _PIECE_CHARS) if len(text) > _PIECE_CHARS else ()
+        for begin in begins:
+            count += len(self.tokenizer.encode(text[begin : begin + _PIECE_CHARS], add_special_tokens=False))
+            if count > self._most_tokens * 1.1:
+                raise TextTooLong(
+                    f"the first {min(begin + _PIECE_CHARS, len(text))} of {len(text)} characters have more tokens than "
+                    f"a context of {self._most_tokens}; send less"
+                )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The opening of a conversation, up to where the assistant speaks."""
@@ -163,6 +200,7 @@ class Renderer:
         return after
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> str:
+        self.check_chars(message.get("content") or "" for message in messages)
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),

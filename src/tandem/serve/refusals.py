@@ -1,0 +1,99 @@
+"""What a refusal looks like: as every service says it, and as OpenAI's clients expect it on OpenAI's paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from tandem.errors import (
+    Conflict,
+    EngineError,
+    Fenced,
+    GroupRefused,
+    KeyReused,
+    NotKnown,
+    QueueFull,
+    Starved,
+    StoreBroken,
+    StoreFull,
+    TandemError,
+    TextTooLong,
+)
+
+_CODES = {
+    400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    408: "too_slow", 409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid",
+    429: "busy",
+    499: "client_gone", 500: "internal", 503: "unavailable", 507: "full",
+}  # fmt: skip
+
+_STORE_STATUS: dict[type[TandemError], int] = {NotKnown: 404, QueueFull: 429, StoreFull: 507, StoreBroken: 503}
+
+_STORE_CODES: dict[type[TandemError], str] = {Fenced: "fenced", KeyReused: "key_reused", Starved: "starved"}
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 507: {"Retry-After": "5"}}
+
+
+class Refused(TandemError):
+    """A request that is answered with an error; `field` names what to change in it."""
+
+    def __init__(self, status: int, message: str, *, field: str = "", code: str = "", close: bool = False) -> None:
+        """`close`: the connection too."""
+        super().__init__(message)
+        self.status, self.message, self.field, self.close = status, message, field, close
+        self.code = code or _CODES[status]
+
+    @property
+    def body(self) -> dict[str, dict[str, Any]]:
+        named = {"field": self.field} if self.field else {}
+        return {"error": {"code": self.code, "message": self.message, **named}}
+
+    @property
+    def openai(self) -> tuple[int, dict[str, dict[str, Any]]]:
+        """The status and the body that OpenAI's clients know: to them a request that is wrong is a 400."""
+        kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = self.body["error"] | {"type": kind, "param": self.field or None}
+        return 400 if self.status == 422 else self.status, {"error": error}
+
+
+def as_refused(error: Exception) -> Refused:
+    """Any failure as the client is told about it. What we did not foresee keeps its text to itself (the log has it)."""
+    match error:
+        case Refused():
+            return error
+        case EngineError():
+            return Refused(503, str(error), code="engine")
+        case GroupRefused(field=field, text=text):
+            return Refused(422, text, field=field)
+        case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken() | Starved():
+            status, code = _STORE_STATUS.get(type(error), 409), _STORE_CODES.get(type(error), "")
+            return Refused(status, str(error), field=error.field, code=code)
+        case TextTooLong():
+            return Refused(422, str(error), code="context_length_exceeded")
+        case TandemError() if isinstance(error, ValueError):
+            return Refused(422, str(error))
+        case HTTPException(status_code=status):
+            return Refused(status if status in _CODES else 400, str(error.detail))
+        case RequestValidationError():
+            first = error.errors()[0]
+            return Refused(422, first["msg"], field=".".join(str(part) for part in first["loc"][1:]))
+        case _:
+            return Refused(500, "the service failed; its log says why")
+
+
+def speaks_openai(path: str) -> bool:
+    """Whether a path is one of OpenAI's, whose errors have a shape of their own."""
+    return "/v1/" in path
+
+
+def refusal(error: Refused, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    status, body = error.openai if speaks_openai(scope["path"]) else (error.status, error.body)
+    closing = {"Connection": "close"} if error.close else {}
+    return JSONResponse(body, status, {**_HEADERS.get(error.status, {}), **closing, **(headers or {})})
