@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 _PIECE_BYTES = 2**20
-_BEFORE_VALUES = b"[{,:"  # each value stands behind one of these, but for the first
-_IS_BEFORE_VALUE = np.isin(np.arange(256), list(_BEFORE_VALUES))
 
 
-def holds_more_values(text: bytes, most: int) -> bool:
-    """Return whether a JSON text has more values than `most`; an object's entries count up to three times."""
-    if sum(text.count(mark) for mark in _BEFORE_VALUES) < most:
-        return False  # even if none of these marks stood within a string
+def holds_more(text: bytes, most: int, marks: bytes) -> bool:
+    """Return whether more than `most` of these marks stand outside the strings of a JSON text. Each value stands behind
+    one of `[{,:`, and each list or object begins with one of `[{`."""
+    if sum(text.count(mark) for mark in marks) <= most:
+        return False
     plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # what is a quote now opens a string, or closes it
-    count, inside = 1, np.zeros(1, dtype=np.bool_)
+    is_mark = np.isin(np.arange(256), list(marks))
+    count, inside = 0, np.zeros(1, dtype=np.bool_)
     for begin in range(0, len(plain), _PIECE_BYTES):
         piece = np.frombuffer(plain[begin : begin + _PIECE_BYTES], dtype=np.uint8)
         quoted = np.logical_xor.accumulate(np.concatenate([inside, piece == ord('"')]))
-        count += int(np.count_nonzero(_IS_BEFORE_VALUE[piece] & ~quoted[1:]))
+        count += int(np.count_nonzero(is_mark[piece] & ~quoted[1:]))
         inside = quoted[-1:]
     return count > most

@@ -31,8 +31,6 @@ from tandem.serve.refusals import Refused, as_refused, refusal
 _log = logging.getLogger(__name__)
 
 BODY_BYTES = 16 * 2**20
-AT_ONCE_BYTES = 64 * 2**10
-"""What is read on the event loop. More takes long enough to hold other requests up."""
 _CLOSE_S = 3.0
 _AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
 _MAX_RATIO = 100
@@ -41,7 +39,7 @@ _STALL_S = 15.0  # without a byte of a body, and its sender has hung
 _SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body comes within that time, and what it takes at that rate
 _ROOM_S = 5.0  # for room among the bodies, where a client should not be told of it
 _SMALL_BYTES = 64 * 2**10  # of a body that is refused: read, so that the connection can go on
-_LINGER_S, _LINGER_BYTES = 1.0, 4 * 2**20  # of a larger one: read and dropped before the connection ends
+_LINGER_S, _LINGER_BYTES = 1.0, 32 * 2**20  # of a larger one: read and dropped before the connection ends
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 

@@ -37,7 +37,7 @@ class Aside:
         """Return what the work returns, or raise what it raises; Refused if it is not done in time."""
         await self._seats.acquire()  # the thread gives it back, when it ends
         loop, deadline_s = asyncio.get_running_loop(), deadline_s or _DEADLINE_S
-        answer: asyncio.Future[T] = loop.create_future()
+        answers: list[asyncio.Future[T]] = [loop.create_future()]
         ended = False
 
         def end(result: T | None, error: BaseException | None) -> None:
@@ -46,7 +46,7 @@ class Aside:
                 return
             ended = True
             self._seats.release()
-            if not answer.done():
+            for answer in answers:  # none, if it was given up
                 answer.set_exception(error) if error else answer.set_result(result)  # type: ignore[arg-type]
 
         def tell(result: T | None, error: BaseException | None) -> None:
@@ -68,11 +68,12 @@ class Aside:
         thread.start()
         try:
             async with asyncio.timeout(deadline_s):
-                return await answer
+                return await answers[0]
         except TimeoutError:
             text = f"this request was not read within {deadline_s:g} s; send a shorter or a simpler one"
             raise Refused(422, text, code="too_slow") from None
         finally:
+            answers.clear()  # an error that it holds, holds this frame: together they would stay until gc finds them
             if not ended:
                 _give_up(thread)
 

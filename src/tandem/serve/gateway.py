@@ -31,7 +31,7 @@ from tandem.errors import GroupRefused, TandemError
 from tandem.rollout.session_store import Deliver, Leaving, Once, SessionStore
 from tandem.rollout.session_tree import Session, turn_row
 from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
-from tandem.serve.app import Service, aside
+from tandem.serve.app import Service, aside, body_at_hand
 from tandem.serve.generate import Generate
 from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
 from tandem.serve.openai_choice import Opened
@@ -247,8 +247,9 @@ class _Api:
         self._keys[key] = lock, waiting + 1
         try:
             async with lock:
-                body = request.url.path.encode() + b"\n" + await request.body()
-                yield Once(key, blake2b(body, digest_size=16).digest())
+                digest = blake2b(request.url.path.encode() + b"\n", digest_size=16)
+                digest.update(body_at_hand(request))
+                yield Once(key, digest.digest())
         finally:
             lock, waiting = self._keys.pop(key)
             if waiting > 1:

@@ -45,6 +45,7 @@ from tandem.rollout.recorder import Renders
 from tandem.rollout.session_store import SessionStore
 from tandem.rollout.sessions import Sessions
 from tandem.serve.app import Service, aside, body_at_hand
+from tandem.serve.bounds import AT_ONCE_BYTES
 from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.online_keys import WHO
 from tandem.serve.online_past import Past
@@ -341,5 +342,9 @@ async def _once(request: Request) -> Once:
             field="idempotency-key",
         )
     digest = hashlib.sha256(f"{request.method} {request.url.path}?{request.url.query}\n".encode())
-    digest.update(await request.body())
+    body = body_at_hand(request)
+    if len(body) > AT_ONCE_BYTES:
+        await aside(request)(digest.update, body)
+    else:
+        digest.update(body)
     return Once(key, digest.digest())

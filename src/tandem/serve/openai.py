@@ -21,14 +21,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tandem.errors import TandemError, TextTooLong
 from tandem.protocols import OnToken
-from tandem.serve.app import AT_ONCE_BYTES, Service, aside, let_go, unless_gone
+from tandem.serve.app import Service, aside, let_go, unless_gone
+from tandem.serve.bounds import AT_ONCE_BYTES, MAX_MESSAGES, MAX_N, MAX_PROMPTS, MAX_TOOLS_BYTES, MAX_VALUES
 from tandem.serve.openai_choice import CHAT, TEXT, Choice, Job, Layout, Opened, Piece, Speech, usage
 from tandem.serve.openai_request import (
-    MAX_MESSAGES,
-    MAX_N,
-    MAX_PROMPTS,
-    MAX_TOOLS_BYTES,
-    MAX_VALUES,
     ChatRequest,
     CompletionRequest,
     conversation,

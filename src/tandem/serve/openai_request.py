@@ -21,18 +21,17 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from tandem.io.json_values import holds_more_values
-from tandem.serve.app import AT_ONCE_BYTES, aside, body_at_hand, let_go
+from tandem.serve.app import aside, body_at_hand, let_go
+from tandem.serve.bounds import (
+    AT_ONCE_BYTES,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_TOOLS_BYTES,
+    check_values,
+)
 from tandem.serve.refusals import Refused
 from tandem.types import Sampling
-
-MAX_N = 64
-MAX_PROMPTS = 256
-MAX_MESSAGES = 8192
-MAX_TOOLS_BYTES = 2**18
-"""Of all tools of one request, as JSON."""
-MAX_VALUES = 2**20
-"""Of one body: what stands in its lists and objects."""
 
 # Values that ask for nothing: many clients send them with every request. Any other value is refused as unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -287,12 +286,6 @@ def _from_json(raw: bytes) -> Any:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
-
-
-def check_values(raw: bytes, field: str = "") -> None:
-    """Raise Refused if parsing a JSON text would take far more memory than the text."""
-    if len(raw) > AT_ONCE_BYTES and holds_more_values(raw, MAX_VALUES):
-        raise Refused(413, f"more than {MAX_VALUES} values (numbers, texts, lists, objects); send fewer", field=field)
 
 
 def checked(kind: type[R], data: Any, *, within: str = "") -> R:

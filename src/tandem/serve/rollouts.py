@@ -36,7 +36,8 @@ from tandem.rollout import wire, wire_lease
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
 from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
-from tandem.serve.app import HotRoute, Service, body_at_hand, let_go, unless_gone
+from tandem.serve.app import HotRoute, Service, aside, body_at_hand, let_go, unless_gone
+from tandem.serve.bounds import AT_ONCE_BYTES, check_containers, check_values
 from tandem.serve.page import page
 from tandem.serve.refusals import Refused
 from tandem.serve.rollouts_metrics import registry
@@ -214,6 +215,8 @@ class _Api:
 
         def read() -> tuple[list[wire.WireGroup], Once]:
             body, most = body_at_hand(request), self.queue.limits.max_groups_per_post
+            if not binary:
+                check_containers(body)
             groups = wire.read_frames(body, max_groups=most) if binary else wire.read_json(body, max_groups=most)
             return groups, _once(request, key, body)
 
@@ -284,8 +287,13 @@ class _Api:
 
 
 async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Once]:
-    body = body_at_hand(request)
-    asked, once = _parsed(body, kind), _once(request, _key(request), body)
+    body, key = body_at_hand(request), _key(request)
+
+    def read() -> tuple[Body, Once]:
+        check_values(body)
+        return _parsed(body, kind), _once(request, key, body)
+
+    asked, once = await aside(request)(read) if len(body) > AT_ONCE_BYTES else read()
     let_go(request)  # it may wait for a minute
     return asked, once
 
