@@ -79,6 +79,8 @@ class Sampling:
     (`pin`), or is sampled again from its prompt (`restart`). Empty: as the engine does by itself."""
     urgent: bool = False
     """Before all that wait, and beside one more than may run: a trainer stands still until it is answered."""
+    share: str = ""
+    """Requests of one share take turns with those of others, however many each has. Empty: one share like any other."""
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

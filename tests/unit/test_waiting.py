@@ -10,9 +10,9 @@ from tandem.engine.waiting import Request, Waiting
 from tandem.types import Sampling
 
 
-def request(prompt: int = 4, *, tokens: int = 6, urgent: bool = False, mark: int = 0) -> Request:
+def request(prompt: int = 4, *, tokens: int = 6, urgent: bool = False, mark: int = 0, share: str = "") -> Request:
     answer: Any = None
-    sampling = Sampling(max_tokens=tokens, urgent=urgent)
+    sampling = Sampling(max_tokens=tokens, urgent=urgent, share=share)
     return Request([mark] * prompt, sampling, frozenset(), answer, None)
 
 
@@ -102,3 +102,33 @@ def test_those_that_ran_come_before_those_that_have_not_and_urgent_ones_before_b
     line.keep(lambda each: each.prompt[0] not in (2, 4))
     assert line.next_wave([]) == [came[1]]
     assert line.next_wave([]) == [ran[0], ran[2], came[0]]
+
+
+def test_the_share_with_the_fewest_rows_is_next():
+    many, few = [request(share="many") for _ in range(6)], [request(share="few") for _ in range(2)]
+    line = waiting(*many, *few, max_running=4)
+    assert line.next_wave([]) == [many[0], few[0], many[1], few[1]]
+    line = waiting(*few, max_running=4)
+    assert line.next_wave(many[:3]) == few[:1]
+
+
+def test_a_share_without_a_row_is_given_one_of_a_share_that_has_several():
+    running, late = [request(share=share) for share in "aaab"], request(share="c")
+    for ids, each in zip(([1, 2], [1], [1, 2, 3], []), running, strict=True):
+        each.ids.extend(ids)
+    line = waiting(request(share="a"), late)
+    assert line.makes_room(running) is running[1], "of the share with the most, the one that is begun again cheapest"
+    line.put_back([running.pop(1)])
+    assert line.makes_room(running) is None, "there is room now"
+    assert line.next_wave(running) == [late]
+    assert line.makes_room([*running, late]) is None, "each share has a row"
+
+
+def test_nobody_makes_room_where_no_share_has_two_rows_where_there_is_room_or_for_one_s_own_share():
+    assert waiting(request(share="e")).makes_room([request(share=share) for share in "abcd"]) is None
+    assert waiting(request(share="b")).makes_room([request(share="a")] * 3) is None
+    assert waiting(request(share="a")).makes_room([request(share="a")] * 4) is None
+    assert waiting(request()).makes_room([request() for _ in range(4)]) is None
+    assert waiting(request(share="b"), request(urgent=True)).makes_room([request(share="a")] * 4) is None
+    full = waiting(request(tokens=46, share="b"), positions=100)
+    assert full.makes_room(running := [request(share="a"), request(share="a")]) is running[0]

@@ -278,6 +278,7 @@ class EmbeddedEngine:
                     if not self._waiting and not self._running:
                         self._work.clear()
                         continue
+                    self._make_room()
                     wave = [] if self._draining else self._waiting.next_wave(self._running)
                     if not wave and not self._running:  # draining, and drained
                         self._work.clear()
@@ -292,6 +293,13 @@ class EmbeddedEngine:
             self._why = f"{type(error).__name__}: {error}"
             self._waiting.put_back(wave)  # those that it stopped over are nowhere else yet
             self._fail_all(EngineError(f"engine: stopped by {self._why}"))
+
+    def _make_room(self) -> None:
+        """What goes back keeps what was sampled, and is prefilled with it when its turn comes again."""
+        if not self._draining and (request := self._waiting.makes_room(self._running)) is not None:
+            row = self._running.index(request)
+            self._waiting.put_back([request])
+            self._close_gaps([row])
 
     async def _let_requests_gather(self) -> None:
         """Requests that were started together come in over a few turns of the event loop; take them in one wave."""

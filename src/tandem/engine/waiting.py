@@ -3,14 +3,16 @@
 consumes: requests      waits for: rows, room for keys and values, and a little for others to share a prefill with
 produces: waves         of those that are prefilled together
 
-First in, first out, but that who is urgent comes before all others, alone, and then nobody until it has ended.
+An urgent request comes before all others, alone, and none follows until it has ended. Of the others, the share with the
+fewest rows has the next one; within a share, and between shares that have equally many, first in is first out. A share
+that has no row and finds no room is given a row of a share that has several.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -31,6 +33,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
     """[version, tokens], oldest first."""
+    place: int = 0
+    """In the line of those that wait: the lowest is first."""
 
     @property
     def final_length(self) -> int:
@@ -60,25 +64,60 @@ class Waiting:
     def __init__(self, *, max_running: int, positions: int, prefill_tokens: int) -> None:
         """`positions`: for which there is memory. `prefill_tokens`: most in one prefill, padding included."""
         self._max_running, self._positions, self._prefill_tokens = max_running, positions, prefill_tokens
-        self._urgent, self._others = deque[Request](), deque[Request]()
+        self._urgent = deque[Request]()
+        self._others: dict[str, deque[Request]] = {}
+        """By share, and none of them empty."""
+        self._first = self._last = 0
         self._passed_over = 0
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._others)
+        return len(self._urgent) + self._num_others
+
+    @property
+    def _num_others(self) -> int:
+        return sum(map(len, self._others.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._urgent, self._others)
+        return chain(self._urgent, sorted(chain(*self._others.values()), key=lambda request: request.place))
 
     def add(self, request: Request) -> None:
-        (self._urgent if request.sampling.urgent else self._others).append(request)
+        self._last += 1
+        request.place = self._last
+        self._line_of(request).append(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
         """That ran, before those that have not."""
         for request in reversed(requests):
-            (self._urgent if request.sampling.urgent else self._others).appendleft(request)
+            self._first -= 1
+            request.place = self._first
+            self._line_of(request).appendleft(request)
+
+    def _line_of(self, request: Request) -> deque[Request]:
+        sampling = request.sampling
+        return self._urgent if sampling.urgent else self._others.setdefault(sampling.share, deque())
 
     def keep(self, wanted: Callable[[Request], bool]) -> None:
-        self._urgent, self._others = deque(filter(wanted, self._urgent)), deque(filter(wanted, self._others))
+        self._urgent = deque(filter(wanted, self._urgent))
+        kept = {share: deque(filter(wanted, line)) for share, line in self._others.items()}
+        self._others = {share: line for share, line in kept.items() if line}
+
+    def makes_room(self, running: Sequence[Request]) -> Request | None:
+        """Return the running request that goes back to its line, so that the next one finds room; None if there is
+        room, or if no share has so much more than the next one's that one of its rows is to go."""
+        if not self._others or self._urgent or any(request.sampling.urgent for request in running):
+            return None
+        rows = Counter(request.sampling.share for request in running)
+        share = self._next_share(rows)
+        if rows[share] or max(rows.values(), default=0) < 2:
+            return None
+        longest = max(request.final_length for request in (*running, self._others[share][0]))
+        if len(running) < self._max_running and self._has_room(longest, len(running), 1):
+            return None
+        ((most, _),) = rows.most_common(1)
+        return min((each for each in running if each.sampling.share == most), key=lambda each: len(each.ids))
+
+    def _next_share(self, rows: Mapping[str, int]) -> str:
+        return min(self._others, key=lambda share: (rows[share], self._others[share][0].place))
 
     def next_wave(self, running: Sequence[Request]) -> list[Request]:
         """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
@@ -90,27 +129,32 @@ class Waiting:
             final = max(longest, self._urgent[0].final_length)
             return [self._urgent.popleft()] if self._has_room(final, len(running), 1) else []
         free = self._max_running - len(running)
-        wanted = min(len(self._others), max(1, self._max_running // 8))
+        wanted = min(self._num_others, max(1, self._max_running // 8))
         if running and free < wanted and self._passed_over < _PATIENCE:
             return []
-        wave = self._first_together(longest, len(running), free)
+        wave = self._first_together(longest, running, free)
         self._passed_over = 0 if wave else self._passed_over
         return wave
 
-    def _first_together(self, final: int, running: int, free: int) -> list[Request]:
+    def _first_together(self, final: int, running: Sequence[Request], free: int) -> list[Request]:
         """As many as there is room for, and as one prefill takes. `final`: the longest of those that run."""
         wave, longest, prompts = list[Request](), 0, set[tuple[int, ...]]()
+        rows = Counter(request.sampling.share for request in running)
         while self._others and len(wave) < free:
-            request = self._others[0]
+            share = self._next_share(rows)
+            request = self._others[share][0]
             so_far = (*request.prompt, *request.ids)
             final = max(final, request.final_length)
             longest = max(longest, len(so_far))
-            if not self._has_room(final, running, len(wave) + 1):
+            if not self._has_room(final, len(running), len(wave) + 1):
                 break
             if wave and longest * len(prompts | {so_far}) > self._prefill_tokens:
                 break
             prompts.add(so_far)
-            wave.append(self._others.popleft())
+            rows[share] += 1
+            wave.append(self._others[share].popleft())
+            if not self._others[share]:
+                del self._others[share]
         return wave
 
     def _has_room(self, length: int, running: int, more: int) -> bool:

@@ -142,9 +142,9 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def _allowed(request: Request) -> list[str]:
     """What may be done with this path: several routes can have it, each with its methods."""
-    routes = [each for each in request.app.routes if isinstance(each, Route)]
-    here = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for each in here for method in each.methods or ()})
+    asked: list[Scope] = [{**request.scope, "method": method} for method in _METHODS]
+    matched = (scope for scope in asked if any(each.matches(scope)[0] is Match.FULL for each in request.app.routes))
+    return [scope["method"] for scope in matched]
 
 
 async def turn_away(error: Refused, scope: Scope, receive: Receive, send: Send) -> None:

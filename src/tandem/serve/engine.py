@@ -83,6 +83,7 @@ class SamplingBody(_Strict):
     stop_ids: Ids = []
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     urgent: bool = False
+    share: str = Field(default="", max_length=256)
 
     def sampling(self) -> Sampling:
         values = self.model_dump()

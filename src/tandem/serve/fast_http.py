@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tandem.serve.plain_http import TOO_THIN, Thinness
+
 _MAX_HEAD_BYTES = 64 * 2**10
 _PIECE_BYTES, _PIECE_S = 2**20, 1.0  # the latter, so that the door knows a slow body from none
 
@@ -19,7 +21,7 @@ class FastHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes, self._in_head, self._ended = 0, True, False
-        self._body_bytes = 0
+        self._body_bytes, self._thinness = 0, Thinness()
         self._parts: list[bytes] = []
         self._part_bytes, self._handed_s = 0, 0.0
 
@@ -34,9 +36,13 @@ class FastHttp(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("The request's head is too large.")
+        if not (self._in_head or self._ended or self.cycle.response_started) and self._thinness.is_too_thin(
+            len(data), self._body_bytes - body_bytes
+        ):
+            self.send_400_response(TOO_THIN)
 
     def on_message_begin(self) -> None:
-        self._head_bytes, self._in_head = 0, True
+        self._head_bytes, self._in_head, self._thinness = 0, True, Thinness()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:

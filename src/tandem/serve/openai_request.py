@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -160,11 +161,17 @@ class Knobs(Strict):
             return data
         return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
 
+    @property
+    def share(self) -> str:
+        """Whose share of the engine its samples take: by itself, each request has one."""
+        return uuid.uuid4().hex
+
     def sampling(self, max_tokens: int) -> Sampling:
         seed = secrets.randbits(48) if self.seed is None else self.seed
         return Sampling(
             max_tokens, self.temperature, self.top_p, self.top_k, stop=tuple(self.stop),
             stop_ids=tuple(self.stop_token_ids), seed=seed, on_update=self.on_update or "",
+            share=self.share,
         )  # fmt: skip
 
 
@@ -173,11 +180,17 @@ class _Request(Knobs):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    # Labels for whoever reads the logs of a hosted service: accepted, without effect.
-    user: str = ""
-    safety_identifier: str = ""
+    user: str = Field("", max_length=256)
+    """Requests of one user have one share of the engine."""
+    safety_identifier: str = Field("", max_length=256)
+    """The same, under its newer name."""
+    # Labels for those who read the logs of a hosted service: taken, without effect.
     prompt_cache_key: str = ""
     metadata: dict[str, str] = {}
+
+    @property
+    def share(self) -> str:
+        return self.safety_identifier or self.user or super().share
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> _Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import ipaddress
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import uvicorn
@@ -21,8 +23,10 @@ from fastapi import FastAPI
 
 from tandem.errors import SpecError
 from tandem.io import atomic
+from tandem.serve.plain_http import PlainHttp
 
 _GRACE_S = 5  # for open answers to end; then they are cut. Together with closing the service: within 10 s of SIGTERM
+_END_S = 10.0  # from SIGTERM to the end of the process, whatever still runs in it
 _IDLE_S = 30  # that a connection may wait for its next request: longer than clients of ours keep one
 
 
@@ -104,10 +108,10 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, listen: Listen, tell: Callable[[str], None], http: type[asyncio.Protocol] | None = None
     ) -> None:
-        """`http`: what reads requests; h11 unless a service needs a faster one."""
+        """`http`: what reads requests; PlainHttp unless a service needs a faster one."""
         super().__init__(
             uvicorn.Config(
-                app, http=http or "h11", ws="none", lifespan="on", log_config=None, access_log=False,
+                app, http=http or PlainHttp, ws="none", lifespan="on", log_config=None, access_log=False,
                 server_header=False, proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=_IDLE_S,
             )
@@ -121,7 +125,10 @@ class Server(uvicorn.Server):
             # uvicorn raises the signal again after a clean end; the default handler would then kill the process.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._end)
-        super().run(sockets or [self._socket()])
+        try:
+            super().run(sockets or [self._socket()])
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -149,6 +156,12 @@ class Server(uvicorn.Server):
         # the other side to acknowledge the first.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            # By a thread in C, which needs no turn of the interpreter: it says where each thread stands, and exits.
+            faulthandler.dump_traceback_later(_END_S, exit=True)
+        super().handle_exit(sig, frame)
 
     def _end(self, *_: Any) -> None:
         self.should_exit = True
