@@ -39,7 +39,7 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
     told_here = listen.data_dir / READY_FILE
     told_here.unlink(missing_ok=True)  # of an earlier start, which may have listened elsewhere
     listen = dataclasses.replace(listen, ready_file=listen.ready_file or told_here)
-    service = rollouts_service(queue)
+    service = rollouts_service(queue, greets=not atropos)
     if atropos:
         service = with_atropos(service, queue, listen, open_to_all=insecure_no_auth)
     app = create_app(service, token=token, hosts=listen.hosts, body_bytes=BODY_BYTES)
@@ -53,7 +53,7 @@ def with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_
     """Return the service with the endpoints of Atropos. `open_to_all`: their callers need no token."""
     hot, beside = atropos_routes(Atropos(queue, listen.data_dir), may_reset=open_to_all)
     router = APIRouter()
-    router.include_router(beside)  # first: what is at / greets their clients, and shows people ours
+    router.include_router(beside)  # what is at / greets their clients, and shows people our page
     router.include_router(service.router)
     paths = {route.path for route in (*hot, *beside.routes) if isinstance(route, Route)}
     return dataclasses.replace(

@@ -214,12 +214,12 @@ class _Post(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[msgspec.Raw]
 
 
-class _SmallPost(msgspec.Struct, forbid_unknown_fields=True):
+class Post(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[GroupJson]
 
 
 _POST = msgspec.json.Decoder(_Post)
-_SMALL_POST = msgspec.json.Decoder(_SmallPost)
+_SMALL_POST = msgspec.json.Decoder(Post)
 _GROUP_JSON = msgspec.json.Decoder(GroupJson)
 _GROUP_HEAD = msgspec.msgpack.Decoder(GroupHead)
 

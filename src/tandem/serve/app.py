@@ -13,6 +13,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -24,8 +25,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import tandem
 from tandem.errors import TandemError
 from tandem.serve.aside import Aside
+from tandem.serve.openapi import Endpoints, document, speaks
 from tandem.serve.refusals import Refused, as_refused, refusal
 
 _log = logging.getLogger(__name__)
@@ -99,9 +102,11 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
             async with asyncio.timeout(_CLOSE_S):
                 await service.close()
 
+    endpoints = Endpoints()
     app = FastAPI(
-        title=service.name, routes=[*service.hot], lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
+        title=service.name, routes=[*service.hot], lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        generate_unique_id_function=endpoints.name,
+    )  # fmt: skip
     app.state.ending, app.state.aside = service.ending, Aside()
     registry = CollectorRegistry()
 
@@ -110,7 +115,14 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
         why = service.why_unfit()
         return JSONResponse({"status": why}, 503) if why else JSONResponse({"status": "ok"})
 
+    @app.get("/openapi.json")
+    async def openapi(request: Request) -> JSONResponse:
+        """This document."""
+        made = partial(document, app, endpoints, service.hot, service.open_paths | {"/health"}, tandem.__version__)
+        return JSONResponse(await aside(request)(made))
+
     @app.get("/metrics")
+    @speaks(answers=("text/plain",))
     async def metrics() -> Response:
         text = generate_latest(registry) + generate_latest(service.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -29,6 +29,7 @@ from tandem.serve.engine_control import Caller, Control, LocalEngine, OpenSource
 from tandem.serve.engine_link import Allowed
 from tandem.serve.openai import Renderer, openai_service
 from tandem.serve.openai_request import parse
+from tandem.serve.openapi import LINES, speaks
 from tandem.serve.refusals import Refused, as_refused, refusal
 from tandem.types import Completion, Sampling
 
@@ -106,7 +107,7 @@ class AttachBody(_Strict):
     process: str = Field(default="", max_length=64, pattern=r"^(\d+:\d+)?$")
 
 
-class _CallerBody(_Strict):
+class CallerBody(_Strict):
     attachment: int = Field(ge=1)
     boot_id: str = Field(max_length=128)
 
@@ -115,12 +116,12 @@ class _CallerBody(_Strict):
         return Caller(self.attachment, self.boot_id)
 
 
-class LoadBody(_CallerBody):
+class LoadBody(CallerBody):
     version: Version
     deadline_s: float = Field(default=60.0, gt=0, le=_MAX_DEADLINE_S)
 
 
-class SleepBody(_CallerBody):
+class SleepBody(CallerBody):
     lease_s: Lease = 60.0
     writing: bool = False
 
@@ -140,6 +141,7 @@ class _Api:
     async def status(self) -> JSONResponse:
         return JSONResponse(self.control.status())
 
+    @speaks(GenerateBody, answers=(LINES,))
     async def generate(self, request: Request) -> Response:
         body = await parse(GenerateBody, request)
         if body.boot_id:
@@ -154,6 +156,7 @@ class _Api:
         self.running += 1
         return _Stream(answer, tokens, self._flush_s, self._refused)
 
+    @speaks(AttachBody)
     async def attach(self, request: Request) -> Response:
         body = await parse(AttachBody, request)
         return await self._typed(
@@ -163,6 +166,7 @@ class _Api:
             ),
         )
 
+    @speaks(LoadBody)
     async def load(self, request: Request) -> Response:
         body = await parse(LoadBody, request)
 
@@ -171,16 +175,19 @@ class _Api:
 
         return await self._typed(request, load)
 
+    @speaks(SleepBody)
     async def sleep(self, request: Request) -> Response:
         body = await parse(SleepBody, request)
         return await self._typed(
             request, lambda: self.control.sleep(body.caller, lease_s=body.lease_s, writing=body.writing)
         )
 
+    @speaks(CallerBody)
     async def wake(self, request: Request) -> Response:
-        body = await parse(_CallerBody, request)
+        body = await parse(CallerBody, request)
         return await self._typed(request, lambda: self.control.wake(body.caller))
 
+    @speaks(DigestBody)
     async def digest(self, request: Request) -> Response:
         body = await parse(DigestBody, request)
 

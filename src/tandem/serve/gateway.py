@@ -36,6 +36,7 @@ from tandem.serve.generate import Generate
 from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
 from tandem.serve.openai_choice import Opened
 from tandem.serve.openai_request import Strict, checked, read, read_if_any
+from tandem.serve.openapi import speaks
 from tandem.serve.refusals import Refused
 from tandem.types import MAX_NUMBER, Message
 
@@ -169,6 +170,7 @@ class _Api:
             self.sessions.take_back(session)
         self.delivery.start()
 
+    @speaks(OpenBody, optional=True, status=201)
     async def open(self, request: Request) -> JSONResponse:
         body = await read_if_any(OpenBody, request)
         async with self._once(request) as once:
@@ -208,6 +210,7 @@ class _Api:
     async def refused(self) -> JSONResponse:
         return JSONResponse({"count": self.store.num_refused, "groups": self.store.refused(_MAX_SHOWN)})
 
+    @speaks(RewardBody)
     async def reward(self, session: str, request: Request) -> JSONResponse:
         body = await read(request, partial(checked, RewardBody))
         async with self._once(request) as once:

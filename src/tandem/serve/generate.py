@@ -11,7 +11,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator, model
 from tandem.serve.app import let_go
 from tandem.serve.openai import OpenAi
 from tandem.serve.openai_choice import Choice, Job, Piece
-from tandem.serve.openai_request import Knobs, Strict, checked, prompt_list, read
+from tandem.serve.openai_request import Knobs, Prompts, Strict, checked, prompt_list, read
+from tandem.serve.openapi import speaks
 
 _DEFAULT_TOKENS = {"vllm": 16, "sglang": 128}
 _OF_SGLANG = {"input_ids", "text", "sampling_params"}
@@ -53,16 +54,13 @@ def _is_one(prompt: Any) -> bool:
 
 
 class VllmBody(_Knobs):
-    prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
+    prompt: Annotated[str | list[int], PlainValidator(_one_prompt, json_schema_input_type=str | dict[str, list[int]])]
     logprobs: int | None = Field(None, ge=0, le=1)
 
 
 class SglangKnobs(_Knobs):
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_new_tokens", "max_tokens"))
     seed: int | None = Field(None, ge=0, le=2**53, validation_alias=AliasChoices("sampling_seed", "seed"))
-
-
-Prompts = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(prompt_list)]
 
 
 class SglangBody(Strict):
@@ -113,6 +111,7 @@ class Generate:
         router.add_api_route("/generate", self.generate, methods=["POST"])
         return router
 
+    @speaks(VllmBody | SglangBody)
     async def generate(self, request: Request) -> JSONResponse:
         asked = await read(request, _either)
         if isinstance(asked, SglangBody):

@@ -51,7 +51,8 @@ from tandem.serve.online_keys import WHO
 from tandem.serve.online_past import Past
 from tandem.serve.online_request import Lesson, Model, TrainBody, lesson, lesson_of_session
 from tandem.serve.openai import OpenAi, Unkept
-from tandem.serve.openai_request import Strict, checked, read, read_if_any
+from tandem.serve.openai_request import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
+from tandem.serve.openapi import EVENTS, JSON, speaks
 from tandem.serve.page import page
 from tandem.serve.refusals import Refused
 
@@ -92,9 +93,11 @@ def online_service(
         conductor.store.version(version)
         return OpenAi(await past.engine(version), renderer, Unkept(renderer), model_id, context, num_ids)
 
+    @speaks(ChatRequest, answers=(JSON, EVENTS))
     async def chat(version: Number, request: Request) -> Response:
         return await (await of_past(version)).chat(request)
 
+    @speaks(CompletionRequest, answers=(JSON, EVENTS))
     async def complete(version: Number, request: Request) -> Response:
         return await (await of_past(version)).complete(request)
 
@@ -171,6 +174,7 @@ class _Api:
 
     # --- teaching
 
+    @speaks(TrainBody, status=202)
     async def train(self, request: Request) -> Response:
         once = await _once(request)
         if (reply := self.store.answered(once)) is not None:
@@ -218,6 +222,7 @@ class _Api:
         self.conductor.wake()
         return reply
 
+    @speaks(FeedbackBody)
     async def feedback(self, request: Request) -> Response:
         body = await read(request, partial(checked, FeedbackBody))
 
@@ -226,6 +231,7 @@ class _Api:
 
         return await self._repeatable(request, take)
 
+    @speaks(NoBody, optional=True)
     async def open(self, request: Request) -> Response:
         async def open() -> Mapping[str, Any]:
             session = self.sessions.new(group="", group_size=0, task_id="")
@@ -238,16 +244,19 @@ class _Api:
     async def status(self) -> Response:
         return JSONResponse(self.conductor.status())
 
+    @speaks(query=("most",))
     async def jobs(self, request: Request) -> Response:
         return JSONResponse({"jobs": [job.row() for job in self.store.jobs(_most(request, 20))]})
 
     async def job(self, id: str) -> Response:
         return JSONResponse(self.store.job(id).row())
 
+    @speaks(NoBody, optional=True)
     async def cancel(self, id: str, request: Request) -> Response:
         await read_if_any(NoBody, request)
         return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
 
+    @speaks(answers=(EVENTS,))
     async def events(self, request: Request, id: str = "") -> Response:
         if id:
             self.store.job(id)
@@ -268,10 +277,12 @@ class _Api:
 
     # --- versions
 
+    @speaks(NoBody, optional=True)
     async def checkpoint(self, request: Request) -> Response:
         await read_if_any(NoBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
 
+    @speaks(query=("most", "before"))
     async def versions(self, request: Request) -> Response:
         active, rows = self.store.active, self.store.versions(_most(request, 100), _asked(request, "before", _NO_BOUND))
         return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": rows})
@@ -294,10 +305,12 @@ class _Api:
             return JSONResponse({**row, "job": None, "samples": []})
         return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
 
+    @speaks(ActivateBody, optional=True)
     async def activate(self, version: Number, request: Request) -> Response:
         body = await read_if_any(ActivateBody, request)
         return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))
 
+    @speaks(query=("most",))
     async def audit(self, request: Request) -> Response:
         return JSONResponse({"audit": self.store.audit(_most(request, 100))})
 

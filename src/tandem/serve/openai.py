@@ -31,6 +31,7 @@ from tandem.serve.openai_request import (
     parse,
     read,
 )
+from tandem.serve.openapi import EVENTS, JSON, speaks
 from tandem.serve.refusals import Refused, as_refused
 from tandem.types import Completion, Message, Sampling
 
@@ -174,6 +175,7 @@ class OpenAi:
         self._check_model(name)
         return JSONResponse(self._model())
 
+    @speaks(ChatRequest, answers=(JSON, EVENTS))
     async def chat(self, request: Request) -> Response:
         given = await read(request, conversation)
         asked = given.asked
@@ -187,6 +189,7 @@ class OpenAi:
         self.check(job, "messages")
         return await self._answer(request, job, CHAT)
 
+    @speaks(CompletionRequest, answers=(JSON, EVENTS))
     async def complete(self, request: Request) -> Response:
         asked = await parse(CompletionRequest, request)
         self._check_model(asked.model)

@@ -109,7 +109,7 @@ class Tool(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined)] = ""
+    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]])] = ""
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -223,6 +223,12 @@ def prompt_list(prompt: Any) -> Any:
     raise ValueError(f"must be a text, token ids, or a list of 1 to {MAX_PROMPTS} of either")
 
 
+Prompts: TypeAlias = Annotated[
+    str | list[int] | list[str] | list[list[int]],
+    PlainValidator(prompt_list, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+]
+
+
 def _is_ids(value: Any) -> bool:
     if not (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return False
@@ -232,7 +238,7 @@ def _is_ids(value: Any) -> bool:
 
 
 class CompletionRequest(_Request):
-    prompt: Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(prompt_list)]
+    prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=1)
     """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
 

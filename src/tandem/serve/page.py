@@ -17,10 +17,13 @@ from pathlib import Path
 
 from fastapi.responses import Response
 
+from tandem.serve.openapi import PAGE, speaks
+
 
 def page(file: str) -> Callable[[], Awaitable[Response]]:
     """A route that answers with one of the .html files beside this one."""
 
+    @speaks(answers=(PAGE,))
     async def answer() -> Response:
         body, headers = _page(file)
         return Response(body, media_type="text/html", headers=headers)

@@ -25,7 +25,7 @@ from tandem.errors import (
     TextTooLong,
 )
 
-_CODES = {
+CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     408: "too_slow", 409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid",
     429: "busy",
@@ -48,7 +48,7 @@ class Refused(TandemError):
         """`close`: the connection too."""
         super().__init__(message)
         self.status, self.message, self.field, self.close = status, message, field, close
-        self.code = code or _CODES[status]
+        self.code = code or CODES[status]
 
     @property
     def body(self) -> dict[str, dict[str, Any]]:
@@ -80,7 +80,7 @@ def as_refused(error: Exception) -> Refused:
         case TandemError() if isinstance(error, ValueError):
             return Refused(422, str(error))
         case HTTPException(status_code=status):
-            return Refused(status if status in _CODES else 400, str(error.detail))
+            return Refused(status if status in CODES else 400, str(error.detail))
         case RequestValidationError():
             first = error.errors()[0]
             return Refused(422, first["msg"], field=".".join(str(part) for part in first["loc"][1:]))

@@ -38,6 +38,7 @@ from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
 from tandem.rollout.wire_form import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
 from tandem.serve.app import HotRoute, Service, aside, body_at_hand, let_go, unless_gone
 from tandem.serve.bounds import AT_ONCE_BYTES, check_containers, check_values
+from tandem.serve.openapi import JSON, speaks
 from tandem.serve.page import page
 from tandem.serve.refusals import Refused
 from tandem.serve.rollouts_metrics import registry
@@ -56,6 +57,10 @@ Extra = dict[str, Any]
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class NothingBody(_Strict, frozen=True):
     pass
 
 
@@ -125,7 +130,8 @@ class AckBody(_Strict, frozen=True):
     groups: list[Whole] = []
 
 
-def rollouts_service(queue: RolloutQueue) -> Service:
+def rollouts_service(queue: RolloutQueue, *, greets: bool = True) -> Service:
+    """`greets`: GET / is its page; otherwise another service's."""
     api, router = _Api(queue), APIRouter()
     posts = {
         "trainer": api.trainer, "trainer/version": api.version, "environments": api.environment,
@@ -141,7 +147,8 @@ def rollouts_service(queue: RolloutQueue) -> Service:
         router.add_api_route(f"/v2/{path}", answer, methods=["POST"])
     for path, answer in gets.items():
         router.add_api_route(f"/v2/{path}", answer, methods=["GET"])
-    router.add_api_route("/", page("rollouts.html"), methods=["GET"])
+    if greets:
+        router.add_api_route("/", page("rollouts.html"), methods=["GET"])
     limits = queue.limits
     told = {
         "queued_groups": limits.max_queued, "groups_per_post": limits.max_groups_per_post,
@@ -169,17 +176,20 @@ class _Api:
 
     # --- seats
 
+    @speaks(TrainerBody)
     async def trainer(self, request: Request) -> Response:
         body, once = await _asked(request, TrainerBody)
         fields = msgspec.structs.asdict(body)
         fresh = fields.pop("fresh")
         return _json(await self.queue.register_trainer(TrainerSpec(**fields), fresh=fresh, once=once))
 
+    @speaks(VersionBody)
     async def version(self, request: Request) -> Response:
         body, once = await _asked(request, VersionBody)
         await self.queue.announce_version(body.epoch, body.version, once=once)
         return _json({"version": body.version})
 
+    @speaks(EnvironmentBody)
     async def environment(self, request: Request) -> Response:
         body, once = await _asked(request, EnvironmentBody)
         spec = EnvironmentSpec(**msgspec.structs.asdict(body))
@@ -189,24 +199,28 @@ class _Api:
         self.queue.seen(id)
         return _json({"version": self.queue.version})
 
+    @speaks(NothingBody, optional=True)
     async def disconnect(self, id: int, request: Request) -> Response:
-        _, once = await _asked(request, _Strict)
+        _, once = await _asked(request, NothingBody)
         await self.queue.disconnect(id, once=once)
         return _json({})
 
     # --- an environment's
 
+    @speaks(TicketsBody)
     async def tickets(self, request: Request) -> Response:
         body, once = await _asked(request, TicketsBody)
         admit = self.queue.admit(body.environment, body.count, wait_s=body.wait_s, once=once)
         tickets = await unless_gone(request, admit)
         return _json({"tickets": [ticket.order for ticket in tickets], "version": self.queue.version})
 
+    @speaks(DropBody)
     async def drop(self, order: int, request: Request) -> Response:
         body, once = await _asked(request, DropBody)
         await self.queue.drop(body.environment, order, body.reason, once=once)
         return _json({})
 
+    @speaks(wire.Post, types=(JSON, wire.BINARY), query=("environment",))
     async def put(self, request: Request) -> Response:
         environment = _whole(request.query_params.get("environment"), "environment")
         binary = request.headers.get("content-type", "").partition(";")[0].strip().lower() == wire.BINARY
@@ -232,6 +246,7 @@ class _Api:
 
     # --- the trainer's
 
+    @speaks(TakeBody, answers=(JSON, wire.BINARY))
     async def take(self, request: Request) -> Response:
         body, once = await _asked(request, TakeBody)
         take = self.queue.take(
@@ -249,15 +264,18 @@ class _Api:
             return Response(await asyncio.to_thread(wire_lease.encode_lease, lease), media_type=wire.BINARY)
         return Response(await asyncio.to_thread(wire_lease.lease_to_json, lease), media_type="application/json")
 
+    @speaks(EpochBody)
     async def renew(self, id: int, request: Request) -> Response:
         body = _parsed(body_at_hand(request), EpochBody)
         return _json({"seconds": await self.queue.renew(body.epoch, id)})
 
+    @speaks(ReleaseBody)
     async def release(self, request: Request) -> Response:
         body, once = await _asked(request, ReleaseBody)
         await self.queue.release(body.epoch, body.count, version=body.version, once=once)
         return _json({})
 
+    @speaks(AckBody)
     async def ack(self, request: Request) -> Response:
         body, once = await _asked(request, AckBody)
         return _json({"groups": await self.queue.ack(body.epoch, body.leases, groups=body.groups, once=once)})
@@ -270,6 +288,7 @@ class _Api:
     async def environment_status(self, id: int) -> Response:
         return _json(self.queue.environment_status(id))
 
+    @speaks(query=("most",))
     async def groups(self, request: Request) -> Response:
         most = _whole(request.query_params.get("most"), "most")
         return _json({"groups": self.queue.groups(20 if most is None else min(most, 1000))})

@@ -33,8 +33,9 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import GroupRefused, QueueFull, StoreError
 from tandem.rollout.atropos import Atropos, Batch, NotRegistered, Registration
-from tandem.rollout.atropos_wire import KEYS, why_refused
+from tandem.rollout.atropos_wire import KEYS, ScoredData, why_refused
 from tandem.serve.app import HotRoute, body_at_hand
+from tandem.serve.openapi import JSON, PAGE, speaks
 from tandem.serve.page import page
 from tandem.serve.refusals import Refused
 
@@ -63,7 +64,7 @@ class RegisterBody(msgspec.Struct, frozen=True):
     num_steps: Whole = -1
 
 
-class EnvironmentBody(msgspec.Struct, frozen=True):
+class AtroposEnvironmentBody(msgspec.Struct, frozen=True):
     group_size: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     max_token_length: Whole = -1
     desired_name: Annotated[str, msgspec.Meta(max_length=200)] | None = None
@@ -94,19 +95,22 @@ class _Api:
     def __init__(self, atropos: Atropos, *, may_reset: bool) -> None:
         self.atropos, self.may_reset = atropos, may_reset
 
+    @speaks(answers=(JSON, PAGE))
     async def root(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return await page("rollouts.html")()
         return JSONResponse({"message": "Tandem rollouts, as AtroposLib API"}, headers={"Vary": "Accept"})
 
+    @speaks(RegisterBody)
     async def register(self, request: Request) -> Response:
         body = _parsed(await request.body(), RegisterBody)
         given = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
         await self.atropos.register(Registration(**given))
         return Response(msgspec.json.encode({"uuid": 0}).replace(b"0", b"%d" % uuid.uuid4().int), media_type=_JSON)
 
+    @speaks(AtroposEnvironmentBody)
     async def register_env(self, request: Request) -> dict[str, Any]:
-        body = _parsed(await request.body(), EnvironmentBody)
+        body = _parsed(await request.body(), AtroposEnvironmentBody)
         try:
             env_id, name = await self.atropos.register_environment(
                 body.desired_name or "",
@@ -125,6 +129,7 @@ class _Api:
             "num_steps": trainer.num_steps,
         }  # fmt: skip
 
+    @speaks(EnvironmentId)
     async def disconnect_env(self, request: Request) -> dict[str, str]:
         body = _parsed(await request.body(), EnvironmentId)
         try:
@@ -143,9 +148,11 @@ class _Api:
             return {"batch_size": -1, "max_token_len": -1}
         return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
 
+    @speaks(ScoredData)
     async def scored_data(self, request: Request) -> Response:
         return await self._post(request, many=False)
 
+    @speaks(list[ScoredData])
     async def scored_data_list(self, request: Request) -> Response:
         return await self._post(request, many=True)
 
@@ -167,6 +174,7 @@ class _Api:
     async def status(self) -> dict[str, Any]:
         return await self.atropos.status()
 
+    @speaks(query=("env_id",))
     async def status_env(self, request: Request) -> Response:
         body = await request.body()
         if not body:
@@ -183,6 +191,7 @@ class _Api:
             return Response(bytes(latest), media_type=_JSON)
         return JSONResponse({name: [] for name in (*KEYS[:8], "images")})
 
+    @speaks(answers=("text/plain",))
     async def reset_data(self) -> Response:
         if not self.may_reset:
             raise Refused(403, "wiping everything by a GET needs --atropos and --insecure-no-auth")
