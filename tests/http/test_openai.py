@@ -184,3 +184,16 @@ def test_a_prompt_that_leaves_no_room_is_refused_by_name(served: Served) -> None
     with served.openai() as client, pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt=[1, 100_000], max_tokens=1)
     assert caught.value.body["field"] == "prompt"  # pyright: ignore
+
+
+def test_a_chat_that_names_no_limit_gets_so_many_tokens_and_no_more(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.serve.openai.DEFAULT_TOKENS", 7)
+    with served.http() as client:
+        assert client.get("/limits").json()["default_tokens"] == 7
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "seed": 1}
+    told = served.post(body).json()
+    assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (7, "length")
+    told = served.post(body | {"max_tokens": 9}).json()
+    assert told["usage"]["completion_tokens"] == 9

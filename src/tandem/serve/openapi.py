@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args
@@ -59,8 +60,7 @@ class Endpoints:
 def document(
     app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_paths: frozenset[str], version: str
 ) -> dict[str, Any]:
-    made = app.openapi()
-    paths: dict[str, dict[str, Any]] = {path: dict(operations) for path, operations in made["paths"].items()}
+    paths: dict[str, dict[str, dict[str, Any]]] = deepcopy(app.openapi()["paths"])
     spoken = {name: getattr(endpoint, "spoken", _Spoken()) for name, endpoint in endpoints.by_id.items()}
     for route in hot:
         name = endpoints.name(route)
@@ -99,8 +99,10 @@ def document(
 def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) -> Iterator[Mapping[str, Any]]:
     """Those that FastAPI knows, and those that an endpoint looks up in its request."""
     yield from known
-    for name in {*re.findall(r"{(\w+)}", path)} - {each["name"] for each in known}:
-        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    known_names = {each["name"] for each in known}
+    for name in re.findall(r"{(\w+)}", path):
+        if name not in known_names:
+            yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
     for name in said.query:
         yield {"name": name, "in": "query", "schema": {"type": "string"}}
 
