@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from served import wait_until
 
+from tandem.serve import aside as beside
 from tandem.serve.aside import Aside
 from tandem.serve.refusals import Refused
 
@@ -53,7 +54,9 @@ def test_what_it_returns_and_raises_comes_back_and_nothing_of_it_stays() -> None
     asyncio.run(scenario())
 
 
-def test_what_loops_is_ended_at_its_deadline_and_others_have_its_seat() -> None:
+def test_what_loops_is_ended_at_its_deadline_and_others_have_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_DEADLINE_S", 5.0)  # for a seat, too
+
     async def scenario() -> None:
         aside = Aside(at_a_time=1)
         with pytest.raises(Refused, match=r"0\.2 s"):
@@ -66,6 +69,23 @@ def test_what_loops_is_ended_at_its_deadline_and_others_have_its_seat() -> None:
 
     asyncio.run(scenario())
     wait_until(lambda: not any(thread.name == "aside" for thread in threading.enumerate()))
+
+
+def test_where_all_seats_are_taken_a_request_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_DEADLINE_S", 0.1)
+    go = threading.Event()
+
+    async def scenario() -> None:
+        aside = Aside(at_a_time=1)
+        first = asyncio.create_task(aside(go.wait, 5.0, deadline_s=5.0))
+        await asyncio.sleep(0.05)
+        with pytest.raises(Refused) as refused:
+            await aside(lambda: None)
+        assert refused.value.status == 429
+        go.set()
+        assert await first
+
+    asyncio.run(scenario())
 
 
 def test_no_more_at_a_time_than_there_are_seats() -> None:

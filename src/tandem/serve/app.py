@@ -25,7 +25,6 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import tandem
 from tandem.errors import TandemError
 from tandem.serve.aside import Aside
 from tandem.serve.openapi import Endpoints, document, speaks
@@ -118,7 +117,7 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
     @app.get("/openapi.json")
     async def openapi(request: Request) -> JSONResponse:
         """This document."""
-        made = partial(document, app, endpoints, service.hot, service.open_paths | {"/health"}, tandem.__version__)
+        made = partial(document, app, endpoints, service.hot, service.open_paths | {"/health"})
         return JSONResponse(await aside(request)(made))
 
     @app.get("/metrics")

@@ -35,8 +35,8 @@ class Aside:
 
     async def __call__(self, work: Callable[[Unpack[Ts]], T], *args: *Ts, deadline_s: float = 0.0) -> T:
         """Return what the work returns, or raise what it raises; Refused if it is not done in time."""
-        await self._seats.acquire()  # the thread gives it back, when it ends
         loop, deadline_s = asyncio.get_running_loop(), deadline_s or _DEADLINE_S
+        await self._sit_down()
         answers: list[asyncio.Future[T]] = [loop.create_future()]
         ended = False
 
@@ -76,6 +76,14 @@ class Aside:
             answers.clear()  # an error that it holds, holds this frame: together they would stay until gc finds them
             if not ended:
                 _give_up(thread)
+
+    async def _sit_down(self) -> None:
+        """The thread gives the seat back, when it ends."""
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                await self._seats.acquire()
+        except TimeoutError:
+            raise Refused(429, "other large requests are being read; send it again") from None
 
 
 def _give_up(thread: threading.Thread) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from tandem.serve.refusals import CODES, speaks_openai
 
 JSON, EVENTS, LINES, PAGE = "application/json", "text/event-stream", "application/x-ndjson", "text/html"
+_VERSION = "1"  # of the routes
 _REF = "#/components/schemas/"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,9 +58,7 @@ class Endpoints:
         return name
 
 
-def document(
-    app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_paths: frozenset[str], version: str
-) -> dict[str, Any]:
+def document(app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_paths: frozenset[str]) -> dict[str, Any]:
     paths: dict[str, dict[str, dict[str, Any]]] = deepcopy(app.openapi()["paths"])
     spoken = {name: getattr(endpoint, "spoken", _Spoken()) for name, endpoint in endpoints.by_id.items()}
     for route in hot:
@@ -86,7 +85,7 @@ def document(
                 operation["requestBody"] = {"required": not said.optional, "content": content}
     return {
         "openapi": "3.1.0",
-        "info": {"title": app.title, "version": version},
+        "info": {"title": app.title, "version": _VERSION},
         "security": [{"token": []}],
         "paths": paths,
         "components": {
