@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -127,6 +128,28 @@ def test_a_field_that_nobody_reads_is_refused(server: OnlineServer, path: str):
     answer = post(server, path, {"steps": 3}, **{"Idempotency-Key": f"odd{path}"})
     assert (answer.status_code, answer.json()["error"]["field"]) == (422, "steps"), answer.text
     assert post(server, path, [1], **{"Idempotency-Key": f"odder{path}"}).status_code == 422
+
+
+def test_rude_requests_are_refused_and_take_little_memory(server: OnlineServer):
+    assert server.process is not None
+    status = Path(f"/proc/{server.process.pid}/status")
+
+    def most_mib() -> float:
+        return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if "VmHWM" in line)
+
+    server.ask("hello")
+    before = most_mib()
+    words, lists = "hello " * 10**6, b"[" + b"[]," * 2_000_000 + b"[]]"
+    said = [{"role": "user", "content": words}, {"role": "assistant", "content": "x"}]
+    answer = post(server, "/train", {"samples": [{"messages": said}]}, **{"Idempotency-Key": "rude-words"})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "samples.0")
+    answer = server.http.post("/v1/chat/completions", json={"model": "online", "messages": said})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    for path in ("/train", "/v1/chat/completions"):
+        headers = {"Content-Type": "application/json", "Idempotency-Key": "rude-lists"}
+        answer = server.http.post(path, content=b'{"samples":%s}' % lists, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+    assert most_mib() - before < 200
 
 
 def test_a_job_that_a_gate_rejects_leaves_every_bit_as_it_was(server: OnlineServer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chat_tokenizers import CHATML, chatml_tokenizer, written
 
-from tandem.errors import TemplateError
+from tandem.errors import TemplateError, TextTooLong
 from tandem.text.renderer import Renderer, cut_at_stop
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -34,6 +34,42 @@ def test_the_byte_tokenizer_has_an_id_a_byte_and_survives_a_round_trip():
     ids = PLAIN.encode(text)
     assert len(ids) == len(text.encode())
     assert PLAIN.decode(ids) == text
+
+
+class Counted:
+    """The byte tokenizer, and how many characters it was given."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def __getattr__(self, name: str):
+        return getattr(BYTES, name)
+
+    def __len__(self) -> int:
+        return len(BYTES)
+
+    def encode(self, text: str, **options):
+        self.num_chars += len(text)
+        return BYTES.encode(text, **options)
+
+
+def test_within_a_context_a_text_is_encoded_as_ever_and_one_that_cannot_fit_costs_no_more_than_the_context():
+    counted = Counted()
+    bounded = Renderer(counted).within(70_000)
+    text = "ab " * 23_000  # more than one piece, and 1,000 tokens less than the context
+    assert bounded.encode(text) == PLAIN.encode(text)
+    assert bounded.prompt([user("hi")]) == PLAIN.prompt([user("hi")])
+    longest = max(map(len, BYTES.get_vocab()))
+    for length, most_read in ((70_000 * longest + 1, 0), (70_000 * longest, 2 * 2**16), (70_001, 2 * 70_001)):
+        counted.num_chars = 0
+        with pytest.raises(TextTooLong):
+            bounded.encode("a" * length)
+        assert counted.num_chars <= most_read
+    counted.num_chars = 0
+    with pytest.raises(TextTooLong):
+        bounded.prompt([user("a" * 70_000)] * longest + [user("b")])
+    assert counted.num_chars == 0
+    assert len(Renderer(counted).encode("a" * 70_001)) == 70_001, "by itself a renderer has no bound"
 
 
 # --- recordings: the mask, token by token
