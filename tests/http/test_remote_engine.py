@@ -189,7 +189,7 @@ def test_an_error_in_the_middle_of_a_stream_is_the_engine_s(scripted: Served, tm
 
 
 def test_what_the_server_refuses_is_said_with_its_reason(served: Served, key_file: str) -> None:
-    refusal(ours(served, key_file=key_file), EngineError, "422.*exceed the context of 256", Sampling(max_tokens=300))
+    refusal(ours(served, key_file=key_file), EngineError, "400.*exceed the context of 256", Sampling(max_tokens=300))
     other = RemoteEngine(f"{served.url}/v1", "other", key_file=key_file)
     refusal(other, EngineError, r"there is no model 'other' \(engine.model\); it has 'test/tiny'")
     engine = ours(served, key_file=key_file)
