@@ -39,6 +39,7 @@ from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
 SERVICES = ("serve", "engine", "gateway", "online", "rollouts", "atropos")
+FEEDBACK = b'{"metric": "m", "version": 0, "value": 1.0}'  # its body is read before its key
 WITHOUT_BODY = {"/v2/environments/{id}/alive"}
 SIZES: dict[str, Any] = {"model_id": MODEL, "context": 256, "num_ids": 300}
 HEADERS = {"Host": "localhost", "Authorization": "Bearer t", "Content-Type": "application/json"}
@@ -138,6 +139,19 @@ def test_what_goes_wrong_is_told_of_in_the_document(app: FastAPI) -> None:
                 answer = ask(app, method.upper(), filled, body, **HEADERS, **{"Idempotency-Key": f"{path}{body}"[:20]})
                 assert str(answer.status_code) in known, (method, path, body, answer.text)
                 assert answer.status_code != 500, (method, path, body)
+
+
+def test_the_writes_that_need_a_key_say_so(app: FastAPI) -> None:
+    document = ask(app, "GET", "/openapi.json", **HEADERS).json()
+    for path, each in document["paths"].items():
+        for method, operation in each.items():
+            known = [one for one in operation.get("parameters", []) if one["name"] == "Idempotency-Key"]
+            if method == "post":
+                answer = ask(
+                    app, "POST", re.sub(r"{\w+}", "1", path), b"{}" if path != "/feedback" else FEEDBACK, **HEADERS
+                )
+                asked = answer.json().get("error", {}).get("field") == "idempotency-key" if answer.content else False
+                assert asked == any(one["required"] for one in known), path
 
 
 def test_a_body_of_the_document_is_one_that_is_taken(tmp_path: Path) -> None:

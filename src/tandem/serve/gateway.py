@@ -170,7 +170,7 @@ class _Api:
             self.sessions.take_back(session)
         self.delivery.start()
 
-    @speaks(OpenBody, optional=True, status=201)
+    @speaks(OpenBody, optional=True, status=201, key="optional")
     async def open(self, request: Request) -> JSONResponse:
         body = await read_if_any(OpenBody, request)
         async with self._once(request) as once:
@@ -195,6 +195,7 @@ class _Api:
         turns = [_shown(turn_row(turn)) for turn in found.turns.values()]
         return JSONResponse(summary(found) | {"rewards": rewards, "turns": turns})
 
+    @speaks(key="optional")
     async def drop(self, session: str, request: Request) -> JSONResponse:
         async with self._once(request) as once:
             if (reply := self.store.answered(once)) is None:
@@ -210,7 +211,7 @@ class _Api:
     async def refused(self) -> JSONResponse:
         return JSONResponse({"count": self.store.num_refused, "groups": self.store.refused(_MAX_SHOWN)})
 
-    @speaks(RewardBody)
+    @speaks(RewardBody, key="optional")
     async def reward(self, session: str, request: Request) -> JSONResponse:
         body = await read(request, partial(checked, RewardBody))
         async with self._once(request) as once:

@@ -174,7 +174,7 @@ class _Api:
 
     # --- teaching
 
-    @speaks(TrainBody, status=202)
+    @speaks(TrainBody, status=202, key="required")
     async def train(self, request: Request) -> Response:
         once = await _once(request)
         if (reply := self.store.answered(once)) is not None:
@@ -222,7 +222,7 @@ class _Api:
         self.conductor.wake()
         return reply
 
-    @speaks(FeedbackBody)
+    @speaks(FeedbackBody, key="required")
     async def feedback(self, request: Request) -> Response:
         body = await read(request, partial(checked, FeedbackBody))
 
@@ -231,7 +231,7 @@ class _Api:
 
         return await self._repeatable(request, take)
 
-    @speaks(NoBody, optional=True)
+    @speaks(NoBody, optional=True, key="required")
     async def open(self, request: Request) -> Response:
         async def open() -> Mapping[str, Any]:
             session = self.sessions.new(group="", group_size=0, task_id="")
@@ -251,7 +251,7 @@ class _Api:
     async def job(self, id: str) -> Response:
         return JSONResponse(self.store.job(id).row())
 
-    @speaks(NoBody, optional=True)
+    @speaks(NoBody, optional=True, key="required")
     async def cancel(self, id: str, request: Request) -> Response:
         await read_if_any(NoBody, request)
         return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
@@ -277,7 +277,7 @@ class _Api:
 
     # --- versions
 
-    @speaks(NoBody, optional=True)
+    @speaks(NoBody, optional=True, key="required")
     async def checkpoint(self, request: Request) -> Response:
         await read_if_any(NoBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
@@ -305,7 +305,7 @@ class _Api:
             return JSONResponse({**row, "job": None, "samples": []})
         return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
 
-    @speaks(ActivateBody, optional=True)
+    @speaks(ActivateBody, optional=True, key="required")
     async def activate(self, version: Number, request: Request) -> Response:
         body = await read_if_any(ActivateBody, request)
         return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 from fastapi import FastAPI
@@ -32,11 +32,13 @@ class _Spoken:
     answers: Sequence[str] = (JSON,)
     status: int = 200
     query: Sequence[str] = ()
+    key: Literal["", "required", "optional"] = ""
 
 
 def speaks(body: Any = None, **more: Any) -> Callable[[F], F]:
     """Say what an endpoint takes and answers. `body`: its pydantic model or msgspec struct, or a union of some;
-    `optional`: it may be left out; `types`, `answers`: media types; `status`: of success; `query`: its parameters."""
+    `optional`: it may be left out; `types`, `answers`: media types; `status`: of success; `query`: its parameters;
+    `key`: whether it needs an Idempotency-Key, or takes one."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["spoken"] = _Spoken(body, **more)
@@ -104,6 +106,9 @@ def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) ->
             yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
     for name in said.query:
         yield {"name": name, "in": "query", "schema": {"type": "string"}}
+    if said.key:
+        required = said.key == "required"
+        yield {"name": "Idempotency-Key", "in": "header", "required": required, "schema": {"type": "string"}}
 
 
 # --- responses

@@ -176,20 +176,20 @@ class _Api:
 
     # --- seats
 
-    @speaks(TrainerBody)
+    @speaks(TrainerBody, key="required")
     async def trainer(self, request: Request) -> Response:
         body, once = await _asked(request, TrainerBody)
         fields = msgspec.structs.asdict(body)
         fresh = fields.pop("fresh")
         return _json(await self.queue.register_trainer(TrainerSpec(**fields), fresh=fresh, once=once))
 
-    @speaks(VersionBody)
+    @speaks(VersionBody, key="required")
     async def version(self, request: Request) -> Response:
         body, once = await _asked(request, VersionBody)
         await self.queue.announce_version(body.epoch, body.version, once=once)
         return _json({"version": body.version})
 
-    @speaks(EnvironmentBody)
+    @speaks(EnvironmentBody, key="required")
     async def environment(self, request: Request) -> Response:
         body, once = await _asked(request, EnvironmentBody)
         spec = EnvironmentSpec(**msgspec.structs.asdict(body))
@@ -199,7 +199,7 @@ class _Api:
         self.queue.seen(id)
         return _json({"version": self.queue.version})
 
-    @speaks(NothingBody, optional=True)
+    @speaks(NothingBody, optional=True, key="required")
     async def disconnect(self, id: int, request: Request) -> Response:
         _, once = await _asked(request, NothingBody)
         await self.queue.disconnect(id, once=once)
@@ -207,20 +207,20 @@ class _Api:
 
     # --- an environment's
 
-    @speaks(TicketsBody)
+    @speaks(TicketsBody, key="required")
     async def tickets(self, request: Request) -> Response:
         body, once = await _asked(request, TicketsBody)
         admit = self.queue.admit(body.environment, body.count, wait_s=body.wait_s, once=once)
         tickets = await unless_gone(request, admit)
         return _json({"tickets": [ticket.order for ticket in tickets], "version": self.queue.version})
 
-    @speaks(DropBody)
+    @speaks(DropBody, key="required")
     async def drop(self, order: int, request: Request) -> Response:
         body, once = await _asked(request, DropBody)
         await self.queue.drop(body.environment, order, body.reason, once=once)
         return _json({})
 
-    @speaks(wire.Post, types=(JSON, wire.BINARY), query=("environment",))
+    @speaks(wire.Post, types=(JSON, wire.BINARY), query=("environment",), key="required")
     async def put(self, request: Request) -> Response:
         environment = _whole(request.query_params.get("environment"), "environment")
         binary = request.headers.get("content-type", "").partition(";")[0].strip().lower() == wire.BINARY
@@ -246,7 +246,7 @@ class _Api:
 
     # --- the trainer's
 
-    @speaks(TakeBody, answers=(JSON, wire.BINARY))
+    @speaks(TakeBody, answers=(JSON, wire.BINARY), key="required")
     async def take(self, request: Request) -> Response:
         body, once = await _asked(request, TakeBody)
         take = self.queue.take(
@@ -269,13 +269,13 @@ class _Api:
         body = _parsed(body_at_hand(request), EpochBody)
         return _json({"seconds": await self.queue.renew(body.epoch, id)})
 
-    @speaks(ReleaseBody)
+    @speaks(ReleaseBody, key="required")
     async def release(self, request: Request) -> Response:
         body, once = await _asked(request, ReleaseBody)
         await self.queue.release(body.epoch, body.count, version=body.version, once=once)
         return _json({})
 
-    @speaks(AckBody)
+    @speaks(AckBody, key="required")
     async def ack(self, request: Request) -> Response:
         body, once = await _asked(request, AckBody)
         return _json({"groups": await self.queue.ack(body.epoch, body.leases, groups=body.groups, once=once)})
