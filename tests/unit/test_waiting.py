@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.waiting import Request, Waiting
+from tandem.serve.openai_request import ChatRequest
 from tandem.types import Sampling
 
 
@@ -132,3 +133,13 @@ def test_nobody_makes_room_where_no_share_has_two_rows_where_there_is_room_or_fo
     assert waiting(request(share="b"), request(urgent=True)).makes_room([request(share="a")] * 4) is None
     full = waiting(request(tokens=46, share="b"), positions=100)
     assert full.makes_room(running := [request(share="a"), request(share="a")]) is running[0]
+
+
+def test_requests_of_one_user_are_one_share_and_others_each_their_own():
+    def share(**more: str) -> str:
+        messages = [{"role": "user", "content": "hi"}]
+        return ChatRequest.model_validate({"model": "m", "messages": messages, **more}).sampling(1).share
+
+    assert share(user="ada") == share(user="ada") == share(safety_identifier="ada") == "ada"
+    assert share(user="bob") != share(user="ada")
+    assert share() != share()

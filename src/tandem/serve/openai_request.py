@@ -180,9 +180,9 @@ class _Request(Knobs):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    user: str = Field("", max_length=256)
+    user: str = ""
     """Requests of one user have one share of the engine."""
-    safety_identifier: str = Field("", max_length=256)
+    safety_identifier: str = ""
     """The same, under its newer name."""
     # Labels for those who read the logs of a hosted service: taken, without effect.
     prompt_cache_key: str = ""
@@ -190,7 +190,7 @@ class _Request(Knobs):
 
     @property
     def share(self) -> str:
-        return self.safety_identifier or self.user or super().share
+        return (self.safety_identifier or self.user)[:256] or super().share
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> _Request:
