@@ -11,13 +11,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tandem.ops.packed_attention import pack
+from tandem.ops.packing import common_prefix, first_fit, micro_batches
 from tandem.ops.sizes import Shares
 from tandem.protocols import Algorithm
 from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
@@ -101,46 +101,19 @@ def _share_prompt(samples: list[Sample], shares: Shares, micro_tokens: int, *, t
         return alone
     trajectories = [sample.trajectory for sample in samples]
     first_trained = min(trajectory.trained.index(True) for trajectory in trajectories)
-    same = takewhile(
-        lambda ids: len(set(ids)) == 1,
-        zip(*(trajectory.ids[:first_trained] for trajectory in trajectories), strict=True),
-    )
-    tree = _Item(samples, sum(1 for _ in same))
+    tree = _Item(samples, common_prefix([trajectory.ids[:first_trained] for trajectory in trajectories]))
     cheaper = shares([item.length for item in alone], tree.length)
     return [tree] if cheaper and tree.length <= micro_tokens else alone
 
 
 def _pack(items: Sequence[_Item]) -> list[_Row]:
-    """First fit, longest first. Sorting is stable: equal inputs give equal rows."""
-    items = sorted(items, key=lambda item: -item.length)
-    if not items:
-        return []
-    capacity, shortest = items[0].length, items[-1].length
-    rows: list[_Row] = []
-    open_rows: list[_Row] = []
-    for item in items:
-        row = next((row for row in open_rows if row.length + item.length <= capacity), None)
-        if row is None:
-            row = _Row()
-            rows.append(row)
-            open_rows.append(row)
-        row.length += item.length
-        row.items.append(item)
-        if row.length + shortest > capacity:
-            open_rows.remove(row)
-    return rows
+    rows = ([items[index] for index in row] for row in first_fit([item.length for item in items]))
+    return [_Row(sum(item.length for item in row), row) for row in rows]
 
 
 def _split(rows: list[_Row], micro_tokens: int) -> list[list[_Row]]:
-    """Micro-batches of at most `micro_tokens` positions, padding included; one row at least."""
-    parts: list[list[_Row]] = []
-    width = 0
-    for row in sorted(rows, key=lambda row: -row.length):
-        if not parts or width * (len(parts[-1]) + 1) > micro_tokens:
-            parts.append([])
-            width = row.length
-        parts[-1].append(row)
-    return parts
+    parts = micro_batches([row.length for row in rows], micro_tokens)
+    return [[rows[index] for index in part] for part in parts]
 
 
 class _Columns:
