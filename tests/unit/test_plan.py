@@ -373,7 +373,7 @@ def test_adapters_on_layers_that_the_model_has_not_are_refused_by_name():
             "train": {"steps": 1, "lr": 1e-4, "groups_per_step": 1, "group_size": 2},
         }
     )
-    with pytest.raises(SpecError, match=r"model.lora.targets = \['nope'\]: none .* they are .*q_proj.*'all-linear'"):
+    with pytest.raises(SpecError, match=r"model.lora.targets = \['nope'\]: nope: no linear .*q_proj.*'all-linear'"):
         plan_run(spec, gpu="cpu")
     named = spec.model_copy(update={"model": spec.model.model_copy(update={"lora": LoraSpec(targets=("q_proj",))})})
     longer = named.model_copy(

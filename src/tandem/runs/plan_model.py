@@ -24,6 +24,7 @@ class NoPlan(SpecError):
 
 BYTE_VOCABULARY = 266
 """Of the presets: 256 bytes and ten special tokens."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
 """Architectures whose layers are known here, and whether queries and keys have norms."""
 
@@ -90,25 +91,29 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
 def trained_tensors(shape: Shape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
     """Of every trained tensor its dimensions, and whether it is a matrix for a matrix's optimizer."""
     if lora is not None:
-        return [(dims, True) for dims in adapter_tensors(shape, lora)] * shape.layers
+        return [(dims, True) for dims in adapter_tensors(shape, lora)]
     layer = [(dims, True) for dims in shape.linears.values()] + [((size,), False) for size in shape.vectors()]
     return layer * shape.layers + [(dims, False) for dims in shape.tables] + [((shape.hidden,), False)]
 
 
 def adapter_tensors(shape: Shape, lora: LoraSpec) -> list[Dims]:
-    """A and B of each adapted linear layer of one layer."""
-    names = [name for name in shape.linears if lora.adapts(name)]
-    if not names:
+    """Return A and B of each adapted linear layer. SpecError for a target that names none."""
+    named = {
+        f".layers.{layer}.{'self_attn' if name in _ATTENTION else 'mlp'}.{name}": dims
+        for layer in range(shape.layers)
+        for name, dims in shape.linears.items()
+    }
+    ends = (
+        ("",) if lora.targets == "all-linear" else tuple(f".{target.removeprefix('model.')}" for target in lora.targets)
+    )
+    if unknown := [end[1:] for end in ends if not any(name.endswith(end) for name in named)]:
         raise SpecError(
-            f"model.lora.targets = {list(lora.targets)}: none of the layers that take adapters is named; they are "
-            f"{', '.join(shape.linears)}; or write 'all-linear'"
+            f"model.lora.targets = {list(lora.targets)}: {', '.join(unknown)}: no linear layer for adapters has that "
+            f"name; take some of {', '.join(shape.linears)}, or 'all-linear'"
         )
-    found: list[Dims] = []
-    for name in names:
-        out, into = shape.linears[name]
-        found += [(lora.rank, into), (out, lora.rank)]
-    return found
+    adapted = [dims for name, dims in named.items() if name.endswith(ends)]
+    return [each for out, into in adapted for each in ((lora.rank, into), (out, lora.rank))]
 
 
 def adapter_numbers(shape: Shape, lora: LoraSpec | None) -> int:
-    return sum(prod(dims) for dims in adapter_tensors(shape, lora)) * shape.layers if lora else 0
+    return sum(prod(dims) for dims in adapter_tensors(shape, lora)) if lora else 0

@@ -22,10 +22,6 @@ class LoraSpec(Spec):
     """The frozen weights: as they are, or in 8 or 4 bits (bitsandbytes). Only for a model with a path. What is exported
     has all its bits again, the adapter merged into what the few bits stand for."""
 
-    def adapts(self, name: str) -> bool:
-        """Return whether a linear layer of this name gets an adapter; a target may say more of its path."""
-        return self.targets == "all-linear" or any(f".{target}".endswith(f".{name}") for target in self.targets)
-
 
 class _Model(Spec):
     thinking: bool = False
