@@ -1,8 +1,10 @@
-"""Planned against measured peak memory and seconds on this CPU: `python benchmarks/plan.py [--only medium]`.
+"""Planned against measured memory on this CPU: `python benchmarks/plan.py [--only smollm2,lora] [--keep DIR]`.
 
-Each case is a process of its own: its peak resident memory, less what it had after the imports and a first tiny step;
-and the median seconds of the later steps, of processor time, since other work on the machine is no part of a plan. Exit
-code 1: a peak is more than 10 % off.
+Each case is a run as a user starts one, from its spec and its data alone, in a process of its own. Planned is what the
+run itself wrote into plan.json before it loaded anything. Measured is what the kernel says that process held at most,
+Python and torch included: up to the last step (`memory/peak`) and up to its end. `fits` is what `tandem plan` says of a
+machine that has a tenth more than the run took. Exit code 1: a peak is more than 15 % off, or a run that fits is said
+not to.
 """
 
 from __future__ import annotations
@@ -14,171 +16,144 @@ import random
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import note, table
 
+VOWELS = Path(__file__).with_name("gpu") / "vowels.py"
+LENGTHS = {"short": (8, 40), "mixed": (16, 700), "long": (900, 1000)}
+"""Letters of an answer, each of which is a token."""
+ROWS, STEPS = 64, 3
+OFF = 0.15
+SMOLLM2 = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`data`: of LENGTHS; of RL, the most tokens of an answer."""
+
+    model: str
+    recipe: str
+    lora: bool
+    data: str
+    activations: str = "keep"
+    micro_tokens: int = 16384
+    batch_size: int = 4
+
+    @property
+    def name(self) -> str:
+        trained = "LoRA" if self.lora else "all weights"
+        return f"{self.model}, {self.recipe}, {trained}, {self.data}, {self.activations}, {self.micro_tokens:,}"
+
+
 CASES = [
-    {
-        "preset": preset,
-        "lora": lora,
-        "recipe": recipe,
-        "sequences": sequences,
-        "length": length,
-        "activations": kept,
-        "saves": saves,
-    }
-    for preset, sequences, length in (("tiny", 16, 256), ("medium", 4, 256))
-    for recipe in ("sft", "rl")
-    for lora in (False, True)
-    for kept in (("keep", "recompute") if (recipe, lora) == ("sft", False) else ("keep",))
-    for saves in ((False, True) if (preset, recipe, kept) == ("medium", "sft", "keep") else (False,))
+    Case("tiny", "sft", False, "short", batch_size=16),
+    Case("tiny", "sft", True, "mixed", micro_tokens=2048, batch_size=16),
+    Case("tiny", "preference", False, "long", micro_tokens=2048),
+    Case("tiny", "rl", True, "64"),
+    Case("medium", "sft", False, "mixed", micro_tokens=1024),
+    Case("medium", "sft", True, "long", micro_tokens=1024, batch_size=2),
+    Case("medium", "preference", False, "mixed", micro_tokens=2048, batch_size=2),
+    Case("medium", "rl", False, "32"),
+    Case(SMOLLM2, "sft", True, "short"),
+    Case(SMOLLM2, "sft", True, "long", "recompute", batch_size=1),
+    Case(SMOLLM2, "sft", False, "mixed", micro_tokens=512, batch_size=2),
+    Case(SMOLLM2, "preference", True, "short", batch_size=2),
 ]
-PROMPT, GROUP = 64, 4
 
 
-def spec_of(case: dict[str, Any]) -> Any:
-    from tandem.spec.load import parse_spec
-
-    model: dict[str, Any] = {"preset": case["preset"], "activations": case["activations"]}
-    if case["lora"]:
+def spec_of(case: Case, home: Path) -> dict[str, Any]:
+    preset = case.model in ("tiny", "medium")
+    model: dict[str, Any] = {"preset": case.model} if preset else {"path": str(home.parent / case.model)}
+    model["activations"] = case.activations
+    if case.lora:
         model["lora"] = {"rank": 16}
-    train = {"steps": 3, "lr": 1e-5, "micro_tokens": case["sequences"] * case["length"]}
-    if case["recipe"] == "sft":
-        data = {"kind": "file", "path": "none.jsonl"}
-        whole = {"recipe": "sft", "data": data, "train": {**train, "batch_size": case["sequences"]}}
-    else:
-        groups = {"groups_per_step": case["sequences"] // GROUP, "group_size": GROUP}
-        train |= {**groups, "max_tokens": case["length"] - PROMPT, "max_logprob_gap": 100.0}
-        whole = {"recipe": "rl", "environment": {"name": "sort"}, "train": train, "eval": {"tasks": 2}}
-    whole["checkpoint"] = {"every": 1 if case["saves"] else 0}
-    return parse_spec({**whole, "device": "cpu", "model": model})
+    train: dict[str, Any] = {"steps": STEPS, "lr": 1e-5, "micro_tokens": case.micro_tokens}
+    whole = {"recipe": case.recipe, "device": "cpu", "model": model}
+    if case.recipe == "rl":
+        train |= {"groups_per_step": 4, "group_size": 8, "max_tokens": int(case.data)}
+        return {**whole, "environment": {"name": str(VOWELS)}, "train": train, "eval": {"tasks": 8}}
+    data = {"kind": "file", "path": str(home / "rows.jsonl")}
+    return {**whole, "data": data, "train": {**train, "batch_size": case.batch_size}}
 
 
-def planned(case: dict[str, Any]) -> tuple[float, float]:
-    """MiB without the process itself, and seconds of training."""
-    from tandem.runs.calibration import machine
-    from tandem.runs.plan import plan_run
-
-    fixed = {"row_tokens": case["length"]}
-    if case["recipe"] == "rl":
-        fixed = {"prompt_tokens": PROMPT, "answer_tokens": case["length"] - PROMPT}
-    plan = plan_run(spec_of(case), gpu="cpu", **fixed)
-    return (plan.peak_gib - machine("cpu").context_gib) * 1024, plan.times.train_s
-
-
-def measured(case: dict[str, Any]) -> tuple[float, float]:
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    mib, seconds = json.loads(done.stdout.splitlines()[-1])
-    return mib, seconds
-
-
-def in_this_process(case: dict[str, Any]) -> tuple[float, float]:
-    import asyncio
-
-    import torch
-
-    from tandem.recipes import build
-    from tandem.spec.model import PresetModel
-
-    device = torch.device("cpu")
-    spec = spec_of(case)
-    small = build.model(PresetModel(preset="tiny", lora=spec.model.lora), spec.precision, 0, device)
-    asyncio.run(steps(spec, small, 1, 64, 1))
-    del small
-    base = resident("VmRSS")
-    model = build.model(spec.model, spec.precision, 0, device)
-    took = asyncio.run(steps(spec, model, case["sequences"], case["length"], 4))
-    return resident("VmHWM") - base, statistics.median(took[1:])
-
-
-async def steps(spec: Any, model: Any, sequences: int, length: int, count: int) -> list[float]:
-    from tandem.recipes import build, build_alone
-    from tandem.spec.engine import HfEngineSpec
-    from tandem.types import Sampling
-
-    rl = spec.recipe == "rl"
-    algorithm = build.algorithm(spec.algorithm, spec.train.max_tokens) if rl else build.sft_algorithm()
-    trainer = build.trainer(spec.train, model, algorithm, 0, 0)
+def write_rows(path: Path, case: Case) -> None:
     rng = random.Random(0)
-    engine = build_alone.embedded(HfEngineSpec(), model, inline=True) if rl else None
-    took: list[float] = []
-    for version in range(count):
-        size = GROUP if rl else 1
-        rows = [each for _ in range(max(1, sequences // size)) for each in siblings(rng, size, length)]
-        if engine is not None:  # fills the cache as a rollout would; what it says is not what is trained on
-            sampling = Sampling(max_tokens=max(1, length - PROMPT), temperature=0.0)  # it repeats itself to the end
-            await sample(engine, rows, sampling)
-            await engine.sleep()
-        groups = [played(rows[n : n + size], version) for n in range(0, len(rows), size)]
-        started = time.process_time()
-        trainer.step(build.batches(spec.train, model, algorithm)(groups, version))
-        took.append(time.process_time() - started)
-        if spec.checkpoint.every:
-            trainer.snapshot()
-        if engine is not None:
-            await engine.wake()
-    if engine is not None:
-        await engine.close()
-    return took
+
+    def text() -> str:
+        return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=rng.randint(*LENGTHS[case.data]))).strip() + "."
+
+    names = ("completion",) if case.recipe == "sft" else ("chosen", "rejected")
+    rows = [{"prompt": f"say {number}", **{name: text() for name in names}} for number in range(ROWS)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
 
 
-def siblings(rng: random.Random, size: int, length: int) -> list[list[int]]:
-    """Random tokens; those of a group share the prompt."""
-    prompt = [rng.randrange(256) for _ in range(PROMPT if size > 1 and length > PROMPT else 1)]
-    return [[*prompt, *(rng.randrange(256) for _ in range(length - len(prompt)))] for _ in range(size)]
+def measure(case: Case, home: Path) -> dict[str, Any]:
+    """GiB and seconds, planned and measured."""
+    from tandem.spec.load import parse_spec, to_toml
 
-
-def played(rows: list[list[int]], version: int) -> list[Any]:
-    from tandem.types import Trajectory
-
-    first = PROMPT if len(rows) > 1 and len(rows[0]) > PROMPT else 1
-    trained = [n >= first for n in range(len(rows[0]))]
-    versions = [version if each else -1 for each in trained]
-    logprobs = [-5.5 if each else 0.0 for each in trained]
-    return [Trajectory(ids, trained, logprobs, versions, reward=float(n % 2)) for n, ids in enumerate(rows)]
-
-
-async def sample(engine: Any, rows: list[list[int]], sampling: Any) -> None:
-    import asyncio
-
-    await asyncio.gather(*(engine.generate(ids[:PROMPT] if len(ids) > PROMPT else ids[:32], sampling) for ids in rows))
-
-
-def resident(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
+    home.mkdir(parents=True)
+    if case.recipe != "rl":
+        write_rows(home / "rows.jsonl", case)
+    spec = parse_spec(spec_of(case, home))
+    (home / "spec.toml").write_text(to_toml(spec))
+    tandem = [sys.executable, "-m", "tandem"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (home / "output.txt").open("wb") as output:
+        command = [*tandem, "train", str(home / "spec.toml"), "--run-dir", str(home / "run")]
+        child = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        _, code, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(code)
+    if child.returncode:
+        raise RuntimeError(f"{case.name}: the run failed: {(home / 'output.txt').read_text()[-2000:]}")
+    rows = [json.loads(line) for line in (home / "run/metrics.jsonl").read_text().splitlines()]
+    plan = json.loads((home / "run/plan.json").read_text())
+    whole = usage.ru_maxrss / 2**20
+    command = [*tandem, "plan", str(home / "spec.toml"), "--gpu", "cpu", "--memory-gib", f"{1.1 * whole / 0.95:.3f}"]
+    fits = subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+    return {
+        "planned": plan["trainer_gib"], "measured": max(row["memory/peak"] for row in rows),
+        "planned_whole": plan["peak_gib"], "measured_whole": whole, "fits": fits and plan["fits"],
+        "planned_s": plan["times"]["train_s"],
+        "measured_s": statistics.median(row["time/train_s"] for row in rows[1:]),
+        "accounted": max(row["memory/accounted"] for row in rows),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="words of a case's name, with commas")
+    parser.add_argument("--keep", type=Path, help="where the runs stay; must not exist")
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case:
-        print(json.dumps(in_this_process(json.loads(arguments.case))))
+    if arguments.make:  # in a process of its own: the memory of a child counts from its parent's
+        from tandem.recipes.shapes import random_checkpoint
+
+        random_checkpoint(SMOLLM2, arguments.make)
         return
-    note("one thread; MiB above the imports, processor seconds of a step's training")
-    rows, worst = [], 0.0
-    for case in CASES:
-        how = f"{'LoRA' if case['lora'] else 'full'}, {case['activations']}{', saved' * case['saves']}"
-        name = f"{case['preset']} {case['recipe']} {how}"
-        if not all(word in name for word in arguments.only.split(",")):
-            continue
-        (mib, seconds), (mib_m, seconds_m) = planned(case), measured(case)
-        worst = max(worst, abs(mib / mib_m - 1))
-        found = (f"{mib:.0f}", f"{mib_m:.0f}", f"{mib / mib_m - 1:+.1%}")
-        found += (f"{seconds:.2f}", f"{seconds_m:.2f}", f"{seconds / seconds_m - 1:+.0%}")
-        rows.append((name, f"{case['sequences'] * case['length']:,}", *found))
-        print(*rows[-1], sep=" | ", flush=True)
-    table(("case", "tokens", "MiB planned", "measured", "off by", "s planned", "measured", "off by"), rows)
-    if worst > 0.1:
-        sys.exit(1)
+    wanted = [case for case in CASES if all(word in case.name for word in arguments.only.split(","))]
+    with tempfile.TemporaryDirectory() as temporary:
+        root = arguments.keep or Path(temporary)
+        if any(case.model == SMOLLM2 for case in wanted) and not (root / SMOLLM2).exists():
+            subprocess.run([sys.executable, __file__, "--make", str(root / SMOLLM2)], check=True)
+        rows, missed = [], False
+        for number, case in enumerate(wanted):
+            found = measure(case, root / f"{number:02}")
+            off = found["planned"] / found["measured"] - 1
+            missed |= abs(off) > OFF or not found["fits"]
+            row = (case.name, f"{found['planned']:.2f}", f"{found['measured']:.2f}", f"{off:+.1%}")
+            row += (f"{found['planned_whole']:.2f}", f"{found['measured_whole']:.2f}", "yes" if found["fits"] else "NO")
+            row += (f"{found['accounted']:.3f}", f"{found['planned_s']:.2f}", f"{found['measured_s']:.2f}")
+            rows.append(row)
+            print(*row, sep=" | ", flush=True)
+    note("one thread; GiB of the whole process, Python and torch included")  # now: it imports torch
+    head = ("case", "GiB planned", "measured", "off by", "to the end", "measured", "fits")
+    table((*head, "accounted", "s planned", "measured"), rows)
+    sys.exit(missed)
 
 
 if __name__ == "__main__":

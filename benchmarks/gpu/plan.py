@@ -1,9 +1,9 @@
 """Planned against measured memory and seconds: `python benchmarks/gpu/plan.py [--only 0.6b,sft] [--out DIR]`.
 
 Random weights of the real shapes; SFT and GRPO, all weights and LoRA. Each case is a run as a user starts one, in a
-process of its own, which is ended when it has shown enough steps. What the plan cannot know of the data it is told: the
-tokens of a row or prompt, and of an answer on average. "Trainer" is what that process allocates (`memory/peak`), "card"
-what everybody has of the GPU, looked at ten times a second. A row is written to DIR/plan_gpu_results.json as it comes.
+process of its own, which is ended when it has shown enough steps. What the plan cannot know it is told: the tokens of
+an answer on average, and of a prompt. "Trainer" is what that process allocates (`memory/peak`), "card" what all
+processes have of the GPU, looked at ten times a second. A row is written to DIR/plan_gpu_results.json as it comes.
 `--shapes tiny,small --device cpu` is the same on this machine's CPU, with the presets and the embedded engine.
 """
 
@@ -27,9 +27,9 @@ from common import note, table
 from tandem.io.child import Child
 from tandem.io.jsonl import salvage_jsonl
 from tandem.recipes import build, build_alone
-from tandem.recipes.shapes import random_checkpoint
+from tandem.recipes.planning import plan_run
+from tandem.recipes.shapes import SHAPES, random_checkpoint
 from tandem.runs.calibration import machine, ram_gib
-from tandem.runs.plan import plan_run
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
@@ -52,6 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
     "8b sft lora": {"activations": "selective", "micro": 4096, "sequences": 8, "length": 1024},
     "8b grpo full": {"activations": "recompute", "micro": 8192, "groups": 4, "answer": 256},
     "8b grpo lora": {"activations": "recompute", "micro": 8192, "groups": 4, "answer": 256},
+    "smollm2-135m sft full": {"activations": "keep", "micro": 16384, "sequences": 64, "length": 256, "mixed": True},
+    "smollm2-135m sft lora": {"activations": "keep", "micro": 16384, "sequences": 64, "length": 256, "mixed": True},
+    "smollm2-135m grpo full": {"activations": "keep", "micro": 16384, "groups": 64, "answer": 64},
+    "smollm2-135m grpo lora": {"activations": "keep", "micro": 16384, "groups": 64, "answer": 64},
     "tiny sft full": {"activations": "keep", "micro": 1024, "sequences": 4, "length": 256},
     "tiny sft lora": {"activations": "recompute", "micro": 512, "sequences": 4, "length": 256, "mixed": True},
     "tiny grpo full": {"activations": "keep", "micro": 1024, "groups": 2, "answer": 64},
@@ -87,7 +91,11 @@ def spec_of(name: str, case: dict[str, Any], device: str, python: str, home: Pat
 
 
 def checkpoint_of(shape: str) -> Path:
-    return Path("/tmp") / f"qwen3-{shape}"
+    return Path("/tmp") / full_name(shape)
+
+
+def full_name(shape: str) -> str:
+    return shape if shape in SHAPES else f"qwen3-{shape}"
 
 
 def write_rows(path: Path, case: dict[str, Any], overhead: int) -> None:
@@ -102,9 +110,9 @@ def write_rows(path: Path, case: dict[str, Any], overhead: int) -> None:
 
 
 def told(name: str, case: dict[str, Any], rows: list[dict[str, Any]], renderer: Any) -> dict[str, float]:
-    """What the plan is told of the data."""
+    """What the plan is told of an environment; rows of data it reads."""
     if "sft" in name:
-        return {} if case.get("mixed") else {"row_tokens": case["length"]}
+        return {}
     sys.path.insert(0, str(VOWELS.parent))
     from vowels import Vowels
 
@@ -208,7 +216,7 @@ def main() -> None:
     parser.add_argument("--make", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:  # in a process of its own: what it has of the GPU is gone with it
-        random_checkpoint(f"qwen3-{arguments.make}", checkpoint_of(arguments.make), device=arguments.device)
+        random_checkpoint(full_name(arguments.make), checkpoint_of(arguments.make), device=arguments.device)
         return
     started, wanted = time.monotonic(), [word for word in arguments.only.split(",") if word]
     arguments.out.mkdir(parents=True, exist_ok=True)

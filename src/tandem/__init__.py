@@ -55,7 +55,7 @@ _API = {
     "digest_run": "tandem.runs.resume",
     "supervise_run": "tandem.runs.supervise",
     "sweep": "tandem.recipes.sweep",
-    "plan_run": "tandem.runs.plan",
+    "plan_run": "tandem.recipes.planning",
     "diagnose": "tandem.runs.doctor",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",

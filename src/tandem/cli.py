@@ -90,7 +90,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what SPEC will take: memory by phase, time, cost, and what to change. Exit code 1: it does not fit."""
-    from tandem.runs.plan import plan_run
+    from tandem.recipes.planning import plan_run
     from tandem.runs.plan_text import plan_text
     from tandem.spec.load import load_spec
 

@@ -39,8 +39,10 @@ def test_a_run_keeps_its_plan_and_shows_it_beside_what_was_measured(tmp_path):
     assert plan["gpu"] == "cpu"
     assert plan["free_gib"] > plan["peak_gib"] > plan["least_gib"]
     rows = {row.what: row for row in against_plan(read_history(tmp_path / "run"))}
-    assert {"peak memory, GiB", "training, s a step", "a step, s"} <= rows.keys()
-    assert float(rows["peak memory, GiB"].planned) == pytest.approx(plan["trainer_gib"], rel=0.01)
+    assert {"tokens of a step", "training, s", "a step, s"} <= rows.keys()
+    memory = next(row for what, row in rows.items() if what.startswith("most memory of the process"))
+    assert float(memory.planned) == pytest.approx(plan["trainer_gib"], rel=0.01)
+    assert rows["tokens of a step"].planned == rows["tokens of a step"].measured  # of the rows themselves
     assert "Plan against measured" in (tmp_path / "run/report.html").read_text()
 
 
@@ -52,11 +54,13 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypa
 
 
 def test_what_may_not_fit_is_said_and_under_strict_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "live_memory", lambda spec: ("cpu", 16.0, 0.48))
+    plan = planning.plan_run(spec(tmp_path / "rows.jsonl"), gpu="cpu")
+    free_gib = (plan.least_gib + plan.peak_gib) / 2
+    monkeypatch.setattr(planning, "live_memory", lambda spec: ("cpu", 16.0, free_gib))
     tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     told = [event for event in events(tmp_path / "run") if event.get("option") == "the plan"]
-    assert "full micro-batches" in str(told[0]["why_not"])
-    with pytest.raises(SpecError, match="full micro-batches"):
+    assert "the largest micro-batch takes it to" in str(told[0]["why_not"])
+    with pytest.raises(SpecError, match="the largest micro-batch"):
         tandem.run(spec(tmp_path / "rows.jsonl", strict=True), tmp_path / "strict")
 
 
@@ -74,7 +78,8 @@ def test_a_rehearsal_says_how_it_differs_from_the_plan_and_leaves_the_run_as_it_
     plain = tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "plain")
     rehearsed = tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "rehearsed", rehearse=True)
     told = next(event for event in events(tmp_path / "rehearsed") if event["stage"] == "rehearsed")
-    assert 128 < float(str(told["tokens"])) <= 4096  # two micro-batches, or all of a step
+    work = json.loads((tmp_path / "rehearsed/plan.json").read_text())["work"]
+    assert float(str(told["tokens"])) == work["micro"]["tokens"] == 2 * work["row_tokens"]  # all of a step's two rows
     assert 0.5 < float(str(told["peak_gib"])) / float(str(told["planned_gib"])) < 1.5
     assert digest_run(plain.directory) == digest_run(rehearsed.directory)
 

@@ -247,6 +247,9 @@ def shares_masked(hidden: int) -> Shares:
 
 # --- all of it
 
+GIVEN_BACK_BYTES = 2**27
+"""Weights and optimizer state that make it worth the time to give a host's free memory back (ops/host_memory.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -278,3 +281,12 @@ def peak(parts: Parts) -> float:
     begins = parts.activations + summed + max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
     ends = parts.gradients + parts.layer
     return parts.always + max(begins, ends, parts.gradients + parts.update)
+
+
+def heaped(parts: Parts, *, scattered: bool) -> float:
+    """Return the most that is held at once where a host's free memory is kept: nothing takes another part's place.
+
+    `scattered`: among what lives on there are holes that do not fit, so that activations lie there twice.
+    """
+    activations = parts.activations * (2 if scattered else 1)
+    return parts.always + activations + max(parts.head_forward, parts.head_backward) + parts.gradients + parts.update

@@ -199,7 +199,7 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
         place = Place(str(run.directory), run.directory.name, track.project, track.url)
         run.tracking = Feed(openers(track.to, place), tell=run.warn)
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
-    plan = keep_plan(spec, run)
+    plan = keep_plan(spec, run, environment)
     if plan is not None and fresh:
         need_room(run.directory, "begin", int(plan.checkpoint_gib * 2**30), ", one checkpoint included")
     if rehearse:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.protocols import Engine
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.model import PathModel
+from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 
 if TYPE_CHECKING:
@@ -30,6 +30,15 @@ class Alone:
     num_ids: int
     model: Any = None
     """What the embedded one computes with."""
+
+
+def renderer(spec: ModelSpec) -> Renderer:
+    """Return what turns conversations into ids, without the model and without torch."""
+    from tandem.text.renderer import Renderer
+    from tandem.text.tokenizer import byte_tokenizer, light_tokenizer
+
+    tokenizer = byte_tokenizer() if isinstance(spec, PresetModel) else light_tokenizer(spec.path, spec.revision)
+    return Renderer(tokenizer, thinking=spec.thinking)
 
 
 # --- embedded

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem.errors import SpecError
 from tandem.io import atomic
+from tandem.ops import host_memory
+from tandem.protocols import Environment
 from tandem.recipes import build
+from tandem.recipes.lengths import read_lengths
+from tandem.runs import plan as plans
 from tandem.runs.calibration import known, ram_gib
-from tandem.runs.plan import Plan, plan_run
+from tandem.runs.plan import Plan
 from tandem.runs.plan_model import NoPlan
 from tandem.runs.run import Run
 from tandem.spec.run import RunSpec
@@ -14,16 +20,25 @@ from tandem.spec.run import RunSpec
 _GIB = 2**30
 
 
-def keep_plan(spec: RunSpec, run: Run) -> Plan | None:
+def plan_run(spec: RunSpec, *, environment: Environment | None = None, in_a_run: bool = False, **told: Any) -> Plan:
+    """Return the plan of a run, whose rows or prompts are read first. `told`: what runs/plan.py's `plan_run` takes;
+    lengths that are told are not read."""
+    if told.get("row_tokens") or told.get("prompt_tokens"):
+        return plans.plan_run(spec, **told)
+    return plans.plan_run(spec, lengths=read_lengths(spec, environment, in_a_run=in_a_run), **told)
+
+
+def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -> Plan | None:
     """Writes plan.json; returns the plan, if there is one. Refuses what cannot fit whatever a step's tokens are; what
     would not fit in the worst case is said, and refused under `strict`."""
     kind, total_gib, free_gib = live_memory(spec)
     try:
-        plan = plan_run(spec, gpu=kind, memory_gib=total_gib)
+        plan = plan_run(spec, gpu=kind, memory_gib=total_gib, environment=environment, in_a_run=True)
     except NoPlan as error:
         run.event("plan", why_not=str(error))
         return None
-    atomic.write_json(run.directory / "plan.json", {**plan.as_json(), "free_gib": free_gib})
+    kept = {**plan.as_json(), "free_gib": free_gib, "before_gib": host_memory.peak_bytes() / _GIB}
+    atomic.write_json(run.directory / "plan.json", kept)
     run.event("plan", gpu=kind, peak_gib=plan.peak_gib, least_gib=plan.least_gib, free_gib=free_gib)
     if plan.least_gib > free_gib:
         raise SpecError(
@@ -31,7 +46,7 @@ def keep_plan(spec: RunSpec, run: Run) -> Plan | None:
             f"{'machine' if kind == 'cpu' else 'GPU'} are free; {_way_out(plan)}"
         )
     if plan.peak_gib > free_gib:
-        worst = f"with full micro-batches it takes {plan.peak_gib:.2f} GiB, and {free_gib:.2f} GiB are free"
+        worst = f"the largest micro-batch takes it to {plan.peak_gib:.2f} GiB, and {free_gib:.2f} GiB are free"
         run.note_option("the plan", f"{free_gib:.2f} GiB", False, f"{worst}; {_way_out(plan)}")
     return plan
 

@@ -18,7 +18,8 @@ from typing import Any
 from tandem.errors import SpecError
 from tandem.io import atomic
 from tandem.recipes import build, build_engine
-from tandem.runs.plan import Plan, plan_run
+from tandem.runs.plan import Plan
+from tandem.runs.plan_lengths import Micro
 from tandem.runs.plan_memory import saves_between_steps
 from tandem.runs.plan_work import Work
 from tandem.runs.resume import spec_of
@@ -76,8 +77,15 @@ def _off(planned: float, measured: float) -> str:
 # --- in a process of its own
 
 
-async def play(spec: RunSpec, home: Path) -> dict[str, Any]:
-    """`home`: where an engine's files go."""
+def planned_work(directory: Path) -> Work:
+    """Return what the run's plan says of a step."""
+    work = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["work"]
+    later = Micro(**work["later"]) if work["later"] else None
+    return Work(**{**work, "micro": Micro(**work["micro"]), "later": later})
+
+
+async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
+    """`work`: of the plan. `home`: where an engine's files go."""
     limit = getattr(getattr(spec, "engine", None), "max_context", 0)
     model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec), limit)
     algorithm = _algorithm(spec, model)
@@ -89,7 +97,7 @@ async def play(spec: RunSpec, home: Path) -> dict[str, Any]:
         deadline_s = spec.sync.deadline_s
         publisher = build_engine.publisher(joined, model, deadline_s, call, proofs.append, lambda _: None)
     trainer = build.trainer(spec.train, model, algorithm, 0, spec.seed)
-    groups = largest_groups(spec, plan_run(spec, gpu="cpu").work, model.num_ids)
+    groups = largest_groups(spec, work, model.num_ids)
     metrics: Mapping[str, float] = {}
     train_s = sync_s = 0.0
     try:
@@ -134,14 +142,15 @@ def _algorithm(spec: RunSpec, model: build.Model) -> Any:
 
 
 def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
-    """Two micro-batches, or all of a step that has one: of random tokens, as long as they come."""
+    """Two micro-batches as large as they come, or the one that a step has: of random tokens, each sequence as long as
+    the longest."""
     rng = random.Random(spec.seed)
     size = spec.train.group_size if isinstance(spec, RlSpec) else 2 if isinstance(spec, PreferenceSpec) else 1
     most = max(1, work.sequences // size)
     prompt = max(1, work.row_tokens - work.answer_tokens) if work.answer_tokens else 1
-    alone = isinstance(spec, RlSpec) and not work.masked
+    alone = isinstance(spec, RlSpec) and not work.micro.masked
     a_group = work.row_tokens * size if alone else prompt + size * (work.row_tokens - prompt)
-    count = most if work.num_micro == 1 else min(most, max(1, 2 * work.micro_tokens // a_group))
+    count = min(most, max(1, min(work.num_micro, 2) * work.micro.tokens // a_group))
     groups: list[Group] = []
     for _ in range(count):
         shared = _ids(rng, prompt, num_ids)
@@ -162,4 +171,6 @@ def _ids(rng: random.Random, count: int, num_ids: int) -> list[int]:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    atomic.write_json(directory / _FILE, asyncio.run(play(spec_of(directory), directory / "rehearsal")))
+    atomic.write_json(
+        directory / _FILE, asyncio.run(play(spec_of(directory), planned_work(directory), directory / "rehearsal"))
+    )

@@ -18,6 +18,7 @@ class Machine:
     memory_gib: float
     usable: float
     context_gib: float
+    adapters_gib: float
     kept_gib: float
     asleep_gib: float
     bandwidth_gb_s: float
@@ -33,6 +34,7 @@ class Machine:
     decode_step_s: float
     decode_step_lora_s: float
     decode_row_s: float
+    episode_s: float
     prefill_flops: float
     source: str
     sync: dict[str, tuple[float, float]]
@@ -40,6 +42,10 @@ class Machine:
     @property
     def limit_gib(self) -> float:
         return self.memory_gib * self.usable
+
+    def process_gib(self, *, adapters: bool) -> float:
+        """Return what a process takes that holds nothing yet."""
+        return self.context_gib + self.adapters_gib * adapters
 
     @property
     def on_gpu(self) -> bool:

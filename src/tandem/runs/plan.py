@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine, machine, usd_per_hour
+from tandem.runs.plan_lengths import Lengths
 from tandem.runs.plan_memory import (
     Phase,
     checkpoint_bytes,
@@ -87,6 +88,7 @@ def plan_run(
     prompt_tokens: int = 0,
     row_tokens: int = 0,
     answer_tokens: float = 0.0,
+    lengths: Lengths | None = None,
 ) -> Plan:
     """`gpu`: h200, h100 or cpu; left out, what `device` of the spec says, and a h200 where it leaves the choice. NoPlan
     for a model whose layers are not known here."""
@@ -97,6 +99,7 @@ def plan_run(
     work = work_of(
         spec, shape, target.answer_share,
         prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens, on_gpu=target.on_gpu,
+        lengths=lengths,
     )  # fmt: skip
     found = phases(spec, shape, work, target)
     peak = max(phase.peak_gib for phase in found)
@@ -110,7 +113,7 @@ def plan_run(
         fits=fits,
         peak_gib=peak,
         least_gib=_least(found),
-        trainer_gib=_trainer(found, target),
+        trainer_gib=_trainer(spec, found, target),
         parameters=_parameters(spec, shape),
         phases=found,
         work=work,
@@ -134,9 +137,12 @@ def _least(found: Sequence[Phase]) -> float:
     return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
 
 
-def _trainer(found: Sequence[Phase], target: Machine) -> float:
+def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
+    """Up to the last step, which is when the run looks: not what is saved and exported afterwards."""
     if not target.on_gpu:
-        return max(phase.peak_gib for phase in found)
+        own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)  # has a process of its own
+        steps = (phase for phase in found if phase.name not in ("save", "export"))
+        return max(phase.peak_gib - phase.parts.get("engine", 0.0) * own for phase in steps)
     train = next(phase for phase in found if phase.name == "train")
     return train.peak_gib - train.parts.get("engine", 0.0) - target.context_gib
 
@@ -149,7 +155,7 @@ def _parameters(spec: RunSpec, shape: Shape) -> dict[str, int]:
 
 def _bridge(spec: RunSpec) -> tuple[str, str]:
     if not isinstance(spec, RlSpec):
-        return "none", "nobody samples"
+        return "none", "nothing is sampled"
     return spec.sync.bridge, _BRIDGES[spec.sync.bridge]
 
 
@@ -170,10 +176,10 @@ def _faster(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[st
 
     if not isinstance(spec, RlSpec):
         return found
-    asked, row = spec.train.micro_tokens, work.micro_tokens
+    asked, row = spec.train.micro_tokens, work.micro.tokens
     if work.num_micro > 1 and row < _WELL_FILLED * asked:
         text = f"micro-batches have {row:,} of {asked:,} tokens: --set train.micro_tokens={2 * row}"
-        offer(spec, replace(work, micro_tokens=2 * row), text)
+        offer(spec, work.sized(2 * row), text)
     if (held := rows_held(spec, shape, work, target)) < work.rows:
         few = f"the engine holds keys and values of {held} of {work.rows} sequences"
         engine = spec.engine
@@ -192,8 +198,8 @@ def _changes(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[s
     before = max(phase.peak_gib for phase in phases(spec, shape, work, target))
     found: list[tuple[float, str]] = []
     fitting = largest_micro_tokens(spec, shape, work, target)
-    if work.row_tokens <= fitting < work.micro_tokens:
-        found.append(_effect(spec, shape, replace(work, micro_tokens=fitting), target, f"train.micro_tokens={fitting}"))
+    if work.row_tokens <= fitting < work.micro.tokens:
+        found.append(_effect(spec, shape, work.sized(fitting), target, f"train.micro_tokens={fitting}"))
     for setting, changed in _alternatives(spec):
         found.append(_effect(changed, shape, work, target, setting))
     useful = sorted((peak, text) for peak, text in found if peak < before - 0.01)
@@ -210,9 +216,9 @@ def _together(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[
         tried = [(*_effect(changed, shape, work, target, setting), changed) for setting, changed in left]
         peak, setting, spec = min(tried, key=lambda each: each[0])
         settings.append(setting)
-        smaller = replace(work, micro_tokens=min(work.micro_tokens, largest_micro_tokens(spec, shape, work, target)))
-        if peak > target.limit_gib and smaller.micro_tokens >= work.row_tokens:
-            peak, setting = _effect(spec, shape, smaller, target, f"train.micro_tokens={smaller.micro_tokens}")
+        smaller = work.sized(min(work.micro.tokens, largest_micro_tokens(spec, shape, work, target)))
+        if peak > target.limit_gib and smaller.micro.tokens >= work.row_tokens:
+            peak, setting = _effect(spec, shape, smaller, target, f"train.micro_tokens={smaller.micro.tokens}")
             settings.append(setting)
         if peak <= target.limit_gib:
             return [_told(peak, " --set ".join(settings), target)]

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from tandem.ops import sizes
-from tandem.ops.layer_sizes import Pass, activation_bytes, backward_bytes
+from tandem.ops.layer_sizes import activation_bytes, backward_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
+from tandem.runs.plan_lengths import Micro
 from tandem.runs.plan_model import adapter_numbers, read_teacher, trained_tensors
-from tandem.runs.plan_work import Work, compiles
+from tandem.runs.plan_work import Work, pass_of, width_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec
@@ -38,33 +39,33 @@ class Phase:
     parts: Mapping[str, float]
 
 
-def width_of(precision: PrecisionSpec) -> int:
-    return 2 if isinstance(precision, Bfloat16Precision) else 4
-
-
 def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> list[Phase]:
     always = _always(spec, shape, spec.train, machine)
     static = sum(always.values())
     engine = _engine(spec, shape, work, machine)
-    context = {"process": machine.context_gib}
+    process = machine.process_gib(adapters=spec.model.lora is not None)
+    context = {"process": process}
     found = [_load(spec, shape, machine)]
     if isinstance(spec, RlSpec):
         awake = engine["awake"]
-        found.append(Phase("rollout", static + awake + machine.context_gib, {**always, "engine": awake, **context}))
+        found.append(Phase("rollout", static + awake + process, {**always, "engine": awake, **context}))
     train = _train(spec, shape, spec.train, work, always, machine)
     beside = engine["in training"]
-    kept = machine.kept_gib
-    parts = {**train.parts, **({"engine": beside} if beside else {}), **({"freed": kept} if kept else {}), **context}
-    found.append(Phase("train", train.peak_gib + beside + kept + machine.context_gib, parts))
+    parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
+    found.append(Phase("train", train.peak_gib + beside + process, parts))
     if isinstance(spec, RlSpec):
         moved = sync_bytes(spec, shape)
         staged = _staged(spec, moved) / _GIB
-        peak = static + engine["awake"] + staged + machine.context_gib
+        peak = static + engine["awake"] + staged + process
         found.append(Phase("sync", peak, {**always, "engine": engine["awake"], "in flight": staged, **context}))
     if not machine.on_gpu and spec.checkpoint.every and not saves_between_steps(spec):
-        copy = copied_bytes(spec, shape) / _GIB  # made when nobody trains any more
-        peak = static + engine["awake"] + copy + machine.context_gib
+        copy = copied_bytes(spec, shape) / _GIB  # made when training has ended
+        peak = static + engine["awake"] + copy + process
         found.append(Phase("save", peak, {**always, "engine": engine["awake"], "checkpoint": copy, **context}))
+    if spec.model.lora is not None:  # adapters are merged into a copy (model/policy.py)
+        copy = shape.total * width_of(spec.precision) / _GIB
+        peak = static + engine["awake"] + copy + process
+        found.append(Phase("export", peak, {**always, "engine": engine["awake"], "merged copy": copy, **context}))
     return found
 
 
@@ -108,12 +109,13 @@ def _staged(spec: RlSpec, moved: int) -> float:
 
 def _load(spec: RunSpec, shape: Shape, machine: Machine) -> Phase:
     """Weights come in 32 bits by way of the host, and are narrowed one after the other."""
+    process = machine.process_gib(adapters=spec.model.lora is not None)
     weights = _weights(spec.model.lora, shape, width_of(spec.precision))
     low = _master(spec.precision, shape.total) if spec.model.lora is None else 0
     largest = max(prod(dims) for dims in shape.tables) * 4
     there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.total) / _GIB
-    parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": machine.context_gib}
-    return Phase("load", there + largest / _GIB * machine.on_gpu + machine.context_gib, parts)
+    parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": process}
+    return Phase("load", there + largest / _GIB * machine.on_gpu + process, parts)
 
 
 def _weights(lora: LoraSpec | None, shape: Shape, width: int) -> int:
@@ -169,34 +171,50 @@ def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict
 def _train(
     spec: RunSpec, shape: Shape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine
 ) -> Phase:
+    """The more of two: a micro-batch that begins a step, and one that finds gradients there."""
+    first = _micro(spec, shape, stage, work, work.micro, always, machine, summed=False)
+    if work.later is None:
+        return first
+    later = _micro(spec, shape, stage, work, work.later, always, machine, summed=True)
+    return max(first, later, key=lambda phase: phase.peak_gib)
+
+
+def _micro(
+    spec: RunSpec, shape: Shape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float], machine: Machine,
+    *, summed: bool,
+) -> Phase:  # fmt: skip
     lora, width = spec.model.lora, width_of(spec.precision)
-    kept = "keep" if spec.model.activations == "offload" and not machine.on_gpu else spec.model.activations
-    compiled = compiles(spec, on_gpu=machine.on_gpu)
-    how = Pass(width, lora.rank if lora else 0, kept, work.trained_row if work.masked else 0, compiled)
+    how = pass_of(spec, micro, on_gpu=machine.on_gpu)
     tensors = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
     grad_width = 4 if lora or width == 4 or work.num_micro > 1 else width
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
     head = sizes.head_bytes(
-        work.micro_tokens, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
+        micro.credited, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
     )
     _, whole = _state(stage.optimizer, shape, lora)
     update = sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None)
     parts = sizes.Parts(
         always=sum(always.values()),
-        activations=activation_bytes(shape, how, work.micro_tokens) / _GIB,
+        activations=activation_bytes(shape, how, micro.tokens) / _GIB,
         gradients=gradients / _GIB,
-        num_micro=work.num_micro,
+        num_micro=2 if summed else 1,
         head_forward=head[0] / _GIB,
         head_backward=head[1] / _GIB,
         largest=max(tensors) * (4 if lora else width) / _GIB,
         update=0.0 if at_once(spec, stage, machine) else update / _GIB,
-        layer=backward_bytes(shape, how, work.micro_tokens) / _GIB,
+        layer=backward_bytes(shape, how, micro.tokens) / _GIB,
     )
     shown = {
         **always, "activations": parts.activations, "gradients": parts.gradients, "logits": max(head) / _GIB,
         "update": parts.update,
     }  # fmt: skip
-    return Phase("train", sizes.peak(parts), shown)
+    if machine.on_gpu:
+        return Phase("train", sizes.peak(parts), shown)
+    if _GIB * sum(always[name] for name in ("weights", "master", "optimizer")) < sizes.GIVEN_BACK_BYTES:
+        freed = sizes.heaped(parts, scattered=lora is not None) - sizes.peak(parts)
+    else:
+        freed = machine.kept_gib
+    return Phase("train", sizes.peak(parts) + freed, {**shown, "freed": freed})
 
 
 def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
@@ -227,7 +245,7 @@ def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[s
 
 
 def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
-    """Sequences whose keys and values the engines' memory holds at once. Of one that somebody else started, all."""
+    """Sequences whose keys and values the engines' memory holds at once. Of one that was started elsewhere, all."""
     engine = spec.engine
     if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
         share = engine.tensor_parallel * (engine.memory_share * machine.memory_gib - _OF_VLLM_GIB) * _GIB
@@ -276,7 +294,7 @@ def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machi
     """The most tokens of one forward and backward that fit; 0 if none do."""
 
     def fits(tokens: int) -> bool:
-        found = phases(spec, shape, replace(work, micro_tokens=tokens), machine)
+        found = phases(spec, shape, work.sized(tokens), machine)
         return max(phase.peak_gib for phase in found if phase.name == "train") <= machine.limit_gib
 
     low, high = 0, 2**20
@@ -287,7 +305,7 @@ def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machi
 
 
 def largest_cache_gib(spec: RunSpec, shape: Shape, machine: Machine) -> float:
-    """For keys and values beside all that is there while nobody trains."""
+    """For keys and values beside all that is there between training steps."""
     width = width_of(spec.precision)
     rest = machine.limit_gib - machine.context_gib - sum(_always(spec, shape, spec.train, machine).values())
     own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)

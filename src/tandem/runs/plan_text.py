@@ -13,7 +13,7 @@ def plan_text(plan: Plan) -> str:
         "parameters   " + ", ".join(f"{name} {count:,}" for name, count in plan.parameters.items() if count),
         f"bridge       {plan.bridge}: {plan.why_bridge}",
         f"a step       {plan.work.sequences} sequences, about {plan.work.step_tokens:,.0f} tokens, in "
-        f"{plan.work.num_micro} of at most {plan.work.micro_tokens:,}",
+        f"{plan.work.num_micro} of at most {plan.work.micro.tokens:,}",
         f"at most      train.micro_tokens = {plan.largest_micro_tokens:,}; {plan.largest_cache_gib:.1f} GiB for keys "
         "and values",
         f"checkpoints  {plan.checkpoint_gib:.2f} GiB of the disk each, and {plan.copied_gib:.2f} of the host's memory",

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from math import prod
 
-from tandem.ops.layer_sizes import Pass, layer_bytes
+from tandem.ops.layer_sizes import layer_bytes
 from tandem.ops.sizes import Shape
 from tandem.runs.calibration import Machine
-from tandem.runs.plan_memory import at_once, row_bytes, rows_held, sync_bytes, width_of
+from tandem.runs.plan_memory import at_once, colocated, row_bytes, rows_held, sync_bytes
 from tandem.runs.plan_model import adapter_numbers, read_teacher
-from tandem.runs.plan_work import PROMPT_TOKENS, Work, compiles, packs
+from tandem.runs.plan_work import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
+from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import Stage
 
@@ -30,13 +31,11 @@ class Times:
     rollout_s: float
     train_s: float
     sync_s: float
+    step_s: float
+    """Less than the sum where rollouts go on meanwhile."""
     steps_s: float
     """Of all steps, warm-up included. Loading and evaluations are not in it."""
     tokens_per_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.rollout_s + self.train_s + self.sync_s
 
 
 def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
@@ -47,11 +46,20 @@ def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
         if spec.warmup is not None:
             credited = spec.warmup.batch_size * machine.answer_share * spec.train.max_tokens
             tokens = credited + spec.warmup.batch_size * PROMPT_TOKENS
-            masked = not packs(spec, on_gpu=machine.on_gpu)
+            masked = float(not packs(spec, on_gpu=machine.on_gpu))
             shown = replace(work, step_tokens=tokens, credited_tokens=credited, masked=masked)
             warmup = spec.warmup.steps * _train_s(spec, spec.warmup, shape, shown, machine)
-    step = rollout + train + sync
-    return Times(rollout, train, sync, warmup + spec.train.steps * step, work.step_tokens / step)
+    step = _step_s(spec, rollout, train, sync)
+    return Times(rollout, train, sync, step, warmup + spec.train.steps * step, work.step_tokens / step)
+
+
+def _step_s(spec: RunSpec, rollout: float, train: float, sync: float) -> float:
+    """With a lag, an engine in a process of its own samples while the trainer steps and sends; on the trainer's GPU it
+    waits for that as long as the trainer computes (docs/PERFORMANCE.md, "A lag on one GPU")."""
+    if not isinstance(spec, RlSpec) or spec.train.max_lag == 0 or isinstance(spec.engine, HfEngineSpec):
+        return rollout + train + sync
+    shares_gpu = isinstance(spec.engine, VllmEngineSpec) and colocated(spec.engine)
+    return max(rollout + train * shares_gpu, train + sync)
 
 
 def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Machine) -> float:
@@ -65,18 +73,18 @@ def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Mac
         products += 2 * shape.total * work.step_tokens  # the reference
     if (teacher := read_teacher(spec)) is not None:
         products += 2 * teacher.total * work.step_tokens
-    pairs = 4 * shape.query * shape.layers * work.step_tokens * work.trained_row
+    pairs = 4 * shape.query * shape.layers * work.step_tokens * work.attended
     packed, compiled = (ask(spec, on_gpu=machine.on_gpu) for ask in (packs, compiles))
     alone = _PACKED_ATTENTION if packed else _CAUSAL_ATTENTION
-    pairs *= (3.5 + _AGAIN.get(kept, 0)) * (_MASKED_ATTENTION if work.masked else alone)
-    masked_row = work.trained_row if work.masked else 0
-    how = Pass(width_of(spec.precision), lora.rank if lora else 0, "keep", masked_row, compiled)
+    pairs *= (3.5 + _AGAIN.get(kept, 0)) * (work.masked * _MASKED_ATTENTION + (1 - work.masked) * alone)
+    row = round(work.attended) if work.masked else 0
+    how = replace(pass_of(spec, work.micro, on_gpu=machine.on_gpu), activations="keep", row=row)
     layer_s, passed_gb_s = machine.layer_s, machine.passed_gb_s
     if compiled:
         layer_s, passed_gb_s = machine.compiled_layer_s, machine.compiled_passed_gb_s
     updated_per_s = machine.updated_at_once_per_s if at_once(spec, stage, machine) else machine.updated_per_s
     passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
-    micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro_tokens, stage.micro_tokens))))
+    micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro.tokens, stage.micro_tokens))))
     launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
     updated = adapter_numbers(shape, lora) if lora else shape.total
     return (
@@ -92,7 +100,7 @@ def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> floa
     """A row takes a token a step, and a step reads all weights and the keys and values of every row."""
     replicas = getattr(spec.engine, "replicas", 1)
     rows = min(work.sequences, rows_held(spec, shape, work, machine)) / replicas
-    waves = work.sequences / replicas / rows  # whoever waits begins as another one ends
+    waves = work.sequences / replicas / rows  # a sequence that waits begins as another one ends
     seen = row_bytes(spec, shape, work) * rows / 2
     read_s = (shape.total * width_of(spec.precision) + seen) / (machine.bandwidth_gb_s * 1e9)
     computed_s = 2 * shape.total * rows / machine.prefill_flops
@@ -101,7 +109,7 @@ def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> floa
     prompts = work.sequences / spec.train.group_size * (work.row_tokens - work.answer_tokens)
     prefill_s = 2 * shape.total * prompts / machine.prefill_flops
     decode_s = waves * work.answer_tokens * max(launch, read_s, computed_s)
-    return prefill_s / replicas + decode_s
+    return max(prefill_s / replicas + decode_s, work.sequences * machine.episode_s)
 
 
 def _sync_s(spec: RlSpec, shape: Shape, machine: Machine) -> float:

@@ -65,6 +65,28 @@ def load_tokenizer(path: str, revision: str = "main", field: str = "model.path")
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SpecError(f"{field} = '{path}': no tokenizer can be loaded from it: {error}") from error
+    return _with_template(tokenizer, path, field)
+
+
+def light_tokenizer(path: str, revision: str = "main", field: str = "model.path") -> Any:
+    """Return a model's tokenizer without importing torch: for what only counts tokens.
+
+    `load_tokenizer` may choose another class for it, of the same vocabulary and merges.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns that a model names another class
+    try:
+        return _with_template(PreTrainedTokenizerFast.from_pretrained(path, revision=revision), path, field)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{field} = '{path}': no tokenizer can be loaded from it: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _with_template(tokenizer: Any, path: str, field: str) -> Any:
     if tokenizer.chat_template is None:
         raise SpecError(
             f"{field} = '{path}': its tokenizer has no chat template; put a chat_template.jinja beside the weights, "

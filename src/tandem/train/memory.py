@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from tandem.ops import host_memory
-from tandem.ops.sizes import Parts, peak
+from tandem.ops.sizes import GIVEN_BACK_BYTES, Parts, peak
 from tandem.protocols import Optimizer, Policy
 from tandem.types import Metrics, MicroBatch
 
 _GIB = 2**30
-_WORTH_GIB = 0.125
-"""Weights and optimizer state that make it worth the time to give memory back."""
 
 
 class Memory:
@@ -33,8 +31,8 @@ class Memory:
         self._gib: Metrics = {}
         self._always = 0.0
         held = [tensor for _, tensor in policy.weights(0, "live").tensors()]
-        self._held_gib = size_bytes([*held, *optimizer.state().values()]) / _GIB
-        self.gives_back = not self._on_gpu and self._held_gib >= _WORTH_GIB
+        held_bytes = size_bytes([*held, *optimizer.state().values()])
+        self.gives_back = not self._on_gpu and held_bytes >= GIVEN_BACK_BYTES
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
 
     @contextmanager
