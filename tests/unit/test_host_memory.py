@@ -32,15 +32,15 @@ def test_what_is_given_back_still_counts():
 
 
 @pytest.mark.parametrize(
-    ("libc", "worth_gib", "told"),
-    [("glibc", 0.0, [(True, "")]), ("", 0.0, [(False, "only glibc can be told to")]), ("", 1.0, [])],
+    ("libc", "worth_bytes", "told"),
+    [("glibc", 0, [(True, "")]), ("", 0, [(False, "only glibc can be told to")]), ("", 2**30, [])],
     ids=["had", "not had", "not asked for"],
 )
 def test_a_run_says_whether_free_memory_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, libc: str, worth_gib: float, told: list[tuple[bool, str]]
+    monkeypatch: pytest.MonkeyPatch, libc: str, worth_bytes: int, told: list[tuple[bool, str]]
 ):
     monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: (libc, ""))
-    monkeypatch.setattr(memory, "_WORTH_GIB", worth_gib)
+    monkeypatch.setattr(memory, "GIVEN_BACK_BYTES", worth_bytes)
     data = {"kind": "file", "path": "a.jsonl"}
     spec: Any = parse_spec(
         {"recipe": "sft", "model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "lr": 1e-3}}
