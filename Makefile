@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -102,9 +102,14 @@ $(ADAPTERS)/%/.installed: $(STAMP)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt '$*'
 	touch $@
 
-# The service against atroposlib's own environments and trainer; atroposlib has an environment that sees nothing of ours.
+# Against atroposlib's own environments, servers and trainer, and the commands of docs/atropos.md; atroposlib has an
+# environment that sees nothing of ours.
 test-atropos: $(ATROPOS)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/atropos
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile tests/atropos
+
+# Nine runs of `tandem atropos`, each token's version against the engine's own; about fifteen minutes.
+atropos-learns: $(ATROPOS)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/atropos_learns.py
 
 # Both servers side by side, with the same bytes; about three minutes on a quiet machine.
 bench-atropos: $(ATROPOS)/.installed

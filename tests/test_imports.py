@@ -32,7 +32,7 @@ LAYERS = (
     ("serve",),
     ("recipes",),
     ("cli_options",),
-    ("cli", "cli_artifacts", "cli_engine", "cli_online", "cli_sync", "__init__", "__main__"),
+    ("cli", "cli_artifacts", "cli_atropos", "cli_engine", "cli_online", "cli_sync", "__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -43,6 +43,7 @@ SIDEWAYS = {
     ("__main__", "cli"),
     ("cli", "cli_sync"),
     ("cli", "cli_artifacts"),
+    ("cli", "cli_atropos"),
     ("cli", "cli_engine"),
     ("cli", "cli_online"),
 }

@@ -23,6 +23,7 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 PYTHON_FUNCTION = {
     "train": "run",
+    "atropos": "run_atropos",
     "resume": "resume",
     "digest": "digest_run",
     "sweep": "sweep",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Pyth
     from tandem.obs.sync_status import sync_status as sync_status
     from tandem.recipes import resume as resume
     from tandem.recipes import run as run
+    from tandem.recipes.atropos import run_atropos as run_atropos
     from tandem.recipes.engines import check_engine as check_engine
     from tandem.recipes.engines import install_engine as install_engine
     from tandem.recipes.environments import serve_environment as serve_environment
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Pyth
     from tandem.recipes.export import export_run as export_run
     from tandem.recipes.gateway import serve_gateway as serve_gateway
     from tandem.recipes.online import serve_online as serve_online
+    from tandem.recipes.planning import plan_run as plan_run
     from tandem.recipes.rollouts import serve_rollouts as serve_rollouts
     from tandem.recipes.serve import chat_with as chat_with
     from tandem.recipes.serve import serve_engine as serve_engine
@@ -32,7 +34,6 @@ if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Pyth
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
-    from tandem.runs.plan import plan_run as plan_run
     from tandem.runs.resume import digest_run as digest_run
     from tandem.runs.supervise import supervise_run as supervise_run
     from tandem.runs.uploads import push_artifacts as push_artifacts
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 # The Python API: each name, and the module that it is imported from when it is first used.
 _API = {
     "run": "tandem.recipes",
+    "run_atropos": "tandem.recipes.atropos",
     "resume": "tandem.recipes",
     "digest_run": "tandem.runs.resume",
     "supervise_run": "tandem.runs.supervise",

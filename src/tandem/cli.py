@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tandem.cli_artifacts import artifacts_app
+from tandem.cli_atropos import atropos
 from tandem.cli_engine import engine_app
 from tandem.cli_online import online_app
 from tandem.cli_options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking
@@ -35,6 +36,7 @@ app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Any agent's conversations, recorded token by token.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
 app.add_typer(artifacts_app, name="artifacts")
+app.command()(atropos)
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
 Supervise = Annotated[
@@ -425,13 +427,23 @@ def rollouts_serve(
     insecure_no_auth: Annotated[
         bool, typer.Option("--insecure-no-auth", help="Atropos' endpoints ask for no token; on loopback only.")
     ] = False,
+    gateway: Annotated[
+        str, typer.Option(help="URL of the gateway that Atropos's environments sample from: it knows versions.")
+    ] = "",
+    gateway_token_file: Annotated[Path | None, typer.Option(help="The file that holds its token.")] = None,
 ) -> None:
     """Take scored groups from environments and hand out batches: durable, each trained on once."""
     from tandem.recipes.rollouts import serve_rollouts
     from tandem.serve.run import Listen
 
     listen = Listen(data_dir, host, port, ready_file, insecure)
-    serve_rollouts(listen, atropos=atropos, insecure_no_auth=insecure_no_auth)
+    serve_rollouts(
+        listen,
+        atropos=atropos,
+        insecure_no_auth=insecure_no_auth,
+        gateway=gateway,
+        gateway_token_file=gateway_token_file,
+    )
 
 
 @rollouts_app.command("top")

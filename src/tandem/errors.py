@@ -32,6 +32,7 @@ TandemError
 ├── CheckpointUnsaved      saving failed too often in a row (a full disk, for one)
 ├── NoRoom                 the disk is too full for a run to begin, or to go on
 ├── ArtifactError          an artifact could not be stored, or is not there
+├── ProcessEnded           one of the processes of a run ended, and the others with it
 ├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
 ├── TextTooLong            a text has more tokens than a model's context       (also ValueError)
 └── RunError               a run directory is not what it should be
@@ -186,6 +187,10 @@ class CheckpointUnsaved(TandemError):
 
 class NoRoom(TandemError):
     exit_code = 2
+
+
+class ProcessEnded(TandemError):
+    pass
 
 
 class TemplateError(TandemError, ValueError):

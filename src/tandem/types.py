@@ -34,6 +34,9 @@ NUMBERS = f"{-MAX_NUMBER:g} to {MAX_NUMBER:g}"
 NO_VERSION = -1
 """The version of a token that no policy sampled: prompts, template glue, recorded data."""
 
+UNKNOWN_VERSION = -2
+"""The version of a token that some policy sampled, and nothing shows which. It never passes for a current one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -153,6 +156,9 @@ class Trajectory:
     task_id: str = ""
     messages: list[Message] = field(default_factory=list[Message])
     """The same conversation as text, for people to read; never tokenised again."""
+    advantages: list[float] = field(default_factory=list[float])
+    """Of each token, where an environment says them itself: they take the place of the algorithm's. Empty: it does
+    not."""
 
     @property
     def num_trained(self) -> int:
@@ -160,10 +166,10 @@ class Trajectory:
 
     @property
     def num_unstamped(self) -> int:
-        """Of the trained ones: neither recorded nor sampled by a version."""
+        """Of the trained ones: neither recorded nor sampled."""
         if self.status == "recorded":
             return 0
-        return sum(trained and version < 0 for trained, version in zip(self.trained, self.versions, strict=True))
+        return sum(one and version == NO_VERSION for one, version in zip(self.trained, self.versions, strict=True))
 
 
 Group: TypeAlias = list[Trajectory]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "http"))  # services on sockets, as they are tested there
 PYTHON = Path(os.environ.get("TANDEM_ATROPOS_PYTHON", ".tandem/atropos/bin/python"))
 
 

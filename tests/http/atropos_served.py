@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import threading
@@ -18,8 +17,10 @@ from served import wait_until
 
 from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
+from tandem.rollout.stamps import GatewayStamps
 from tandem.serve.app import Service, create_app
 from tandem.serve.fast_http import FastHttp
+from tandem.serve.rollouts import rollouts_service
 from tandem.serve.rollouts_atropos import atropos_routes
 from tandem.serve.run import Listen, Server
 
@@ -59,11 +60,6 @@ class Client:
         body = {"max_token_length": 512, "desired_name": name, "weight": 1.0, "group_size": group_size} | changes
         return self.post("/register-env", body)["env_id"]
 
-    def queued_lag(self, number: int) -> int:
-        """Of the group that was posted last (-1), or before that."""
-        queue = self.atropos.queue
-        return asyncio.run(queue.group(queue.groups()[number])).lag
-
     def put(self, **changes: Any) -> Any:
         answer = self.send(encoded(**changes))
         assert answer.status_code == 200, answer.text
@@ -71,12 +67,18 @@ class Client:
 
 
 @contextmanager
-def serving_atropos(data_dir: Path, *, may_reset: bool = True) -> Iterator[Client]:
+def serving_atropos(
+    data_dir: Path, *, may_reset: bool = True, gateway: GatewayStamps | None = None, open_to_all: bool = False
+) -> Iterator[Client]:
     listen = Listen(data_dir)
     queue = RolloutQueue(data_dir)
-    atropos = Atropos(queue, data_dir)
+    atropos = Atropos(queue, data_dir, gateway)
     hot, router = atropos_routes(atropos, may_reset=may_reset)
-    service = Service("tandem rollouts serve", router, hot=hot, close=queue.close)
+    router.include_router((native := rollouts_service(queue)).router)
+    paths = {"/scored_data"} if open_to_all else set[str]()
+    service = Service(
+        "tandem rollouts serve", router, hot=[*hot, *native.hot], close=queue.close, open_paths=frozenset(paths)
+    )
     app = create_app(service, token=listen.token(), hosts=listen.hosts)
     server = Server(app, listen, tell=lambda _: None, http=FastHttp)
     thread = threading.Thread(target=server.run)

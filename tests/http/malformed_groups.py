@@ -77,7 +77,7 @@ VALUES: list[tuple[str, str, Any, str]] = [
     ("spans that cover too much", "spans", [[-1, 1], [0, 4]], "spans"),
     ("an empty span", "spans", [[-1, 1], [5, 0], [0, 3]], "spans"),
     ("a span that goes back", "spans", [[-1, 3], [0, -1], [0, 2]], "spans"),
-    ("a version below -1", "spans", [[-1, 1], [-2, 3]], "spans"),
+    ("a version below -2", "spans", [[-1, 1], [-3, 3]], "spans"),
     ("a version beyond all versions", "spans", [[-1, 1], [2**60, 3]], "spans"),
     ("a span of three", "spans", [[-1, 1, 0], [0, 3]], "spans.0"),
     ("a trained token without a version", "spans", [[-1, 4]], "spans"),

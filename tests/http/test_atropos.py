@@ -178,3 +178,30 @@ def test_resetting_needs_leave(tmp_path: Path):
 def test_without_leave_to_do_without_everybody_needs_the_token(client: Client):
     for path in ("/status", "/batch", "/reset_data"):
         assert client.http.get(path, headers={"Authorization": ""}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "sizes", "ways"),
+    [
+        (10, [4], "8 or 12"),
+        (3, [2], "2 or 4"),
+        (8, [6, 5], "6 or 10"),
+        (12, [4], ""),
+        (11, [4, 3], ""),
+        (8, [6, 2], ""),
+    ],
+)
+def test_a_batch_size_that_groups_never_add_up_to_is_said(
+    client: Client, batch_size: int, sizes: list[int], ways: str, caplog: pytest.LogCaptureFixture
+):
+    client.begin(batch_size=batch_size)
+    for size in sizes:
+        client.join(group_size=size)
+    told, again = client.get("/batch"), client.get("/batch")
+    assert client.get("/v2/status")["queue"]["why_no_batch"] == told.get("message", "")
+    if not ways:
+        assert told == {"batch": None}
+        return
+    assert f"batch_size = {ways}, or" in told["message"]
+    assert again == told
+    assert [record.message for record in caplog.records].count(told["message"]) == 1, "in the log once"

@@ -200,21 +200,6 @@ def test_equal_bytes_after_two_minutes_are_another_post(client: Client, monkeypa
     assert client.get("/status")["queue_size"] == 2
 
 
-def test_a_post_is_stamped_with_the_step_that_its_environment_was_last_told(client: Client):
-    client.begin(batch_size=2)
-    env_id = client.join()
-    for seed in range(3):
-        client.put(seed=seed)
-        client.get("/batch")
-    client.get("/batch")
-    assert client.get("/status")["current_step"] == 3
-    client.put(seed=10)  # begun before anybody told it of a step
-    assert client.get("/status-env", {"env_id": env_id})["current_step"] == 3
-    client.put(seed=11)
-    lags = [client.queued_lag(number) for number in (-2, -1)]
-    assert lags == [3, 0]
-
-
 # --- environments
 
 

@@ -23,6 +23,7 @@ from tandem.online.jobs import JobStore
 from tandem.online.memory import JobMemory
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollouts import with_atropos
+from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.session_store import SessionStore
 from tandem.serve.app import Service, create_app
@@ -72,15 +73,15 @@ def services(renderer: Renderer, tmp_path_factory: pytest.TempPathFactory) -> It
         queue, sessions = RolloutQueue(home / "queue"), SessionStore(home / "gateway")
         stack.callback(lambda: asyncio.run(queue.close()))
         stack.callback(sessions.close)
-        rollouts = rollouts_service(queue)
+        rollouts, atropos = rollouts_service(queue), Atropos(queue, listen.data_dir)
         made = {
             "tandem serve": openai_service(engine, renderer, **model),
             "tandem engine serve": engine_service(FakeEngine(), open_source, renderer=renderer, **model),
             "tandem gateway serve": gateway_service(engine, renderer, sessions, to_files(home), **model),
             "tandem online serve": online(home / "online", renderer, model),
             "tandem rollouts serve": rollouts,
-            "with Atropos": with_atropos(rollouts, queue, listen, open_to_all=False),
-            "with Atropos and no token": with_atropos(rollouts, queue, listen, open_to_all=True),
+            "with Atropos": with_atropos(rollouts, atropos, open_to_all=False),
+            "with Atropos and no token": with_atropos(rollouts, atropos, open_to_all=True),
         }
         apps = {name: create_app(each, token=TOKEN, hosts=listen.hosts) for name, each in made.items()}
         apps["tandem online serve"].add_middleware(KeyRing, keys=Keys.of(home, TOKEN))

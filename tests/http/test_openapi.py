@@ -24,6 +24,7 @@ from tandem.online.memory import JobMemory
 from tandem.recipes import build_online
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollouts import with_atropos
+from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.session_store import SessionStore
 from tandem.serve.app import HotRoute, Service, create_app
@@ -33,7 +34,6 @@ from tandem.serve.online import online_service
 from tandem.serve.online_past import Past
 from tandem.serve.openai import openai_service
 from tandem.serve.rollouts import rollouts_service
-from tandem.serve.run import Listen
 from tandem.spec.online import parse_online_spec
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
@@ -57,7 +57,7 @@ def made(name: str, home: Path) -> Service:
         return rollouts_service(RolloutQueue(home))
     if name == "atropos":
         queue = RolloutQueue(home)
-        return with_atropos(rollouts_service(queue, greets=False), queue, Listen(home), open_to_all=True)
+        return with_atropos(rollouts_service(queue, greets=False), Atropos(queue, home), open_to_all=True)
     spec = parse_online_spec({"model": {"preset": "tiny"}})
     alone, store = build_online.alone(spec, home), JobStore(home / "jobs")
     memory = JobMemory(spec.replay, spec.seed, store, spec.train.batch_size)

@@ -107,6 +107,7 @@ def test_who_hangs_up_while_it_waits_takes_nothing(client: RolloutClient):
 WRITES: list[tuple[str, Any, Any]] = [
     ("/v2/trainer", {"run_id": "run", "groups_per_step": 4}, {"max_dropped": 9}),
     ("/v2/trainer/version", {"epoch": 1, "version": 1}, {"version": 2}),
+    ("/v2/trainer/leave", {"epoch": 1}, {"epoch": 2}),
     ("/v2/environments", {"name": "more"}, {"name": "other"}),
     ("/v2/environments/1/disconnect", {}, None),
     ("/v2/tickets", {"environment": 1}, {"count": 2}),

@@ -81,10 +81,11 @@ def test_it_shows_what_was_said_or_its_ids_with_reward_versions_and_lag(browser:
         "ids": [5] * 500, "logprobs": [0] * 2 + [-1] * 498, "trained": [0] * 2 + [1] * 498,
         "spans": [[-1, 2], [0, 98], [1, 400]], "reward": 0.25, "messages": [], "status": "truncated",
     }  # fmt: skip
+    unknown = one | {"spans": [[-1, 2], [-2, 498]]}
     client.post("/v2/trainer", {"run_id": "run", "groups_per_step": 4, "max_lag": 2, "version": 1, "num_ids": 1000})
     said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "add"}]}]
     talk = good()["trajectories"][0] | {"messages": said}
-    client.post("/v2/groups", {"groups": [{"environment": 1, "trajectories": [one, one], "inferred": True}]})
+    client.post("/v2/groups", {"groups": [{"environment": 1, "trajectories": [one, unknown]}]})
     client.post("/v2/groups", {"groups": [{"environment": 1, "trajectories": [talk, talk]}]})
     page = entered(browser, client)
     page.wait_for("document.querySelectorAll('.play').length == 2")
@@ -92,10 +93,11 @@ def test_it_shows_what_was_said_or_its_ids_with_reward_versions_and_lag(browser:
     for text in ("reward 1 · finished · version 0 · 3 of 4 tokens trained", "user\n2+2?", "assistant\n", '"id": "add"'):
         assert text in shown
     page.run("document.querySelector('#groups button:last-child').click()")
-    page.wait_for("document.body.innerText.includes('versions inferred')")
+    page.wait_for("document.body.innerText.includes('some versions unknown')")
     shown = page.run("document.getElementById('group').innerText")
     for text in (
-        "group 1 · env_0 · place 1 · lag 1 · versions inferred", "reward 0.25 · truncated · version 0, 1 · 498 of 500",
+        "group 1 · env_0 · place 1 · lag 1 · some versions unknown",
+        "reward 0.25 · truncated · version 0, 1 · 498 of 500",
         "2 ids, given\n5 5\n", "498 ids, trained\n" + " ".join(["5"] * 398) + "\n", "and 100 ids more",
     ):  # fmt: skip
         assert text in shown, shown

@@ -20,7 +20,7 @@ from tandem.spec.algorithm import DrGrpoSpec, GrpoSpec, RlooSpec
 from tandem.spec.model import LoraSpec
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.pack import make_batch
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
+from tandem.types import UNKNOWN_VERSION, Batch, Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
 
 CPU = torch.device("cpu")
 TOKENIZER = byte_tokenizer()
@@ -351,3 +351,31 @@ def test_a_micro_batch_holds_no_more_positions_than_asked_or_one_row(micro_token
     sizes = [micro.ids_BT.shape for micro in batch.micro]
     assert all(rows == 1 or rows * width <= micro_tokens for rows, width in sizes)
     assert sum(len(micro.target_N) for micro in batch.micro) == batch.totals.tokens
+
+
+def test_advantages_that_an_environment_gives_itself_take_the_place_of_the_algorithm_s() -> None:
+    writer, algorithm = Writer(11), dr_grpo.make(DrGrpoSpec())
+    prompt = writer.some(4)
+    given, other = writer.trajectory(prompt, [(0, 2)]), writer.trajectory(prompt, [(0, 3)])
+    given.reward, other.reward = 1.0, 0.0
+    given.advantages = [9.0] * len(prompt) + [0.5, -2.0]
+    batch = make_batch([[given, other]], algorithm, micro_tokens=100, version=7, shares=shares_never, device=CPU)
+    of_the_algorithm = algorithm.credit([[given, other]])[0][1]
+    credits = [credit for micro in batch.micro for credit in micro.credit_N.tolist()]
+    assert sorted(credits) == pytest.approx(sorted([0.5, -2.0, *of_the_algorithm]))
+
+
+def test_tokens_of_an_unknown_version_are_counted_and_have_no_lag() -> None:
+    writer = Writer(12)
+    group = [writer.trajectory(writer.some(4), [(0, 3)]) for _ in range(2)]
+    for trajectory in group:
+        trajectory.versions = [6 if trained else -1 for trained in trajectory.trained]
+    assert "tokens/version_unknown" not in _of(group).metrics
+    group[0].versions[-2:] = [UNKNOWN_VERSION] * 2
+    metrics = _of(group).metrics
+    assert metrics["tokens/version_unknown"] == 2
+    assert (metrics["lag/max"], metrics["lag/mean"]) == (1, 1)
+
+
+def _of(group: Group) -> Batch:
+    return make_batch([group], weighted(), micro_tokens=100, version=7, shares=shares_never, device=CPU)

@@ -13,7 +13,7 @@ from tandem.rollout.session_tree import Session, Turn, trajectory_row, turn_of, 
 from tandem.rollout.sessions import Bounds, Sessions
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.types import Completion, Span
+from tandem.types import Completion, Sampling, Span
 
 
 class Nowhere:
@@ -51,7 +51,7 @@ def ask(sessions: Sessions, renderer: Any, session: Session | None, messages: li
     point = sessions.chat(session, messages, tools)()
     (sample,) = sessions.samples(point, 1)
     with sessions.under_way(point.session):
-        sample.keep(complete(renderer, message["content"] or "call"), message, ())
+        sample.keep(complete(renderer, message["content"] or "call"), message, Sampling())
     return point.session.turns[sample.id]
 
 
@@ -155,7 +155,7 @@ def test_what_is_forgotten_is_gone_on_from_no_more(renderer: Renderer) -> None:
     first = ask(sessions, renderer, None, [user("a")])
     text = sessions.text(None, "once")()
     with sessions.under_way(text.session):
-        sessions.samples(text, 1)[0].keep(complete(renderer, " more"), told(" more"), ())
+        sessions.samples(text, 1)[0].keep(complete(renderer, " more"), told(" more"), Sampling())
     assert sessions.text(None, "once more and")().parent is not None
     for session in sessions.all():
         sessions.drop(session)

@@ -36,10 +36,16 @@ class Child:
     """`command` is the program and its arguments. It is to write `ready_file`; what it prints is appended to `log`."""
 
     def __init__(
-        self, command: Sequence[str], *, ready_file: Path, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        ready_file: Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        name: str = "engine",
     ) -> None:
-        """`environment` is added to this process's own."""
-        self.command, self.ready_file, self.log = list(command), ready_file, log
+        """`environment` is added to this process's own. `name`: what errors call it."""
+        self.command, self.ready_file, self.log, self.name = list(command), ready_file, log, name
         ready_file.unlink(missing_ok=True)  # a stale one names a dead process, or by now somebody else's
         log.parent.mkdir(parents=True, exist_ok=True)
         theirs, self._ours = os.pipe()
@@ -69,11 +75,11 @@ class Child:
         try:
             while time.monotonic() < until:
                 if self.exit_code is not None:
-                    raise EngineError(f"engine: '{self._name}' ended while it started: {self.epitaph()}")
+                    raise EngineError(f"{self.name}: '{self._program}' ended while it started: {self.epitaph()}")
                 if (ready := self._read_ready()) is not None:
                     return ready
                 time.sleep(_POLL_S)
-            raise EngineError(f"engine: '{self._name}' was not ready within {deadline_s:g} s: {self.epitaph()}")
+            raise EngineError(f"{self.name}: '{self._program}' was not ready within {deadline_s:g} s: {self.epitaph()}")
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -103,7 +109,7 @@ class Child:
         return "\n  ".join([f"{how}; the last lines of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
 
     @property
-    def _name(self) -> str:
+    def _program(self) -> str:
         return " ".join(self.command[:4])
 
     def _ended_within(self, seconds: float) -> bool:
@@ -120,9 +126,11 @@ class Child:
             told = read_json(self.ready_file)
             url, pid, token_file = str(told["url"]), int(told["pid"]), Path(told["token_file"])
         except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"engine: '{self.ready_file}' is not what a service writes: {error!r}") from error
+            raise EngineError(f"{self.name}: '{self.ready_file}' is not what a service writes: {error!r}") from error
         if not self._is_ours(pid):
-            raise EngineError(f"engine: '{self.ready_file}' names process {pid}, which is not the one started here")
+            raise EngineError(
+                f"{self.name}: '{self.ready_file}' names process {pid}, which is not the one started here"
+            )
         return Ready(url, pid, token_file.read_text(encoding="utf-8").strip())
 
     def _is_ours(self, pid: int) -> bool:

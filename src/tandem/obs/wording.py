@@ -26,7 +26,8 @@ def headline(status: Mapping[str, Any]) -> str:
         }  # fmt: skip
         return f"{beginning.get(state, f'State {state}')}: {steps} done."
     if before is None or after is None:
-        return f"Finished after {status.get('steps_done', '?')} steps. It was not evaluated, so there is no verdict."
+        steps = status.get("steps_done", "?")
+        return f"Finished after {steps} steps. It was not evaluated, so there is no verdict.{_training_reward(status)}"
     what = f"held-out {measure_of(status)}"
     since = "before RL" if "before_rl" in status["eval"] else "before training"
     verb = "rose" if after > before else "fell" if after < before else "stayed"
@@ -37,6 +38,16 @@ def headline(status: Mapping[str, Any]) -> str:
     if name == "unchanged" or verb == "stayed":
         moved = f"was {first} {since} and {last} after it"
     return f"{name.capitalize() or 'Finished'}: {what} {moved}."
+
+
+def _training_reward(status: Mapping[str, Any]) -> str:
+    found = status.get("eval")
+    told = found if isinstance(found, Mapping) else {}
+    first, last = number(told.get("training_reward_first")), number(told.get("training_reward_last"))
+    if first is None or last is None:
+        return ""
+    steps = f"{told.get('training_reward_steps')} steps"
+    return f" The mean training reward was {first:.4g} over the first {steps} and {last:.4g} over the last {steps}."
 
 
 def evidence(status: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
 from tandem.spec.load import AnySpec, as_spec, to_toml
+from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
 _log = logging.getLogger(__name__)
@@ -50,12 +51,10 @@ def run(
 ) -> Run:
     """Do what the spec asks, in a directory of its own; the run that is returned says how it went. `rehearse`: tries
     the largest micro-batches and a sync before, against the plan."""
-    from tandem.recipes import build
-
     spec = as_spec(spec)
     # Before torch: what is not there, and wrong parameters of an environment, are refused at once.
     _refuse_missing(spec)
-    environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
+    environment = _environment(spec)
     directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
     spec = spec.in_place()  # whoever resumes it may stand elsewhere
     begin(directory, to_toml(spec))
@@ -79,14 +78,12 @@ def _refuse_missing(spec: RunSpec) -> None:
 def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
     """Go on with a run that was killed, stopped or failed, from its last whole checkpoint; return its status. One
     that succeeded is left as it is. `take_over`: from a process that holds the run and cannot be ended."""
-    from tandem.recipes import build
-
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _lacks(spec, directory, status):
         lease = Lease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # or whoever held it came to its end meanwhile
-            environment = build.environment(spec.environment) if isinstance(spec, RlSpec) else None
+            environment = _environment(spec)
             return _go(spec, lease, directory, environment, view).status
         try:
             if _lacks(spec, directory, status):
@@ -98,6 +95,16 @@ def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | N
         status = read_status(directory)
     view.console.print(closing_text(directory, status), soft_wrap=True)
     return status
+
+
+def _environment(spec: RunSpec) -> Any:
+    from tandem.recipes import build
+
+    if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
+        raise SpecError("rollouts.kind = 'atropos': `tandem atropos SPEC` starts such a run, and all that it needs")
+    if not isinstance(spec, RlSpec) or spec.environment is None:
+        return None
+    return build.environment(spec.environment)
 
 
 def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:

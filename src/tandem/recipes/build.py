@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem.errors import SpecError
 from tandem.ops.sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
 from tandem.publish import Call, on_this_thread
@@ -58,6 +59,13 @@ def environment(spec: EnvironmentSpec) -> Environment:
     return WorkerEnvironment(order, spec.workers)
 
 
+def its_spec(spec: RlSpec) -> EnvironmentSpec:
+    """Of a run that plays an environment of its own."""
+    if spec.environment is None:
+        raise SpecError("environment: this spec has none, so there is nothing to play; add [environment]")
+    return spec.environment
+
+
 def close(environment: Environment | None) -> None:
     """Ends its processes, if it has any. May be called again."""
     from tandem.rollout.workers import WorkerEnvironment
@@ -67,7 +75,6 @@ def close(environment: Environment | None) -> None:
 
 
 def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int) -> Judge | None:
-    from tandem.errors import SpecError
     from tandem.rollout.judge import EngineJudge, HttpJudge
 
     match spec:
@@ -120,8 +127,6 @@ def settle_torch(spec: RunSpec) -> Any:
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     import torch
-
-    from tandem.errors import SpecError
 
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SpecError(
@@ -241,7 +246,7 @@ def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
         why_not = "" if torch.are_deterministic_algorithms_enabled() else "equal bytes are had on a CPU only"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
             why_not = "the engine decodes in a process of its own, by its own clock"
-        elif isinstance(spec, RlSpec) and spec.environment.workers:
+        elif isinstance(spec, RlSpec) and spec.environment is not None and spec.environment.workers:
             why_not = "episodes end by the clocks of their workers, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))
     return found
@@ -286,7 +291,6 @@ def preference_algorithm(spec: DpoSpec) -> Algorithm:
 
 def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> None:
     """Whose logprobs the algorithm compares with: the policy's own from now on, or a teacher's."""
-    from tandem.errors import SpecError
     from tandem.model.checkpoint import load_model
     from tandem.model.precision import narrow
     from tandem.ops import packed_attention
@@ -401,8 +405,16 @@ def store(stage: RlStage | SftStage) -> RolloutStore:
     return MemoryStore(slots, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s)
 
 
+async def leave(store: RolloutStore) -> None:
+    """The loop over it has ended, in whatever way."""
+    from tandem.rollout.remote_store import RemoteStore
+
+    if isinstance(store, RemoteStore):
+        await store.close()
+
+
 def rollouts(
-    spec: RlSpec, directory: Path, setting: Setting, algorithm: Algorithm, model: Model, trainer: Trainer
+    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: Model, trainer: Trainer
 ) -> tuple[RolloutStore, Producer]:
     """Where groups wait, and who sees to it that they come. `directory`: the run's."""
     if isinstance(spec.rollouts, ServiceRollouts):
@@ -410,6 +422,7 @@ def rollouts(
         return remote, remote
     from tandem.rollout.producer import EnvironmentProducer
 
+    assert setting is not None, "a spec without an environment is refused"
     waiting = store(spec.train)
     producer = EnvironmentProducer(
         setting,
@@ -417,7 +430,7 @@ def rollouts(
         algorithm.keep,
         group_size=spec.train.group_size,
         seed=spec.seed,
-        max_failed_share=spec.environment.max_failed_share,
+        max_failed_share=its_spec(spec).max_failed_share,
         max_replaced=spec.train.replace_equal_groups,
     )
     return waiting, producer
@@ -438,6 +451,7 @@ def _service(spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: Mo
         tokenizer=model.renderer.fingerprint,
         max_dropped=stage.max_dropped,
         lease_s=rollouts.lease_s,
+        extra={"sampling": {"temperature": stage.temperature, "top_p": stage.top_p}},
     )
     client = ServiceClient(rollouts.url, Path(rollouts.token_file), patience_s=stage.group_timeout_s)
     return RemoteStore(
@@ -474,7 +488,6 @@ def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Ca
 
 def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
     """Training tasks with what the environment shows for them."""
-    from tandem.errors import SpecError
 
     demonstrate = getattr(environment, "demonstrate", None)
     if demonstrate is None:

@@ -228,3 +228,16 @@ def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[
     name = str(engine.tell("/v1/models")["data"][0]["id"])
     renderer = Renderer(load_tokenizer(path, field="--model"), thinking=thinking)
     return Alone(engine, renderer, context, len(renderer.tokenizer)), name
+
+
+def write_preset(preset: str, seed: str, path: str) -> None:
+    """A preset as a model directory."""
+    from tandem.io import atomic
+    from tandem.model.presets import make_model
+    from tandem.text.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    module = make_model(preset, tokenizer, int(seed))
+    with atomic.directory(Path(path)) as directory:
+        module.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)

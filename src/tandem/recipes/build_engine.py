@@ -157,12 +157,15 @@ def _command_of(
         directory=home,
         readable=_readable(spec, home),
     )
-    if not isinstance(engine, VllmEngineSpec):
-        return command
-    more = ["--unchecked"] if unchecked else []
-    if spec.model.lora is not None:
-        more += ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
+    more = [*(["--unchecked"] if unchecked and isinstance(engine, VllmEngineSpec) else []), *adapter_options(spec)]
     return lambda *which: [*command(*which), *more]
+
+
+def adapter_options(spec: RlSpec) -> list[str]:
+    """What vLLM has to know of the adapters that will come."""
+    if not isinstance(spec.engine, VllmEngineSpec) or spec.model.lora is None:
+        return []
+    return ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
 
 
 def engine_command(
@@ -193,12 +196,16 @@ def engine_command(
 def _readable(spec: RlSpec, home: Path) -> list[Path]:
     """Where versions come from, if they come as files."""
     if isinstance(spec.sync, AdapterSync):
-        from tandem.bridge.adapter.trainer import memory_backed
-
-        return [Path(spec.sync.directory).resolve() if spec.sync.directory else memory_backed()]
+        return adapter_places(spec.sync)
     if isinstance(spec.sync, DiskSync | RestartSync):
         return [_versions(spec.sync, home.parent)]
     return []
+
+
+def adapter_places(sync: AdapterSync) -> list[Path]:
+    from tandem.bridge.adapter.trainer import memory_backed
+
+    return [Path(sync.directory).resolve() if sync.directory else memory_backed()]
 
 
 def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:

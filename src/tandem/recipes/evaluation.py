@@ -74,7 +74,7 @@ def evaluate_model(
         raise SpecError(f"recipe = '{spec.recipe}': only an environment can be played; name a spec with recipe = 'rl'")
     is_run = (Path(source) / "status.json").exists()
     place = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
-    environment = build.environment(spec.environment)
+    environment = build.environment(build.its_spec(spec))
     measure: Measure | None = None
     try:
         tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
@@ -106,6 +106,7 @@ def _play(
     source: str | Path, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None
 ) -> Evaluation:
     path, _, version = find_model(source)
+    its = build.its_spec(spec)
     model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
     setting = Setting(
         environment,
@@ -114,16 +115,16 @@ def _play(
         Sampling(max_tokens=spec.train.max_tokens, temperature=0.0),
         model.context,
         spec.engine.deadline_s,
-        spec.environment.episode_timeout_s,
+        its.episode_timeout_s,
         0.0,
-        build.judge(spec.environment.judge, engine, model.renderer, model.context),
-        retries=1 if spec.environment.workers else 0,
+        build.judge(its.judge, engine, model.renderer, model.context),
+        retries=1 if its.workers else 0,
     )
 
     async def play() -> Evaluation:
         try:
             max_tokens = spec.eval.max_tokens or spec.train.max_tokens
-            share = spec.environment.max_failed_share
+            share = its.max_failed_share
             return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
         finally:
             await engine.close()

@@ -100,15 +100,16 @@ def _measured(rows: Sequence[R], to_group: Callable[[R], Group], most: int) -> l
 
 
 def _environment(spec: RlSpec) -> Environment:
-    name = spec.environment.name
-    if spec.environment.workers or name.partition(":")[0] in ADAPTERS:
+    its = build.its_spec(spec)
+    name = its.name
+    if its.workers or name.partition(":")[0] in ADAPTERS:
         raise SpecError(f"environment.name = '{name}' is not loaded for a plan (--prompt-tokens)")
-    return build.environment(spec.environment)
+    return build.environment(its)
 
 
 def _of_prompts(spec: RlSpec, environment: Environment) -> Lengths:
     """Of tasks from all parts of the training split."""
-    with their_code(spec.environment.name, "tasks('train')"):
+    with their_code(build.its_spec(spec).name, "tasks('train')"):
         tasks = environment.tasks("train")
         step = max(1, len(tasks) // _PROMPTS)
         chosen = [tasks[index] for index in range(0, len(tasks), step)]

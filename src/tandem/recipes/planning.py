@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 from tandem.errors import SpecError
 from tandem.io import atomic
@@ -15,17 +15,38 @@ from tandem.runs.calibration import known, ram_gib
 from tandem.runs.plan import Plan
 from tandem.runs.plan_model import NoPlan
 from tandem.runs.run import Run
+from tandem.spec.load import AnySpec, as_spec
 from tandem.spec.run import RunSpec
 
 _GIB = 2**30
 
 
-def plan_run(spec: RunSpec, *, environment: Environment | None = None, in_a_run: bool = False, **told: Any) -> Plan:
-    """Return the plan of a run, whose rows or prompts are read first. `told`: what runs/plan.py's `plan_run` takes;
-    lengths that are told are not read."""
-    if told.get("row_tokens") or told.get("prompt_tokens"):
-        return plans.plan_run(spec, **told)
-    return plans.plan_run(spec, lengths=read_lengths(spec, environment, in_a_run=in_a_run), **told)
+def plan_run(
+    spec: AnySpec,
+    *,
+    gpu: str = "",
+    prices: str | Path | None = None,
+    memory_gib: float = 0.0,
+    prompt_tokens: int = 0,
+    row_tokens: int = 0,
+    answer_tokens: float = 0.0,
+    environment: Environment | None = None,
+    in_a_run: bool = False,
+) -> Plan:
+    """Return the plan of a run, whose rows or prompts are read first; lengths that are told are not read. What `gpu`
+    and the numbers mean: `plan_run` in runs/plan.py."""
+    spec = as_spec(spec)
+    told = prompt_tokens or row_tokens
+    return plans.plan_run(
+        spec,
+        gpu=gpu,
+        prices=Path(prices) if prices else None,
+        memory_gib=memory_gib,
+        prompt_tokens=prompt_tokens,
+        row_tokens=row_tokens,
+        answer_tokens=answer_tokens,
+        lengths=None if told else read_lengths(spec, environment, in_a_run=in_a_run),
+    )
 
 
 def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -> Plan | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
+from tandem.obs.history import read_history
 from tandem.obs.sync_status import TOLD
 from tandem.obs.wording import answers
 from tandem.protocols import Algorithm, Environment, Trainer
@@ -23,17 +26,30 @@ from tandem.runs.verdict import judge
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.data import Demonstrations
 from tandem.spec.engine import HfEngineSpec
+from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
 from tandem.types import Batch, Group, Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
+_SHOWN_PART = 5  # the first and the last fifth of the steps are told of, where nothing was held out
+
+
+def training_reward(run_dir: Path) -> dict[str, Any]:
+    """The mean training reward of the first steps and of the last: all that is known of a run without an environment
+    of its own."""
+    rewards = [row["reward/mean"] for row in read_history(run_dir).rows if "reward/mean" in row]
+    count = max(1, len(rewards) // _SHOWN_PART)
+    if not rewards:
+        return {}
+    first, last = statistics.fmean(rewards[:count]), statistics.fmean(rewards[-count:])
+    return {"training_reward_first": first, "training_reward_last": last, "training_reward_steps": count}
 
 
 class RlRun:
     """What the stages of one RL run share."""
 
-    def __init__(self, spec: RlSpec, run: Run, environment: Environment, keeper: Keeper) -> None:
+    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, keeper: Keeper) -> None:
         self.spec, self.run, self.environment, self.keeper = spec, run, environment, keeper
         self.model = build.model(
             spec.model, spec.precision, spec.seed, build.settle_torch(spec), getattr(spec.engine, "max_context", 0)
@@ -44,24 +60,30 @@ class RlRun:
             self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
         )
         self._noted = set[str]()
-        self.setting = Setting(
+        self.setting = None if environment is None else self._setting(environment, build.its_spec(spec))
+        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
+        if environment is not None:
+            say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
+
+    def _setting(self, environment: Environment, its: EnvironmentSpec) -> Setting:
+        spec = self.spec
+        return Setting(
             environment,
             self.joined.engine,
             self.model.renderer,
             Sampling(max_tokens=spec.train.max_tokens, temperature=spec.train.temperature, top_p=spec.train.top_p),
             self.model.context,
             spec.engine.deadline_s,
-            spec.environment.episode_timeout_s,
+            its.episode_timeout_s,
             spec.train.thinking_length_penalty,
-            build.judge(spec.environment.judge, self.joined.engine, self.model.renderer, self.model.context),
-            retries=1 if spec.environment.workers else 0,
+            build.judge(its.judge, self.joined.engine, self.model.renderer, self.model.context),
+            retries=1 if its.workers else 0,
         )
-        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
-        say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
     async def train(self) -> None:
-        alarm_missing = "" if self.spec.environment.workers else why_not()  # a worker is killed, whatever it does
-        self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
+        if self.spec.environment is not None:
+            alarm_missing = "" if self.spec.environment.workers else why_not()  # a worker is killed, whatever it does
+            self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
         for note in build.options(self.spec, self.model):
             self.run.note_option(*note)
         warmup = self.spec.warmup
@@ -74,6 +96,10 @@ class RlRun:
             self._reference(version)
         trainer = build.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
         self.keeper.load(trainer, "rl")
+        if self.setting is None:
+            await self._rl_stage(trainer, algorithm)
+            self.run.conclude("undecided", training_reward(self.run.directory))
+            return
         before = await self._evaluate(trainer, "before_rl", "before RL")
         await self._rl_stage(trainer, algorithm)
         after = await self._evaluate(trainer, "after", "after RL")
@@ -118,7 +144,8 @@ class RlRun:
     async def _warm_up(self, stage: WarmupStage) -> int:
         trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0, self.spec.seed)
         self.keeper.load(trainer, "warmup")
-        await self._evaluate(trainer, "before", "before training")
+        if self.setting is not None:
+            await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
         await self.publisher.rest(trainer)  # till the next version is published: nobody samples
@@ -133,7 +160,8 @@ class RlRun:
             train, held_out = checked_rows(self.model, stage.data, self.run, "warmup.data")
             return train + held_out  # a warm-up is judged by its environment
         count = stage.steps * stage.batch_size
-        shown = build.demonstrations(self.environment, self.spec.environment.name, count, self.spec.seed)
+        assert self.environment is not None, "a spec without one is refused"
+        shown = build.demonstrations(self.environment, build.its_spec(self.spec).name, count, self.spec.seed)
         return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
@@ -178,6 +206,8 @@ class RlRun:
             trainer.finish()
         except NothingLearned as error:
             raise NothingLearned(f"{error}\nof the last batch, with what the scorer gave:\n{answers(latest)}") from None
+        finally:
+            await build.leave(store)
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """What is judged is what the engine serves."""
@@ -197,7 +227,8 @@ class RlRun:
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
-        share = self.spec.environment.max_failed_share
+        assert self.setting is not None, "a spec without an environment is refused"
+        share = build.its_spec(self.spec).max_failed_share
         measure = self.run.status["eval"].get("metric")  # of the evaluation before, in another process perhaps
         found = await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share, measure=measure)
         tasks = [task.id for task in self.eval_tasks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.routing import Route
@@ -12,6 +13,7 @@ from tandem.errors import SpecError
 from tandem.obs.rollouts_status import READY_FILE
 from tandem.rollout.atropos import Atropos
 from tandem.rollout.queue import RolloutQueue
+from tandem.rollout.stamps import GatewayStamps
 from tandem.serve.app import Service, create_app
 from tandem.serve.fast_http import FastHttp
 from tandem.serve.rollouts import BODY_BYTES, rollouts_service
@@ -26,9 +28,20 @@ _NO_AUTH = (
 )
 
 
-def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: bool = False) -> None:
-    """Until SIGTERM or Ctrl-C. `atropos`: also the endpoints of Atropos; their clients send no token, and
-    `insecure_no_auth` lets them in without one, on loopback only."""
+def serve_rollouts(
+    listen: Listen,
+    *,
+    atropos: bool = False,
+    insecure_no_auth: bool = False,
+    gateway: str = "",
+    gateway_token_file: Path | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. `atropos`: also the endpoints of Atropos; their clients send no token, and
+    `insecure_no_auth` lets them in without one, on loopback only. `gateway`: the URL of the gateway that Atropos's
+    environments sample from; it says which version of the weights made each token that they post."""
+    if gateway and (gateway_token_file is None or not atropos):
+        lacks = "--atropos: it is for posts of Atropos's environments" if not atropos else "--gateway-token-file"
+        raise SpecError(f"--gateway = '{gateway}': goes with {lacks}")
     if insecure_no_auth and not (atropos and listen.is_loopback):
         raise SpecError(
             f"--insecure-no-auth is for the clients of --atropos on this machine; with --host = '{listen.host}' and "
@@ -41,7 +54,8 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
     listen = dataclasses.replace(listen, ready_file=listen.ready_file or told_here)
     service = rollouts_service(queue, greets=not atropos)
     if atropos:
-        service = with_atropos(service, queue, listen, open_to_all=insecure_no_auth)
+        stamps = GatewayStamps(gateway, gateway_token_file) if gateway and gateway_token_file else None
+        service = with_atropos(service, Atropos(queue, listen.data_dir, stamps), open_to_all=insecure_no_auth)
     app = create_app(service, token=token, hosts=listen.hosts, body_bytes=BODY_BYTES)
     if insecure_no_auth:
         _log.warning(_NO_AUTH)
@@ -49,9 +63,9 @@ def serve_rollouts(listen: Listen, *, atropos: bool = False, insecure_no_auth: b
     serve_forever(app, listen, http=FastHttp)
 
 
-def with_atropos(service: Service, queue: RolloutQueue, listen: Listen, *, open_to_all: bool) -> Service:
+def with_atropos(service: Service, atropos: Atropos, *, open_to_all: bool) -> Service:
     """Return the service with the endpoints of Atropos. `open_to_all`: their callers need no token."""
-    hot, beside = atropos_routes(Atropos(queue, listen.data_dir), may_reset=open_to_all)
+    hot, beside = atropos_routes(atropos, may_reset=open_to_all)
     router = APIRouter()
     router.include_router(beside)  # what is at / greets their clients, and shows people our page
     router.include_router(service.router)

@@ -5,9 +5,12 @@ produces: batches of exactly `batch_size` sequences
 
 Its clients say nothing of leases, versions or keys; these are derived. A batch is a lease that the next fetch
 acknowledges, if the one before was handed over to its last byte: otherwise it is the same batch again. The version is
-the number of batches acknowledged. A post is stamped with the version that its environment was last told, and equal
-bytes within two minutes are one post: its clients send again what was not answered in time. Its environments count
-from 0, and on over resets: a post that comes late is not taken for one of an environment that came since.
+the number of batches acknowledged. Equal bytes within two minutes are one post: its clients send again what was not
+answered in time. Its environments count from 0, and on over resets: a post that comes late is not taken for one of an
+environment that came since.
+
+For a trainer of ours a post is translated at once, and the gateway that its environment sampled from says which
+version made each token.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import re
 import time
@@ -26,13 +30,17 @@ from typing import Any
 
 import msgspec
 
-from tandem.errors import GroupRefused, NotKnown, StoreError
+from tandem.errors import GroupRefused, NotKnown, StoreError, StoreTimeout
 from tandem.io import atomic
+from tandem.rollout import atropos_fit as fit
 from tandem.rollout import atropos_wire as wire
 from tandem.rollout.atropos_wire import Scored
 from tandem.rollout.queue import RolloutQueue
 from tandem.rollout.queue_types import EnvironmentSpec, Lease, Once, TrainerSpec
-from tandem.rollout.wire import WireGroup
+from tandem.rollout.stamps import GatewayStamps
+from tandem.rollout.wire import WireGroup, encode
+
+_log = logging.getLogger(__name__)
 
 SAME_POST_S = 120.0
 LAPSE_S = 60.0
@@ -93,17 +101,18 @@ class NotRegistered(StoreError):
 class Atropos:
     """One per queue. Every call runs on one event loop."""
 
-    def __init__(self, queue: RolloutQueue, directory: Path) -> None:
+    def __init__(self, queue: RolloutQueue, directory: Path, gateway: GatewayStamps | None = None) -> None:
         self.queue, self._path = queue, directory / "atropos.json"
         self.notes = msgspec.json.decode(self._path.read_bytes(), type=Notes) if self._path.exists() else Notes()
         self.counts = queue.watch.totals
-        """Of ours in it: `duplicate_posts`, `batches_again`."""
-        self._told: dict[int, int] = {}
-        """By environment: the version that it was last told."""
+        """Of ours in it: `duplicate_posts`, `batches_again`, `tokens_stamped`, `tokens_unknown` (of those that a
+        trainer of ours trains on), `unstamped_posts` (the gateway did not answer), `ignored_` and a field's name."""
+        self._gateway = gateway
         self._odd: Counter[int] = Counter()
         """By environment: sequences in groups of another size than it registered."""
-        self._latest: memoryview | None = None
+        self._latest: bytes | None = None
         self._counted: tuple[float, list[dict[str, Any]]] = (-1.0, [])
+        self._told_why_no_batch = ""
         self._turn, self._writing = asyncio.Lock(), asyncio.Lock()
         self._handing_over = 0
 
@@ -164,7 +173,6 @@ class Atropos:
             extra={"group_size": group_size, "max_token_length": max_token_length},
         )
         seat = await self.queue.register_environment(spec)
-        self._told[seat.id - _FIRST] = self.step
         self.forget_counts()
         return seat.id - _FIRST, name + seat.name.removeprefix(plain)
 
@@ -173,7 +181,6 @@ class Atropos:
         async with self._turn:
             await self.queue.reset()
             self.notes = Notes(run=self.notes.run + 1)
-            self._told.clear()
             self.forget_counts()
             self._odd.clear()
             self._latest = None
@@ -218,7 +225,6 @@ class Atropos:
             raise
 
     async def _put(self, scored: Sequence[Scored], once: Once, *, many: bool) -> dict[str, Any]:
-        num_ids = self.queue.trainer.num_ids if self.queue.trainer else 0
         nameless = await self._nameless() if any(each.env_id is None for each in scored) else -1
         groups, odd = list[WireGroup](), list[tuple[int, int]]()
         for index, each in enumerate(scored):
@@ -228,22 +234,45 @@ class Atropos:
             self._check_fits(each, place)
             if each.size != spec.extra.get("group_size", each.size):
                 odd.append((env_id, each.size))
-            groups.append(each.stamped(self._told.get(env_id, self.step), self.id_of(env_id), num_ids=num_ids))
+            if self._is_ours:
+                groups.append(each.stored(self.step, self.id_of(env_id)))
+            else:
+                groups.append(await self._translated(each, self.id_of(env_id), place))
         if groups:
             await self.queue.put(groups, once=once)
-            self._latest = wire.as_posted(groups[-1].frame)
+            self._latest = scored[-1].as_posted()
         for env_id, size in odd:
             self._odd[env_id] += size
         return self._reply(scored, odd, many=many)
 
+    async def _translated(self, scored: Scored, environment: int, place: str) -> WireGroup:
+        """As a trainer of ours takes it."""
+        trainer = self.queue.trainer
+        fit.check(scored.data, place)
+        self.counts.update(f"ignored_{name}" for name in fit.unused(scored.data))
+        group, has_logprobs = wire.to_group(scored.data), scored.has_logprobs
+        samplings = fit.samplings_said(scored.data)
+        if self._gateway is not None:
+            stamped = await self._gateway.stamp(group, has_logprobs=has_logprobs)
+            group, has_logprobs, samplings = stamped.group, stamped.has_logprobs, samplings | stamped.samplings
+            self.counts["unstamped_posts"] += not stamped.answered
+            if not (has_logprobs or stamped.answered):
+                raise StoreTimeout("the gateway, which has the logprobs that this post lacks, does not answer")
+        if not has_logprobs:
+            raise GroupRefused(f"{place}inference_logprobs", fit.NO_LOGPROBS)
+        fit.check_samplings(samplings, trainer.extra if trainer else {}, place)
+        made = encode(group, environment=environment)
+        self.counts["tokens_unknown"] += made.unknown
+        self.counts["tokens_stamped"] += sum(each.num_trained for each in group) - made.unknown
+        return made
+
     def _check_fits(self, scored: Scored, place: str) -> None:
         if (trainer := self.trainer) is None:
             return
-        if not (self._is_ours or scored.has_logprobs):
-            raise GroupRefused(f"{place}inference_logprobs", "is missing, and the trainer of this run needs it")
-        if 0 < trainer.max_token_len < scored.longest:
-            index, most = scored.lengths.index(scored.longest), trainer.max_token_len
-            raise GroupRefused(f"{place}tokens.{index}", f"has {scored.longest} tokens; max_token_len is {most}")
+        longest = max(lengths := scored.lengths)
+        if 0 < trainer.max_token_len < longest:
+            index, most = lengths.index(longest), trainer.max_token_len
+            raise GroupRefused(f"{place}tokens.{index}", f"has {longest} tokens; max_token_len is {most}")
         if scored.size > trainer.batch_size:
             raise GroupRefused(
                 f"{place}tokens", f"{scored.size} sequences never fit a batch of {trainer.batch_size} (batch_size)"
@@ -290,6 +319,14 @@ class Atropos:
         """The key makes it the same lease when this process died before it noted which."""
         once = Once(f"atropos-batch-{self.notes.run}-{self.notes.epoch}-{self.step}", b"")
         return await self.queue.take(self.notes.epoch, sequences=sequences, once=once)
+
+    def why_no_batch(self) -> str:
+        """For a trainer that waits: whether it waits in vain."""
+        why = self.queue.why_no_batch
+        if why and why != self._told_why_no_batch:
+            _log.warning("%s", why)
+        self._told_why_no_batch = why
+        return why
 
     async def _again(self) -> Batch:
         self.counts["batches_again"] += 1
@@ -344,10 +381,8 @@ class Atropos:
         return {"current_step": self.step, "queue_size": self.queue.queued if self.trainer else 0}
 
     def environment_status(self, env_id: int) -> dict[str, Any]:
-        """It goes by the step in this reply from now on: what it plays is stamped with it."""
         spec = self._environment(env_id)
         self.queue.seen(self.id_of(env_id))
-        self._told[env_id] = self.step
         rows = self._rows()
         mine = next(row for row in rows if row["id"] == self.id_of(env_id))
         live = [row for row in rows if row["connected"] and not row["silent"]]
@@ -389,7 +424,7 @@ class Atropos:
         """The next question is answered by counting."""
         self._counted = (-1.0, [])
 
-    def latest(self) -> memoryview | None:
+    def latest(self) -> bytes | None:
         """The group that was posted last, as long as this process remembers."""
         return self._latest
 

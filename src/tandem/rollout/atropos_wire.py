@@ -1,8 +1,9 @@
 """The Atropos form of a group (`ScoredData`): checked once, kept as it came, given back without being encoded again.
 
-What is stored is `b"TAT1"`, the version (int64, little endian) and a JSON object that has all 14 keys, null where the
-post had none. A trainer that speaks Atropos gets the objects one after another; to one that speaks our own protocol
-`to_group` translates them. Their posts carry no version: the one stored is inferred, and marked so.
+For a trainer that speaks Atropos a group is stored as `b"TAT1"`, the version that the trainer had (int64, little
+endian) and a JSON object that has all 14 keys, null where the post had none: it gets the objects one after another. For
+a trainer that speaks our own protocol `to_group` translates a post, and it is stored in our own form. A post carries no
+versions: where nothing proves which one sampled a token, it is UNKNOWN_VERSION.
 
 Numbers are read once, by msgspec, which also holds ids to their range and refuses what is no number. NaN and infinity
 are not JSON; numbers beyond float64, lone surrogates, bytes that are not UTF-8 and nesting without end are refused too.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, cast
 
@@ -22,7 +23,7 @@ from msgspec import UNSET, Raw, UnsetType
 from tandem.errors import GroupRefused
 from tandem.rollout.wire import GroupHead, TrajectoryHead, WireGroup, decode, encode
 from tandem.rollout.wire_check import check_whole
-from tandem.types import MAX_NUMBER, NO_VERSION, Group, Trajectory
+from tandem.types import MAX_NUMBER, NO_VERSION, UNKNOWN_VERSION, Group, Trajectory
 
 MAGIC = b"TAT1"
 MASKED = -100
@@ -77,35 +78,37 @@ class Scored:
     """The JSON object but for its closing brace,"""
     rest: bytes
     """and that, after the keys that it lacks: 14 in all."""
-    env_id: int | None
-    scores: list[float]
-    lengths: list[int]
-    trained: list[int]
-    """Tokens that the loss counts, by sequence."""
-    tokens: list[list[int]]
-    has_logprobs: bool
+    data: ScoredData
+
+    @property
+    def env_id(self) -> int | None:
+        return None if self.data.env_id is UNSET else self.data.env_id
 
     @property
     def size(self) -> int:
-        return len(self.scores)
+        return len(self.data.scores)
 
     @property
-    def longest(self) -> int:
-        return max(self.lengths)
+    def lengths(self) -> list[int]:
+        return [len(ids) for ids in self.data.tokens]
 
-    def stamped(self, version: int, environment: int, *, num_ids: int = 0) -> WireGroup:
-        """As the queue takes it: every trained token was made by `version`, as far as anybody knows. `num_ids`: the
-        trainer's; its largest id is looked for only if there is one."""
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.data.inference_logprobs)
+
+    def as_posted(self) -> bytes:
+        return b"".join((self.posted, self.rest))
+
+    def stored(self, version: int, environment: int) -> WireGroup:
+        """As the queue keeps it for a trainer that speaks Atropos; `version` is the trainer's."""
+        lengths = self.lengths
         heads = [
             TrajectoryHead(length, reward=score, spans=[(version, length)])
-            for length, score in zip(self.lengths, self.scores, strict=True)
+            for length, score in zip(lengths, self.data.scores, strict=True)
         ]
-        max_id = max(map(max, self.tokens)) if num_ids else 0
-        head = GroupHead(heads, environment=environment, inferred=True)
         frame = b"".join((_PREFIX.pack(MAGIC, version), self.posted, self.rest))
-        return WireGroup(
-            frame, head, self.size, sum(self.lengths), self.longest, max_id, oldest=version, newest=version
-        )
+        head = GroupHead(heads, environment=environment)
+        return WireGroup(frame, head, self.size, sum(lengths), max(lengths), 0, oldest=version, newest=version)
 
 
 def read_one(body: bytes) -> Scored:
@@ -153,20 +156,10 @@ def _read(body: bytes, place: str) -> Scored:
     if any(getattr(data, name) == [] for name in _BY_SEQUENCE):
         # Their own collector sends [] for "nobody had any", and their own trainer then indexes into it.
         return _read(_rewritten(body, place, empty=True), place)
-    trained = _check(data, place)
+    _check(data, place)
     absent = "".join(f',"{name}":null' for name in KEYS if getattr(data, name) is UNSET)
     posted = memoryview(body)[: body.rindex(b"}")]
-    env_id = None if data.env_id is UNSET else data.env_id
-    return Scored(
-        posted,
-        absent.encode() + b"}",
-        env_id,
-        data.scores,
-        [len(row) for row in data.tokens],
-        trained,
-        data.tokens,
-        bool(data.inference_logprobs),
-    )
+    return Scored(posted, absent.encode() + b"}", data)
 
 
 def _rewritten(body: bytes, place: str, *, empty: bool = False) -> bytes:
@@ -186,8 +179,7 @@ def _rewritten(body: bytes, place: str, *, empty: bool = False) -> bytes:
 # --- what numbers must fit together
 
 
-def _check(data: ScoredData, place: str) -> list[int]:
-    """How many tokens are trained, by sequence."""
+def _check(data: ScoredData, place: str) -> None:
     size = len(data.tokens)
     if not 1 <= size <= MAX_GROUP:
         raise GroupRefused(f"{place}tokens", f"a group of {size} sequences; 1 to {MAX_GROUP} are one")
@@ -210,7 +202,6 @@ def _check(data: ScoredData, place: str) -> list[int]:
     _check_distilled(data, place)
     if data.images is not UNSET:
         _check_numbers(data.images, f"{place}images")
-    return [len(ids) - count for ids, count in zip(data.tokens, masked, strict=True)]
 
 
 def _same_length(field: str, row: Sequence[Any], ids: list[int]) -> None:
@@ -225,6 +216,12 @@ def _check_labels(field: str, labels: list[int], ids: list[int]) -> int:
     _same_length(field, labels, ids)
     count = labels.count(MASKED)
     if labels[count:] != ids[count:]:
+        if set(labels) <= {0, 1}:
+            raise GroupRefused(
+                field,
+                f"is of 0 and 1; where the loss counts it must hold the token's id, elsewhere {MASKED}. In the "
+                f"environment: masks = [id if one else {MASKED} for id, one in zip(tokens, masks)]",
+            )
         for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
             if label not in (MASKED, token):
                 raise GroupRefused(f"{field}.{index}", f"is {label}; it must be {MASKED} or the token's id {token}")
@@ -360,38 +357,40 @@ def as_posted(frame: bytes | memoryview) -> memoryview:
     return memoryview(frame)[_PREFIX.size :]
 
 
-def to_group(frame: bytes | memoryview) -> Group:
-    """The same in our own terms. GroupRefused if it has no logprobs: nobody could correct for how it was sampled."""
-    _, version = _PREFIX.unpack_from(frame)
-    data = _one.decode(as_posted(frame))
-    if data.inference_logprobs is None or data.inference_logprobs is UNSET:
-        raise GroupRefused("inference_logprobs", "is missing; a trainer of ours needs what the engine reported")
-    per_sequence: Callable[[Any, Any], Any] = lambda given, nothing: given or [nothing] * len(data.tokens)  # noqa: E731
-    return [
-        _trajectory(version, *row)
-        for row in zip(
-            data.tokens, data.masks, data.inference_logprobs, data.scores,
-            per_sequence(data.messages, []), per_sequence(data.overrides, {}), strict=True,
-        )
-    ]  # fmt: skip
+def to_group(data: ScoredData) -> Group:
+    """The same in our own terms. No version is known, and logprobs that the post lacks are 0."""
+    nothing = [None] * len(data.tokens)
+    columns = tuple(
+        each or nothing for each in (data.inference_logprobs, data.messages, data.overrides, data.advantages)
+    )
+    return [_trajectory(*row) for row in zip(data.tokens, data.masks, data.scores, *columns, strict=True)]
 
 
 def _trajectory(
-    version: int, ids: list[int], labels: list[int], logprobs: list[float], score: float, messages: Any, overrides: Text
+    ids: list[int],
+    labels: list[int],
+    score: float,
+    logprobs: list[float] | None,
+    messages: list[Text] | None,
+    overrides: Text | None,
+    advantages: list[float] | None,
 ) -> Trajectory:
-    counts = not overrides.get("set_advantage_to_zero", False)
+    counts = not (overrides or {}).get("set_advantage_to_zero", False)
     trained = [counts and label != MASKED for label in labels]
+    known = logprobs or [0.0] * len(ids)
     return Trajectory(
         ids, trained,
-        [min(value, 0.0) if one else 0.0 for value, one in zip(logprobs, trained, strict=True)],
-        [version if one else NO_VERSION for one in trained],
-        reward=score, messages=messages, metrics={"rollout/version_inferred": 1.0},
+        [min(value, 0.0) if one else 0.0 for value, one in zip(known, trained, strict=True)],
+        [UNKNOWN_VERSION if one else NO_VERSION for one in trained],
+        reward=score, messages=list(messages or ()), advantages=list(advantages or ()),
     )  # fmt: skip
 
 
 def native(frame: bytes, environment: int) -> bytes:
     """Whatever is stored as a frame of our own wire form."""
-    return bytes(encode(to_group(frame), environment=environment, inferred=True).frame) if is_scored(frame) else frame
+    if not is_scored(frame):
+        return frame
+    return bytes(encode(to_group(_one.decode(as_posted(frame))), environment=environment).frame)
 
 
 def posted(frame: bytes | memoryview, env_id: int | None) -> bytes | memoryview:

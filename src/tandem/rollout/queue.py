@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 from tandem.errors import NotKnown
+from tandem.rollout import queue_checks as checks
 from tandem.rollout import queue_rows as rows
 from tandem.rollout.queue_handout import HandOut
 from tandem.rollout.queue_intake import Intake
@@ -51,6 +52,11 @@ class RolloutQueue(Intake, HandOut):
     def environment_status(self, environment: int) -> dict[str, Any]:
         """`queued`, `playing`, `counts`, `weight`, `share` that is due to it, `admitted`, `silent_s`."""
         return self.watch.environments([self._environment(environment)], self._state)[0]
+
+    @property
+    def why_no_batch(self) -> str:
+        """Why groups of the sizes that come never make a batch; empty if they can."""
+        return checks.why_no_batch(self._state)
 
     def status(self) -> dict[str, Any]:
         """Everything that `tandem rollouts top` shows."""

@@ -104,6 +104,31 @@ def check_take(trainer: TrainerSpec, count: int, sequences: int) -> None:
         raise GroupRefused("groups" if count else "sequences", f"{2**16} is the most at a time")
 
 
+def why_no_batch(state: QueueState) -> str:
+    """Why no batch can ever be made of the groups that come, where it is counted in sequences; empty if one can."""
+    wanted = state.trainer.sequences_per_step if state.trainer else 0
+    said = {each.usual_size for each in state.environments.values() if each.live}
+    sizes = sorted((said | {entry.size for entry in state.entries.values()}) - {0})
+    if not wanted or not sizes:
+        return ""
+    sums = 1  # bit n: groups of these sizes add up to n
+    for size in sizes:
+        step = size
+        while step <= wanted + sizes[-1]:
+            sums |= sums << step
+            step *= 2
+    if sums >> wanted & 1:
+        return ""
+    below = next(n for n in range(wanted, -1, -1) if sums >> n & 1)
+    above = next(n for n in range(wanted, wanted + sizes[-1] + 1) if sums >> n & 1)
+    sizes_that_do = f"{below} or {above}" if below else f"{above}"
+    return (
+        f"no batch of exactly {wanted} sequences (batch_size) can be made: groups of {', '.join(map(str, sizes))} "
+        f"sequences never add up to it; register the trainer with batch_size = {sizes_that_do}, or "
+        "start environments with another group_size"
+    )
+
+
 def check_ticket(state: QueueState, environment: int, ticket: int, field: str = "ticket") -> Entry:
     """The ticket's entry, if its group may still come."""
     entry = state.playing.get(ticket)

@@ -17,7 +17,13 @@ from tandem.rollout.queue_core import Core
 from tandem.rollout.queue_state import Asking, Entry
 from tandem.rollout.queue_types import Once, Stored
 from tandem.rollout.wire import WireGroup
-from tandem.types import Ticket
+from tandem.types import NO_VERSION, Ticket
+
+
+def _dated(group: WireGroup, version: int) -> WireGroup:
+    """Tokens of unknown versions count as the trainer's when they came: they are that old at least."""
+    oldest = version if group.oldest == NO_VERSION else min(group.oldest, version)
+    return dataclasses.replace(group, oldest=oldest, newest=max(group.newest, version))
 
 
 class Intake(Core):
@@ -94,6 +100,7 @@ class Intake(Core):
                 if named is not None and self._environment_lives(named):
                     self.seen(named)  # whatever becomes of what it sends
             makers = checks.check_groups(groups, environment, trainer, state)
+            groups = [_dated(group, state.version) if group.unknown else group for group in groups]
             free = sum(group.head.ticket is None for group in groups)
             waiting = state.queued + state.coming
             if free and waiting + free > self.limits.max_queued:

@@ -85,6 +85,28 @@ class Seats(Core):
         state.leave_lines(lambda entry: entry.newest > version)
         self._leave_out(late, "undone")
 
+    async def leave(self, epoch: int, *, once: Once | None = None) -> None:
+        """The trainer goes: what it holds under lease returns at once, and another run may sit down. What is queued for
+        its run stays, for when it comes again."""
+        await self._calls.whole(self._leave(epoch, once))
+
+    async def _leave(self, epoch: int, once: Once | None) -> None:
+        async with self._calls.turn(once) as earlier:
+            if earlier is not None:
+                return
+            self._check_epoch(epoch)
+            state, leases = self._state, list(self._state.leases)
+            state.epoch += 1  # its calls that come late take nothing
+
+            def change(db: sqlite3.Connection) -> None:
+                rows.take_back(db, leases)
+                rows.say(db, epoch=state.epoch, holding_acked=0)
+
+            await self._calls.write(change, once, [])
+            self._return(leases)
+            state.holding.clear()
+            self._go_on()
+
     async def announce_version(self, epoch: int, version: int, *, once: Once | None = None) -> None:
         """The trainer holds `version` now; what became too old with it is dropped when its turn comes."""
         await self._calls.whole(self._announce(epoch, version, once))

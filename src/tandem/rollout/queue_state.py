@@ -74,6 +74,12 @@ class EnvironmentState:
     def live(self) -> bool:
         return self.connected and not self.silent
 
+    @property
+    def usual_size(self) -> int:
+        """Siblings of its groups, as far as it said so; 0 if it did not."""
+        said = self.spec.group_size or self.spec.extra.get("group_size")  # Atropos's may send other sizes, too
+        return said if isinstance(said, int) else 0
+
     def waits(self) -> bool:
         while self.asking and (self.asking[0].answer.done() or not self.live):
             gone = self.asking.popleft()

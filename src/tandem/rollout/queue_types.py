@@ -117,7 +117,7 @@ class Taken:
     size: int
     tokens: int
     lag: int
-    """Versions between its oldest trained token and the trainer."""
+    """Versions between its oldest trained token and the trainer; one of an unknown version counts from when it came."""
     frame: bytes
 
 

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tandem.rollout.queue_checks import why_no_batch
 from tandem.rollout.queue_state import EnvironmentState, QueueState
 from tandem.rollout.queue_types import QueueLimits, Taken
 
@@ -96,6 +97,7 @@ class Watch:
                 "leases": len(state.leases),
                 "leased": sum(len(lease.entries) for lease in state.leases.values()),
                 "lag": {str(lag): number for lag, number in sorted(lags.items())},
+                "why_no_batch": why_no_batch(state),
             },
             "taken_lag": {str(lag): number for lag, number in sorted(self.lags.items())},
             "totals": dict(self.totals),

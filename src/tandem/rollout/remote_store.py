@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.errors import NotKnown, StoreError, StoreTimeout
+from tandem.errors import NotKnown, StoreError, StoreTimeout, TandemError
 from tandem.io import atomic
 from tandem.rollout import wire, wire_lease
 from tandem.rollout.measures import of_groups
@@ -28,7 +28,7 @@ from tandem.types import Group, Metrics, Ticket
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 20.0
+_POLL_S, _LEAVE_S = 20.0, 5.0
 _RUN_ID_FILE = "rollouts.json"
 
 T = TypeVar("T")
@@ -129,12 +129,21 @@ class RemoteStore:
 
     async def run(self) -> None:
         """Renews. A lease that lapsed all the same was somebody else's to train on: nothing of it may be learned."""
+        while True:
+            epoch = await self._registered()
+            await asyncio.sleep(self._spec.lease_s / 4)
+            for lease in list(self._held):
+                await self._renew(lease, epoch)
+
+    async def close(self) -> None:
+        """Gives the seat back, so that this run or another may sit down at once; a service that does not answer keeps
+        it until the leases lapse."""
         try:
-            while True:
-                epoch = await self._registered()
-                await asyncio.sleep(self._spec.lease_s / 4)
-                for lease in list(self._held):
-                    await self._renew(lease, epoch)
+            if self._epoch is not None:
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._client.post("/v2/trainer/leave", {"epoch": self._epoch})
+        except (TandemError, TimeoutError) as error:
+            _log.info("the seat at %s is not given back: %s", self._client.url, error)
         finally:
             await self._client.close()
 
@@ -154,7 +163,7 @@ class RemoteStore:
                     "run_id": spec.run_id, "groups_per_step": spec.groups_per_step, "max_lag": spec.max_lag,
                     "version": self._version(), "num_ids": spec.num_ids, "max_tokens": spec.max_tokens,
                     "tokenizer": spec.tokenizer, "max_dropped": spec.max_dropped, "lease_s": spec.lease_s,
-                    "fresh": self._fresh,
+                    "fresh": self._fresh, "extra": dict(spec.extra),
                 }  # fmt: skip
                 await self._client.meet()
                 told = await self._client.post("/v2/trainer", body)

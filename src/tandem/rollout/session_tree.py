@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -45,6 +46,10 @@ class Turn:
     text_size: int = 0
     """Of all that was said and told up to here: messages, bytes or ids."""
     children: int = 0
+    sampling: tuple[float, float, int] = (1.0, 1.0, 0)
+    """Temperature, top_p and top_k that its logprobs are of."""
+    found_by: tuple[int, bytes] = (0, b"")
+    """Size and digest of its prompt, where a record holds it."""
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +73,10 @@ class Turn:
             ids += turn.context
             ids += turn.ids[: kept if turn is self else count]
         return ids
+
+    def opening(self) -> list[int]:
+        """What the engine was given when it sampled this turn."""
+        return [*(self.parent.prompt(self.kept) if self.parent else ()), *self.context]
 
     def trajectory(self, reward: float, metrics: Mapping[str, float], task_id: str) -> Trajectory:
         """What the engine was given and what it sampled, root to here."""
@@ -121,6 +130,25 @@ class Session:
             turn.parent.children += 1
         self.turns[turn.id] = turn
         self.num_bytes += turn.num_bytes
+
+
+class Sizes:
+    """Sizes in order, each as often as it was added."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self.in_order: list[int] = []
+
+    def add(self, size: int) -> None:
+        if size not in self._counts:
+            insort(self.in_order, size)
+        self._counts[size] = self._counts.get(size, 0) + 1
+
+    def remove(self, size: int) -> None:
+        self._counts[size] -= 1
+        if not self._counts[size]:
+            del self._counts[size]
+            del self.in_order[bisect_left(self.in_order, size)]
 
 
 # --- conversations as digests
@@ -216,6 +244,7 @@ def turn_row(turn: Turn) -> dict[str, Any]:
         "thought": None if thought is None else [thought.num_tokens, thought.closed],
         "ends": [[digest.hex(), kept] for digest, kept in turn.ends],
         "text_size": turn.text_size,
+        "sampling": list(turn.sampling),
     }
 
 
@@ -229,6 +258,7 @@ def turn_of(row: Mapping[str, Any], session: Session) -> Turn:
         [Span(version, count) for version, count in row["spans"]], row["finish_reason"],
         None if thought is None else Thought(*thought),
         [(bytes.fromhex(digest), kept) for digest, kept in row["ends"]], row["text_size"],
+        sampling=tuple(row.get("sampling", (1.0, 1.0, 0))),
     )  # fmt: skip
 
 

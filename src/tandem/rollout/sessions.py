@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import uuid
 from array import array
-from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from tandem.errors import Conflict, NotKnown, QueueFull
+from tandem.rollout.session_record import SessionRecord
 from tandem.rollout.session_tree import (
     Kind,
     Session,
+    Sizes,
     Tools,
     Turn,
     call_ids,
@@ -31,7 +32,7 @@ from tandem.rollout.session_tree import (
     same_thoughts,
     starts,
 )
-from tandem.types import Completion, Message, Thought, Trajectory
+from tandem.types import Completion, Message, Sampling, Thought, Trajectory
 
 
 class Renders(Protocol):
@@ -101,8 +102,8 @@ class Sample:
     def prompt(self) -> list[int]:
         return self.point.prompt
 
-    def keep(self, completion: Completion, told: Message, stop: Sequence[str]) -> None:
-        self.book.add(self.point, self.id, completion, told, stop)
+    def keep(self, completion: Completion, told: Message, sampling: Sampling) -> None:
+        self.book.add(self.point, self.id, completion, told, sampling)
 
 
 class Sessions:
@@ -115,8 +116,9 @@ class Sessions:
         self._open: OrderedDict[str, Session] = OrderedDict()
         """The one that was asked last stands last."""
         self._ends: dict[bytes, list[tuple[Turn, int]]] = {}
-        self._sizes: dict[tuple[str, Kind], list[int]] = {}
+        self._sizes: dict[tuple[str, Kind], Sizes] = {}
         """Of conversations in text and in ids that go on from some turn."""
+        self.record = SessionRecord()
 
     # --- sessions
 
@@ -170,21 +172,18 @@ class Sessions:
             return
         self.num_bytes -= session.num_bytes
         for turn in session.turns.values():
+            self.record.remove(turn)
             for digest, _ in turn.ends:
                 left = [each for each in self._ends.get(digest, ()) if each[0].session is not session]
                 if left:
                     self._ends[digest] = left
                 else:
                     self._ends.pop(digest, None)
-        kinds: tuple[Kind, ...] = ("text", "ids")
-        for kind in kinds:
-            if session.scope:
+            for size in _sizes_of(turn):
+                self._sizes[session.scope, turn.kind].remove(size)
+        if session.scope:
+            for kind in ("text", "ids"):
                 self._sizes.pop((session.scope, kind), None)
-            elif (session.scope, kind) in self._sizes:
-                turns = [turn for each in self._open.values() if not each.scope for turn in each.turns.values()]
-                self._sizes[session.scope, kind] = sorted(
-                    {size for turn in turns if turn.kind == kind for size in _sizes_of(turn)}
-                )
 
     def expire(self) -> None:
         oldest = self._clock() - self.bounds.idle_s
@@ -227,7 +226,8 @@ class Sessions:
         kind: Kind = "text" if isinstance(prompt, str) else "ids"
         data = prompt.encode() if isinstance(prompt, str) else array("i", prompt).tobytes()
         scope = session.scope if session else ""
-        for size, digest in reversed(starts(scope, kind, data, self._sizes.get((scope, kind), ()))):
+        sizes = self._sizes.get((scope, kind), Sizes()).in_order
+        for size, digest in reversed(starts(scope, kind, data, sizes)):
             for turn, kept in self._known(digest, session):
                 if kind == "ids":
                     assert not isinstance(prompt, str)
@@ -274,15 +274,15 @@ class Sessions:
             session.running -= 1
             self._touch(session)
 
-    def add(self, point: Point, turn_id: str, completion: Completion, told: Message, stop: Sequence[str]) -> None:
+    def add(self, point: Point, turn_id: str, completion: Completion, told: Message, sampling: Sampling) -> None:
         session, kind = point.session, point.kind
         if session.id not in self._open:
             return
-        thought = self._renderer.thought(completion.ids, stop) if kind == "chat" else None
+        thought = self._renderer.thought(completion.ids, sampling.stop) if kind == "chat" else None
         turn = Turn(
             turn_id, session, point.parent, point.kept, kind, point.said, told, array("i", point.context),
             array("i", completion.ids), array("d", completion.logprobs), completion.spans, completion.finish_reason,
-            thought,
+            thought, sampling=(sampling.temperature, sampling.top_p, sampling.top_k),
         )  # fmt: skip
         self._mark_ends(turn, point)
         self.branched += bool(point.parent is not None and point.parent.children)
@@ -379,13 +379,11 @@ class Sessions:
             turn.text_size = max(turn.text_size, size)
 
     def _index(self, session: Session, turn: Turn) -> None:
+        self.record.add(turn)
         for digest, kept in turn.ends:
             self._ends.setdefault(digest, []).append((turn, kept))
-        if turn.kind != "chat":
-            sizes = self._sizes.setdefault((session.scope, turn.kind), [])
-            for size in _sizes_of(turn):
-                if size not in sizes:
-                    insort(sizes, size)
+        for size in _sizes_of(turn):
+            self._sizes.setdefault((session.scope, turn.kind), Sizes()).add(size)
 
     def _touch(self, session: Session) -> None:
         session.used = self._clock()
@@ -410,6 +408,8 @@ class Sessions:
 
 
 def _sizes_of(turn: Turn) -> list[int]:
+    if turn.kind == "chat":
+        return []
     if turn.kind == "text":
         return [turn.text_size]
     return [turn.text_size - 4 * (len(turn.ids) - kept) for _, kept in turn.ends]

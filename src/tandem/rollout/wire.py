@@ -9,7 +9,8 @@ A body of type `application/x-tandem-groups` is one frame after another, and a f
     trained   uint8[N]                                            1 where the loss counts, else 0
 
 The JSON form is `GroupJson`: the same heads, with `ids`, `logprobs` and `trained` in each trajectory. It is stored as
-a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled.
+a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled, -2 one of which
+nobody knows what version sampled it.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def check(group: WireGroup, rules: Rules, field: str = "") -> None:
 
 
 def encode(group: Group, **head: Any) -> WireGroup:
-    """A frame of our own trajectories. `head`: environment, ticket, inferred, extra."""
+    """A frame of our own trajectories. `head`: environment, ticket, extra."""
     heads = [
         TrajectoryHead(
             length=len(each.ids),
@@ -108,6 +109,7 @@ def encode(group: Group, **head: Any) -> WireGroup:
             status=each.status,
             metrics=each.metrics,
             shaping=each.shaping,
+            advantages=each.advantages,
             thinking_tokens=each.thinking_tokens,
             unclosed=each.unclosed,
             task_id=each.task_id,
@@ -140,6 +142,7 @@ def decode(frame: Bytes) -> Group:
             status=head.status,
             metrics=head.metrics,
             shaping=head.shaping,
+            advantages=head.advantages,
             thinking_tokens=head.thinking_tokens,
             unclosed=head.unclosed,
             task_id=head.task_id,
@@ -243,7 +246,7 @@ def _read_frame(view: memoryview, field: str) -> WireGroup:
             f"{MAX_HEAD_BYTES} at most",
         )
     head: GroupHead = decoded(_GROUP_HEAD, view[PREFIX.size : PREFIX.size + head_bytes], field)
-    tokens, longest, oldest, newest = check_head(head, field)
+    tokens, longest, oldest, newest, unknown = check_head(head, field)
     if buffer_bytes != tokens * _TOKEN_BYTES:
         raise GroupRefused(
             path_of(field, "trajectories"),
@@ -251,7 +254,7 @@ def _read_frame(view: memoryview, field: str) -> WireGroup:
         )
     frame = view[:end]
     max_id = check_buffers(head, *_arrays(frame, head_bytes, tokens), field)
-    return WireGroup(frame, head, len(head.trajectories), tokens, longest, max_id, oldest, newest)
+    return WireGroup(frame, head, len(head.trajectories), tokens, longest, max_id, oldest, newest, unknown)
 
 
 def _arrays(frame: Bytes, head_bytes: int, tokens: int) -> tuple[Array, Array, Array]:

@@ -9,14 +9,14 @@ import numpy as np
 
 from tandem.errors import GroupRefused
 from tandem.rollout.wire_form import MAX_SIBLINGS, MAX_TOKENS, Array, GroupHead, TrajectoryHead, path_of
-from tandem.types import MAX_METRICS, MAX_NUMBER, NO_VERSION, NUMBERS
+from tandem.types import MAX_METRICS, MAX_NUMBER, NO_VERSION, NUMBERS, UNKNOWN_VERSION
 
 _MAX_VERSION, _MAX_NAME, _MAX_DEPTH = 2**53, 1024, 16
 _ABOVE_CERTAIN = 0.01  # how far rounding may lift a logprob over 0
 
 
-def check_head(head: GroupHead, field: str) -> tuple[int, int, int, int]:
-    """Tokens, the longest trajectory's, the oldest version and the newest."""
+def check_head(head: GroupHead, field: str) -> tuple[int, int, int, int, int]:
+    """Tokens, the longest trajectory's, the oldest version, the newest, and how many tokens have an unknown one."""
     if not 1 <= len(head.trajectories) <= MAX_SIBLINGS:
         raise GroupRefused(path_of(field, "trajectories"), f"{len(head.trajectories)}; 1 to {MAX_SIBLINGS} are taken")
     for name, number in (("environment", head.environment), ("ticket", head.ticket)):
@@ -24,18 +24,19 @@ def check_head(head: GroupHead, field: str) -> tuple[int, int, int, int]:
             raise GroupRefused(path_of(field, name), f"{number} is none")
     if head.extra:
         check_plain(head.extra, path_of(field, "extra"))
-    tokens = longest = 0
+    tokens = longest = unknown = 0
     oldest, newest = _MAX_VERSION, NO_VERSION
     for number, each in enumerate(head.trajectories):
         _check_trajectory(each, field, number)
         tokens += each.length
         longest = max(longest, each.length)
-        for version, _ in each.spans:
+        for version, count in each.spans:
+            unknown += count if version == UNKNOWN_VERSION else 0
             if version >= 0:
                 oldest, newest = min(oldest, version), max(newest, version)
     if tokens > MAX_TOKENS:
         raise GroupRefused(path_of(field, "trajectories"), f"{tokens} tokens; {MAX_TOKENS} is the most of a group")
-    return tokens, longest, oldest if newest >= 0 else NO_VERSION, newest
+    return tokens, longest, oldest if newest >= 0 else NO_VERSION, newest, unknown
 
 
 def _check_trajectory(head: TrajectoryHead, field: str, number: int) -> None:
@@ -48,8 +49,12 @@ def _check_trajectory(head: TrajectoryHead, field: str, number: int) -> None:
         raise refuse("reward", f"{head.reward:g} is no number to learn from; {NUMBERS} are taken")
     if not abs(head.shaping) <= MAX_NUMBER:
         raise refuse("shaping", f"{head.shaping:g} is no number to learn from; {NUMBERS} are taken")
-    if any(count < 1 or not NO_VERSION <= version < _MAX_VERSION for version, count in head.spans):
-        raise refuse("spans", "each is [version, tokens], with a version of -1 or above and at least one token")
+    if head.advantages and len(head.advantages) != head.length:
+        raise refuse("advantages", f"{len(head.advantages)} for {head.length} tokens")
+    if not all(abs(value) <= MAX_NUMBER for value in head.advantages):
+        raise refuse("advantages", f"one is not finite, or too large: {NUMBERS} are taken")
+    if any(count < 1 or not UNKNOWN_VERSION <= version < _MAX_VERSION for version, count in head.spans):
+        raise refuse("spans", "each is [version, tokens], with a version of -2 or above and at least one token")
     if (spanned := sum(count for _, count in head.spans)) != head.length:
         raise refuse("spans", f"they cover {spanned} tokens of {head.length}")
     if not 0 <= head.thinking_tokens <= head.length:
@@ -126,10 +131,11 @@ def _check_stamps(head: GroupHead, trained: Array, field: str) -> None:
             start += each.length
             continue
         for version, count in each.spans:
-            if version < 0 and trained[start : start + count].any():
+            if version == NO_VERSION and trained[start : start + count].any():
                 raise GroupRefused(
                     path_of(field, f"trajectories.{number}.spans"),
-                    "a trained token has no version: stamp it where it is sampled, or say status = 'recorded'",
+                    "a trained token has no version: stamp it where it is sampled, say -2 if it is not known which "
+                    "version sampled it, or say status = 'recorded'",
                 )
             start += count
 

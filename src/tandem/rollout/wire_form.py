@@ -32,6 +32,8 @@ class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_on
     status: TrajectoryStatus = "finished"
     metrics: dict[str, float] = {}
     shaping: float = 0.0
+    advantages: list[float] = []
+    """Of each token, instead of the algorithm's."""
     thinking_tokens: int = 0
     unclosed: bool = False
     task_id: str = ""
@@ -45,8 +47,6 @@ class SaidOfAll(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
     """The id that registration gave."""
     ticket: int | None = None
     """The order of the ticket that it was played on; none: it was played without asking."""
-    inferred: bool = False
-    """Versions were not stamped where tokens were made, but guessed from when they arrived."""
     extra: dict[str, Any] = {}
 
 
@@ -95,6 +95,8 @@ class WireGroup:
     oldest: int
     """The lowest version of any token; NO_VERSION where everything is recorded data."""
     newest: int
+    unknown: int = 0
+    """Tokens that something sampled, nobody knows which version."""
 
 
 _WHERE = re.compile(r"(.*?)(?: - at `\$(.*)`)?$", re.DOTALL)

@@ -100,5 +100,5 @@ def _group_to_json(frame: wire.Bytes) -> msgspec.Raw:
     """One trajectory after another: encoding holds up every other thread, and a batch may be a hundred megabytes."""
     group = wire.to_json(frame)
     siblings = [msgspec.Raw(msgspec.json.encode(each)) for each in group.trajectories]
-    head = {"environment": group.environment, "ticket": group.ticket, "inferred": group.inferred, "extra": group.extra}
+    head = {"environment": group.environment, "ticket": group.ticket, "extra": group.extra}
     return msgspec.Raw(msgspec.json.encode({"trajectories": siblings, **head}))

@@ -40,6 +40,7 @@ class StoredEval:
 
 def played_as(spec: RlSpec) -> dict[str, Any]:
     """What two evaluations on an environment must have in common."""
+    assert spec.environment is not None, "nothing of this run is played"
     return {
         "environment": spec.environment.name,
         "params": spec.environment.model_dump(mode="json")["params"],

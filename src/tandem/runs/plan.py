@@ -25,7 +25,6 @@ from tandem.runs.plan_model import adapter_numbers, read_shape
 from tandem.runs.plan_time import Times, times
 from tandem.runs.plan_work import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.load import AnySpec, as_spec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
@@ -80,10 +79,10 @@ class Plan:
 
 
 def plan_run(
-    spec: AnySpec,
+    spec: RunSpec,
     *,
     gpu: str = "",
-    prices: str | Path | None = None,
+    prices: Path | None = None,
     memory_gib: float = 0.0,
     prompt_tokens: int = 0,
     row_tokens: int = 0,
@@ -92,7 +91,6 @@ def plan_run(
 ) -> Plan:
     """`gpu`: h200, h100 or cpu; left out, what `device` of the spec says, and a h200 where it leaves the choice. NoPlan
     for a model whose layers are not known here."""
-    spec = as_spec(spec)
     kind = gpu or ("cpu" if spec.device == "cpu" else "h200")
     target = machine(kind, memory_gib)
     shape = read_shape(spec.model)
@@ -124,7 +122,7 @@ def plan_run(
         bridge=bridge,
         why_bridge=why,
         times=took,
-        usd=took.steps_s / 3600 * usd_per_hour(kind, Path(prices) if prices else None) * _gpus(spec),
+        usd=took.steps_s / 3600 * usd_per_hour(kind, prices) * _gpus(spec),
         changes=[] if fits else _changes(spec, shape, work, target),
         faster=_faster(spec, shape, work, target) if fits else [],
         assumed=[*work.assumed, f"constants of '{kind}': {target.source}"],

@@ -3,6 +3,7 @@
 POST   /sessions               opens one; its base_url is all that a client has to change
 GET    /sessions               those that are open
 GET    /refused                groups that nobody takes, with the reasons
+POST   /stamps                 which versions sampled the tokens of a group that was posted elsewhere without them
 GET    /sessions/{id}          its turns: ids, logprobs, versions, text
 POST   /sessions/{id}/reward   what it was worth; its branches become trajectories of one group
 DELETE /sessions/{id}          forgets it
@@ -23,7 +24,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field
 
@@ -31,6 +32,8 @@ from tandem.errors import GroupRefused, TandemError
 from tandem.rollout.session_store import Deliver, Leaving, Once, SessionStore
 from tandem.rollout.session_tree import Session, turn_row
 from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
+from tandem.rollout.stamps import stamp_frame
+from tandem.rollout.wire import BINARY, Post
 from tandem.serve.app import Service, aside, body_at_hand
 from tandem.serve.generate import Generate
 from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
@@ -76,6 +79,7 @@ def gateway_service(
     router.add_api_route("/sessions", api.open, methods=["POST"])
     router.add_api_route("/sessions", api.list, methods=["GET"])
     router.add_api_route("/refused", api.refused, methods=["GET"])
+    router.add_api_route("/stamps", api.stamps, methods=["POST"])
     router.add_api_route("/sessions/{session}", api.show, methods=["GET"])
     router.add_api_route("/sessions/{session}", api.drop, methods=["DELETE"])
     router.add_api_route("/sessions/{session}/reward", api.reward, methods=["POST"])
@@ -87,7 +91,8 @@ def gateway_service(
         store.close()
 
     return Service(
-        "tandem gateway serve", router, limits, openai.books.registry, close, lambda: store.broken, api.start
+        "tandem gateway serve", router, limits, openai.books.registry, close, lambda: store.broken, api.start,
+        body_types=frozenset({"application/json", BINARY}),
     )  # fmt: skip
 
 
@@ -207,6 +212,11 @@ class _Api:
                 await self.store.answer(once, reply)
                 self.delivery.wake()
             return JSONResponse(reply)
+
+    @speaks(Post, types=(BINARY,))
+    async def stamps(self, request: Request) -> Response:
+        """Return which versions sampled the tokens of a group that an environment posted to a rollout service."""
+        return Response(stamp_frame(self.sessions.record, body_at_hand(request)), media_type="application/json")
 
     async def refused(self) -> JSONResponse:
         return JSONResponse({"count": self.store.num_refused, "groups": self.store.refused(_MAX_SHOWN)})

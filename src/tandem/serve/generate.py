@@ -38,6 +38,11 @@ class _Knobs(Knobs):
     def _drop_engine_s_own(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if data.get("prompt_logprobs"):
+            raise ValueError(
+                "prompt_logprobs are not computed here; a run that distils has a teacher of its own (algorithm.kind = "
+                "'distill')"
+            )
         return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
 
 

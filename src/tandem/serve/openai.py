@@ -81,7 +81,7 @@ class _Unkept:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     session: str = ""
 
-    def keep(self, completion: Completion, told: Message, stop: Sequence[str]) -> None:
+    def keep(self, completion: Completion, told: Message, sampling: Sampling) -> None:
         pass
 
 

@@ -42,7 +42,7 @@ class Place(Protocol):
     def session(self) -> str: ...  # empty: nobody keeps it
     @property
     def prompt(self) -> list[int]: ...
-    def keep(self, completion: Completion, told: Message, stop: Sequence[str]) -> None: ...
+    def keep(self, completion: Completion, told: Message, sampling: Sampling) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Piece:
 class Choice:
     def __init__(self, index: int, renderer: Speech, job: Job, *, parts_thoughts: bool) -> None:
         self.version, self.num_tokens = -1, 0
-        self._place, self._stop = job.opened.places[index], job.sampling.stop
+        self._place, self._sampling = job.opened.places[index], job.sampling
         self._end_ids, self._offsets_wanted = renderer.end_ids.union(job.sampling.stop_ids), job.logprobs
         self._text = TextStream(renderer.decode, job.sampling.stop)
         self._thoughts = renderer.thoughts() if parts_thoughts else None
@@ -137,7 +137,7 @@ class Choice:
         text, thought, calls = self._told
         self.piece.finish_reason = "tool_calls" if calls and reason == "stop" else reason
         self.piece.spans = completion.spans
-        self._place.keep(completion, message("".join(text), "".join(thought), calls), self._stop)
+        self._place.keep(completion, message("".join(text), "".join(thought), calls), self._sampling)
 
     def take(self) -> Piece:
         piece, self.piece = self.piece, Piece(self.piece.index, opens=False)

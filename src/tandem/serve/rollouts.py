@@ -2,6 +2,7 @@
 
 POST /v2/trainer                        the trainer's seat: an epoch, which goes with all its calls
 POST /v2/trainer/version                what it holds now
+POST /v2/trainer/leave                  it goes: its leases return, and another run may come
 POST /v2/environments                   an environment's seat: its id
 POST /v2/environments/{id}/alive        it plays, and has nothing else to say
 POST /v2/environments/{id}/disconnect   it leaves
@@ -134,7 +135,8 @@ def rollouts_service(queue: RolloutQueue, *, greets: bool = True) -> Service:
     """`greets`: GET / is its page; otherwise another service's."""
     api, router = _Api(queue), APIRouter()
     posts = {
-        "trainer": api.trainer, "trainer/version": api.version, "environments": api.environment,
+        "trainer": api.trainer, "trainer/version": api.version, "trainer/leave": api.leave,
+        "environments": api.environment,
         "environments/{id}/alive": api.alive, "environments/{id}/disconnect": api.disconnect,
         "tickets/{order}/drop": api.drop, "leases": api.take, "leases/{id}/renew": api.renew, "release": api.release,
         "ack": api.ack,
@@ -188,6 +190,12 @@ class _Api:
         body, once = await _asked(request, VersionBody)
         await self.queue.announce_version(body.epoch, body.version, once=once)
         return _json({"version": body.version})
+
+    @speaks(EpochBody, key="required")
+    async def leave(self, request: Request) -> Response:
+        body, once = await _asked(request, EpochBody)
+        await self.queue.leave(body.epoch, once=once)
+        return _json({})
 
     @speaks(EnvironmentBody, key="required")
     async def environment(self, request: Request) -> Response:

@@ -31,7 +31,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.errors import GroupRefused, QueueFull, StoreError
+from tandem.errors import GroupRefused, QueueFull, StoreError, StoreTimeout
 from tandem.rollout.atropos import Atropos, Batch, NotRegistered, Registration
 from tandem.rollout.atropos_wire import KEYS, ScoredData, why_refused
 from tandem.serve.app import HotRoute, body_at_hand
@@ -161,6 +161,8 @@ class _Api:
             return JSONResponse(await self.atropos.post(body_at_hand(request), many=many))
         except GroupRefused as error:
             raise Refused(422, str(error), field=error.field) from error
+        except StoreTimeout as error:
+            raise Refused(503, str(error)) from error
         except QueueFull as error:
             raise _FULL from error  # not 429: they throw a group away at any 4xx, and repeat at any 5xx
 
@@ -169,7 +171,10 @@ class _Api:
             batch = await self.atropos.batch()
         except NotRegistered as error:
             return JSONResponse({"status": "error", "message": str(error), "batch": []})
-        return JSONResponse({"batch": None}) if batch is None else _HandOver(self.atropos, batch)
+        if batch is not None:
+            return _HandOver(self.atropos, batch)
+        why = self.atropos.why_no_batch()
+        return JSONResponse({"batch": None, "message": why} if why else {"batch": None})
 
     async def status(self) -> dict[str, Any]:
         return await self.atropos.status()
@@ -188,7 +193,7 @@ class _Api:
     async def latest_example(self) -> Response:
         latest = self.atropos.latest()
         if latest is not None:
-            return Response(bytes(latest), media_type=_JSON)
+            return Response(latest, media_type=_JSON)
         return JSONResponse({name: [] for name in (*KEYS[:8], "images")})
 
     @speaks(answers=("text/plain",))

@@ -43,6 +43,9 @@ class _Numbers(Collector):
             "sequences": "Trajectories handed out.", "tokens": "Tokens handed out.",
             "duplicate_posts": "Atropos posts that repeated another.",
             "batches_again": "Batches that a trainer left unread.",
+            "tokens_stamped": "Trained tokens of Atropos posts whose version the gateway proved.",
+            "tokens_unknown": "Trained tokens of Atropos posts whose version nothing proves.",
+            "unstamped_posts": "Atropos posts that the gateway did not answer for.",
         }.items():  # fmt: skip
             yield CounterMetricFamily(f"tandem_rollouts_{name}", help, status["totals"].get(name, 0))
         dropped = CounterMetricFamily("tandem_rollouts_dropped", "Groups that nobody trains on.", labels=["reason"])

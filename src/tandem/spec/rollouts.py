@@ -16,8 +16,8 @@ class LocalRollouts(Spec):
 
 
 class ServiceRollouts(Spec):
-    """Environments anywhere play for a rollout service (`tandem rollouts serve`); this run trains on what they post,
-    and plays its own environment to judge itself alone."""
+    """Environments anywhere play for a rollout service (`tandem rollouts serve`); this run trains on what they post. An
+    environment of its own is played to judge itself alone, and may be left out."""
 
     kind: Literal["service"]
     url: str = Field(pattern=r"^https?://.+")
@@ -34,4 +34,18 @@ class ServiceRollouts(Spec):
     """A batch returns to the queue when this process has been silent for so long."""
 
 
-RolloutsSpec = Annotated[LocalRollouts | ServiceRollouts, Field(discriminator="kind")]
+class AtroposRollouts(Spec):
+    """Environments of Atropos play, unmodified. `tandem atropos SPEC` starts them with all that they need, and the
+    trainer beside them."""
+
+    kind: Literal["atropos"]
+    environments: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    """A command line each, as in "python my_env.py serve --env.group_size 8"; it is given URLs, key, server type,
+    tokenizer and model name beyond that."""
+    server_type: Literal["vllm", "sglang", "openai"] = "vllm"
+    """How environments ask for samples: which of atroposlib's servers they take the gateway for."""
+    lease_s: float = Field(default=600.0, ge=1.0)
+    """A batch returns to the queue when the trainer has been silent for so long."""
+
+
+RolloutsSpec = Annotated[LocalRollouts | ServiceRollouts | AtroposRollouts, Field(discriminator="kind")]

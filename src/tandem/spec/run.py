@@ -10,7 +10,7 @@ from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSp
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.base import Spec
 from tandem.spec.checkpoint import CheckpointSpec
-from tandem.spec.data import RecordedData
+from tandem.spec.data import Demonstrations, RecordedData
 from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
@@ -19,7 +19,7 @@ from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
-from tandem.spec.rollouts import LocalRollouts, RolloutsSpec, ServiceRollouts
+from tandem.spec.rollouts import LocalRollouts, RolloutsSpec
 from tandem.spec.sync import InprocSync, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -65,8 +65,8 @@ class RlSpec(_Run):
     """Reinforcement learning on an environment, with an optional supervised stage before it."""
 
     recipe: Literal["rl"] = "rl"
-    environment: EnvironmentSpec
-    """Where tasks and rewards come from."""
+    environment: EnvironmentSpec | None = None
+    """Where tasks and rewards come from. Only runs whose `rollouts` come from other processes may leave it out."""
     warmup: WarmupStage | None = None
     """Supervised steps before RL. Left out: RL begins with the weights as they are."""
     train: RlStage
@@ -105,11 +105,12 @@ class RlSpec(_Run):
                 f"sync.every = {self.sync.every}: groups would wait longer than train.max_lag = {self.train.max_lag} "
                 f"allows; set sync.every <= {self.train.max_lag + 1}, or train.max_lag >= {self.sync.every - 1}"
             )
+        self._check_environment()
         check_sync(self.sync, self.engine, self.model, self.precision, self.stages)
-        if isinstance(self.rollouts, ServiceRollouts) and isinstance(self.engine, HfEngineSpec):
+        if not isinstance(self.rollouts, LocalRollouts) and isinstance(self.engine, HfEngineSpec):
             raise ValueError(
-                "rollouts.kind = 'service': engine.kind = 'hf' lives inside the trainer, where no environment of "
-                "another process can ask it; choose 'server' or 'vllm'"
+                f"rollouts.kind = '{self.rollouts.kind}': engine.kind = 'hf' lives inside the trainer, where no "
+                "environment of another process can ask it; choose 'server' or 'vllm'"
             )
         if self.train.thinking_length_penalty and not self.model.thinking:
             raise ValueError(
@@ -121,6 +122,23 @@ class RlSpec(_Run):
             _check_stage("warmup", self.warmup, self.model)
         _check_algorithm(self.algorithm, self.train)
         return self
+
+    def _check_environment(self) -> None:
+        """Something of the run plays it, or it may be left out."""
+        if self.environment is not None:
+            return
+        if isinstance(self.rollouts, LocalRollouts):
+            raise ValueError("environment: is missing; add it (see `tandem spec schema`)")
+        if self.eval.every:
+            raise ValueError(
+                f"eval.every = {self.eval.every}: no environment to play held-out tasks of is there; add "
+                "[environment], or leave eval.every out"
+            )
+        if self.warmup is not None and isinstance(self.warmup.data, Demonstrations):
+            raise ValueError(
+                "warmup.data.kind = 'demonstrations': there is no environment that shows any; add [environment], or "
+                "warm up on recorded data"
+            )
 
 
 class SftSpec(_Run):

@@ -20,7 +20,7 @@ from tandem.ops.packed_attention import pack
 from tandem.ops.packing import common_prefix, first_fit, micro_batches
 from tandem.ops.sizes import Shares
 from tandem.protocols import Algorithm
-from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
+from tandem.types import NO_VERSION, UNKNOWN_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
 _DTYPES = {"q": torch.int64, "f": torch.float32}
 
@@ -65,14 +65,17 @@ def make_batch(
     term holds it to the reference.
     """
     items: list[_Item] = []
-    totals, credited = Totals(0, 0), 0
+    totals, credited, unknown = Totals(0, 0), 0, 0
     lags: list[int] = []
     for number, (group, credits) in enumerate(zip(groups, algorithm.credit(groups), strict=True)):
-        samples = [Sample(*pair, number) for pair in zip(group, credits, strict=True) if pair[1]]
+        samples = [
+            Sample(each, _said(each) or credit, number) for each, credit in zip(group, credits, strict=True) if credit
+        ]
         totals = Totals(totals.tokens + sum(len(sample.credit) for sample in samples), totals.sequences + len(samples))
         for sample in samples:
             credited += sum(credit != 0 for credit in sample.credit) if algorithm.credit_is_all else len(sample.credit)
             lags += [version - v for v in sample.trajectory.versions if v >= 0]
+            unknown += sample.trajectory.versions.count(UNKNOWN_VERSION)
         moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
         items += _share_prompt(moving, shares, micro_tokens, together=algorithm.together)
     rows = _pack(items)
@@ -81,10 +84,18 @@ def make_batch(
         "tokens/credited": float(credited),
         "tokens/computed": float(sum(row.length for row in rows)),
         "tokens/shared": float(sum(item.shared * (len(item.samples) - 1) for item in items)),
+        **({"tokens/version_unknown": float(unknown)} if unknown else {}),
         **({"lag/max": float(max(lags)), "lag/mean": sum(lags) / len(lags)} if lags else {}),
     }
     micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
     return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
+
+
+def _said(trajectory: Trajectory) -> list[float]:
+    """The advantages that its environment gives its trained tokens itself; empty if it does not."""
+    if not trajectory.advantages:
+        return []
+    return [value for value, trained in zip(trajectory.advantages, trajectory.trained, strict=True) if trained]
 
 
 def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatch:
