@@ -23,7 +23,7 @@ def make_directory(path: Path, *, mode: int = 0o777) -> Path:
         each.mkdir(mode=mode if each == path else 0o777, exist_ok=True)
         sync(each.parent)
     if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "is no directory", str(path))
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     return path
 
 

@@ -52,6 +52,8 @@ def run(
     """Do what the spec asks, in a directory of its own; the run that is returned says how it went. `rehearse`: tries
     the largest micro-batches and a sync before, against the plan."""
     spec = as_spec(spec)
+    if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
+        raise SpecError("rollouts.kind = 'atropos': `tandem atropos SPEC` starts such a run, and all that it needs")
     # Before torch: what is not there, and wrong parameters of an environment, are refused at once.
     _refuse_missing(spec)
     environment = _environment(spec)
@@ -100,8 +102,6 @@ def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | N
 def _environment(spec: RunSpec) -> Any:
     from tandem.recipes import build
 
-    if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
-        raise SpecError("rollouts.kind = 'atropos': `tandem atropos SPEC` starts such a run, and all that it needs")
     if not isinstance(spec, RlSpec) or spec.environment is None:
         return None
     return build.environment(spec.environment)

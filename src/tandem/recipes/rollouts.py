@@ -34,7 +34,7 @@ def serve_rollouts(
     atropos: bool = False,
     insecure_no_auth: bool = False,
     gateway: str = "",
-    gateway_token_file: Path | None = None,
+    gateway_token_file: str | Path | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C. `atropos`: also the endpoints of Atropos; their clients send no token, and
     `insecure_no_auth` lets them in without one, on loopback only. `gateway`: the URL of the gateway that Atropos's
@@ -54,7 +54,7 @@ def serve_rollouts(
     listen = dataclasses.replace(listen, ready_file=listen.ready_file or told_here)
     service = rollouts_service(queue, greets=not atropos)
     if atropos:
-        stamps = GatewayStamps(gateway, gateway_token_file) if gateway and gateway_token_file else None
+        stamps = GatewayStamps(gateway, Path(gateway_token_file)) if gateway and gateway_token_file else None
         service = with_atropos(service, Atropos(queue, listen.data_dir, stamps), open_to_all=insecure_no_auth)
     app = create_app(service, token=token, hosts=listen.hosts, body_bytes=BODY_BYTES)
     if insecure_no_auth:

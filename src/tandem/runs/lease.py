@@ -66,7 +66,8 @@ def begin(directory: Path, spec_toml: str) -> None:
         atomic.make_directory(directory.parent)
         fresh.mkdir(mode=atomic.PRIVATE)
     except OSError as error:
-        raise RunError(f"{directory}: cannot be made: {error.strerror}; name another directory (--run-dir)") from error
+        why = f"{error.strerror}: '{error.filename}'"
+        raise RunError(f"{directory}: cannot be made: {why}; name another directory (--run-dir)") from error
     try:
         atomic.write_text(fresh / "spec.toml", spec_toml)
         os.rename(fresh, directory)
