@@ -24,7 +24,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("train /proc/self/mem", 2, "/proc/self/mem: cannot be read"),
     (f"train {QUICKSTART} --set train", 2, "--set train: write key.path=value"),
     (f"train {QUICKSTART} --run-dir binary", 2, "binary: is a file; name a directory (--run-dir)"),
-    (f"train {QUICKSTART} --run-dir binary/run", 2, "binary/run: cannot be made: Not a directory: 'binary'; name another"),
+    (f"train {QUICKSTART} --run-dir binary/run", 2, "binary/run: cannot be made: Not a directory: 'binary'"),
     (f"train {QUICKSTART} --set environment.name=folder", 2, "environment.name = 'folder': unknown"),
     (f"plan {QUICKSTART} --prices binary", 2, "binary: cannot be read"),
     (f"plan {QUICKSTART} --gpu abacus", 2, "abacus"),
