@@ -42,6 +42,7 @@ weights = "bfloat16"
 [train]
 lr = {lr}
 steps = 2
+parts = "all"
 batch_size = 8
 micro_tokens = {micro_tokens}
 [gates]
@@ -49,6 +50,8 @@ kl = 50.0
 update_norm = 0.5
 [replay]
 share = 0.0
+[ordinary]
+per_step = 0
 [updates]
 anchor_every = 1000
 anchor_share = 1000.0

@@ -237,19 +237,28 @@ def evaluate(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory that ended well.")],
+    run_dir: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run directory that ended well, or an online server's data directory."),
+    ],
     merge: Annotated[bool, typer.Option("--merge", help="The whole model, where adapters were trained.")] = False,
     step: Annotated[
         int | None, typer.Option(min=0, help="As it was after this step, of a run in any state: one that was saved.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where it goes. Default: deploy/ in the run.")] = None,
+    version: Annotated[
+        str, typer.Option(help="Of an online server: a number, anchor-N or current. Default: current.")
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Where it goes. Default: deploy/ in the run, export/ in the data directory.")
+    ] = None,
     push: Annotated[str, typer.Option(metavar="REPO", help="Also to the Hugging Face hub, as user/name.")] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
 ) -> None:
-    """Make a deployable copy of what a run made, with a model card."""
+    """Make a deployable copy of what a run made, or an online server learned, with a model card."""
     from tandem.recipes.export import export_run
 
-    typer.echo(export_run(run_dir, merge=merge, step=step, directory=out, push=push, public=public))
+    copy = export_run(run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public)
+    typer.echo(copy)
 
 
 @app.command()

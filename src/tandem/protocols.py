@@ -143,6 +143,7 @@ class Policy(Protocol):
     def score(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor: ...   # without a gradient
     def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> Tensor: ...
     def trainable(self) -> Sequence[tuple[str, Tensor]]: ...
+    def divergence(self, micro: MicroBatch) -> Tensor: ...   # KL(reference || policy) at each token, with a gradient
     def reference_bytes(self) -> int: ...                 # of weights that are there for the reference alone
     def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]: ...   # of logits, in forward and backward
     def hides_activations(self) -> bool: ...              # from autograd's hooks, that could count them

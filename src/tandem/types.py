@@ -235,6 +235,9 @@ class MicroBatch:
     """Which of the step's groups each sequence belongs to."""
     reference_N: Tensor | None = None
     """Logprobs of the reference policy (or of the teacher), where the algorithm asks for them."""
+    hold: float = 0.0
+    """Not 0: these tokens are not learned. The loss is the policy's KL divergence from the reference at each of them,
+    over the whole vocabulary, times this."""
 
 
 @dataclass(slots=True)

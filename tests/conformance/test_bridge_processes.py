@@ -146,7 +146,16 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
     theirs = ("copying", "devices", "digest", "finite", "phases", "replay", "requested")
-    allowed = {"", ".errors", ".types", ".ops", ".bridge", *(f".ops.{name}" for name in theirs)}
+    allowed = {
+        "",
+        ".errors",
+        ".types",
+        ".ops",
+        ".io",
+        ".io.json_files",
+        ".bridge",
+        *(f".ops.{name}" for name in theirs),
+    }
     ours = ("aside", "deadline", "end", "file_bytes", "files", "flat", "group", "lent", "lookahead", "notes")
     allowed |= {f".bridge.{name}" for name in (*ours, "seat", "wire", "shared", "shared.cuda", "shared.memory")}
     allowed |= {f".bridge.{mode}{part}" for mode in COPYING for part in ("", ".engine")}

@@ -76,6 +76,13 @@ class End:
         pass
 
 
+class Wordless:
+    """A renderer that is never asked: no test sends text."""
+
+    def within(self, context: int) -> Wordless:
+        return self
+
+
 def main(version: int, ready_file: Path, data_dir: Path) -> None:
     from tandem.serve.app import create_app
     from tandem.serve.engine import engine_service
@@ -83,9 +90,9 @@ def main(version: int, ready_file: Path, data_dir: Path) -> None:
     from tandem.serve.run import Listen, serve_forever
 
     listen = Listen(data_dir, ready_file=ready_file)
-    no_renderer: Any = None  # nobody asks in words
+    wordless: Any = Wordless()
     service = engine_service(
-        Counting(version, data_dir / "torn"), End, renderer=no_renderer, model_id="counting", context=10**6,
+        Counting(version, data_dir / "torn"), End, renderer=wordless, model_id="counting", context=10**6,
         num_ids=1000, allowed=Allowed(directories=(data_dir,)),
     )  # fmt: skip
     serve_forever(create_app(service, token=listen.token(), hosts=listen.hosts), listen)

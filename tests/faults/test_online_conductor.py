@@ -80,7 +80,7 @@ class Played:
             lambda: TrainerProcess(self.command, self.log, {"OMP_NUM_THREADS": "1"}),
             self.versions,
             JobMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
-            alone.context,
+            build_online.ordinary(spec, alone, home),
             self.engine.start_again if mortal else None,
         )
 

@@ -51,7 +51,7 @@ asyncio.run(main())
 
 
 def train(job: str, steps: int = 1) -> Train:
-    return Train(job, 8, 7, [], [], 0, [], Teaching("sft", 1e-3, steps, "none", 0))
+    return Train(job, 8, 7, [], [], 0, [], [], Teaching("sft", 1e-3, steps, "none", 0))
 
 
 @pytest.fixture

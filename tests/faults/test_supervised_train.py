@@ -86,12 +86,13 @@ def test_a_run_whose_process_is_killed_goes_on_and_ends_well(tmp_path: Path) -> 
 
 def test_what_the_user_must_change_is_not_tried_again_and_the_exit_code_says_whose_it_is(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log.txt"
-    with supervised("train", spec_of(tmp_path, rows="no.jsonl"), "--supervise", "--run-dir", run, log=log) as process:
+    (tmp_path / "odd.jsonl").write_text('{"nothing": 1}\n' * 40)
+    with supervised("train", spec_of(tmp_path, rows="odd.jsonl"), "--supervise", "--run-dir", run, log=log) as process:
         code = process.wait(timeout=90)
     (attempt,) = rows(run / "attempts.jsonl")
     assert attempt["failure"]["retriable"] is False
     assert code == attempt["failure"]["exit_code"] > 1
-    assert "no.jsonl" in log.read_text()
+    assert "odd.jsonl" in log.read_text()
     with supervised("train", tmp_path / "spec.toml", "--supervise", "--run-dir", run, log=log) as process:
         assert process.wait(timeout=60) == 2  # there is a run: nothing is begun, and nothing resumed, over it
     assert "is not empty" in log.read_text()

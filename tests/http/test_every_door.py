@@ -21,6 +21,7 @@ from tandem.online.child import TrainerProcess
 from tandem.online.conductor import Conductor
 from tandem.online.jobs import JobStore
 from tandem.online.memory import JobMemory
+from tandem.online.ordinary import Ordinary
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollouts import with_atropos
 from tandem.rollout.atropos import Atropos
@@ -59,7 +60,10 @@ def online(home: Path, renderer: Renderer, model: dict[str, Any]) -> Service:
     spec, engine, store = parse_online_spec({"model": {"preset": "tiny"}}), FakeEngine(), JobStore(home / "jobs")
     memory = JobMemory(spec.replay, spec.seed, store, spec.train.batch_size)
     trainer = lambda: TrainerProcess(["true"], home / "log", {})  # noqa: E731 - never started
-    conductor = Conductor(spec, store, engine, open_source, trainer, home / "versions", memory, model["context"])
+    ordinary = Ordinary(
+        spec.ordinary, renderer, ["Hello!"] * 4, home / "ordinary.json", gate=1, context=model["context"]
+    )
+    conductor = Conductor(spec, store, engine, open_source, trainer, home / "versions", memory, ordinary)
     past: Any = None  # of an engine that nobody asks
     return online_service(conductor, renderer, SessionStore(home / "sessions"), Past(past), **model)
 

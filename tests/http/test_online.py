@@ -112,6 +112,10 @@ def test_a_demonstration_may_be_learned_by_answering_and_being_judged(server: On
         ({"samples": [fact(1)], "lr": 0.5}, "lr"),
         ({"samples": [fact(1)], "steps": 10**6}, "steps"),
         ({"samples": [fact(1)], "rank": 8}, "rank"),
+        ({"samples": [fact(1)], "config": {"rank": 8}}, "config.rank"),
+        ({"samples": [fact(1)], "config": {"lr": 0.5}}, "lr"),
+        ({"samples": [fact(1)], "config": {"epochs": 2}}, "config.epochs"),
+        ({"samples": [{**fact(1), "reward": 1.0}], "known": 0.5}, "known"),
         ({"samples": [fact(1)], "algorithm": "dpo"}, "samples.0"),
     ],
 )
@@ -171,8 +175,22 @@ def test_a_key_means_one_job_and_another_body_is_refused(server: OnlineServer):
     assert (first.status_code, first.json()) == (202, again.json())
     other = post(server, "/train", {"samples": [fact(6)]}, **{"Idempotency-Key": "once"})
     assert (other.status_code, other.json()["error"]["code"]) == (409, "key_reused")
-    assert server.http.post("/train", json=body).status_code == 422
-    assert server.wait(first.json()["id"])["state"] == "published"
+    without = [server.http.post("/train", json=body).raise_for_status().json()["id"] for _ in range(2)]
+    assert len({first.json()["id"], *without}) == 3, "without a key it is a new job each time"
+    assert {server.wait(id)["state"] for id in (first.json()["id"], *without)} == {"published"}
+
+
+def test_the_older_form_of_a_job_is_taken(server: OnlineServer):
+    job = server.http.post("/train", json={"samples": [fact(5)], "config": {"lr": 2e-4}}).raise_for_status().json()
+    assert server.wait(job["id"])["teaching"]["lr"] == 2e-4
+
+
+def test_a_job_ends_when_it_is_known_unless_it_names_its_steps(server: OnlineServer):
+    bodies = [{"known": 1e-9, "steps": 3}, {"steps": 3}, {"known": 0.9}, {}]
+    rows = [server.wait(server.teach([fact(5)], **body)) for body in bodies]
+    assert [row["teaching"]["known"] for row in rows] == [1e-9, 0.0, 0.9, 0.7]
+    assert [row["metrics"]["train/steps"] for row in rows] == [1, 3, 2, 2]
+    assert [row["metrics"].get("train/known") for row in rows] == [1.0, None, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("write", ["/feedback", "/sessions", "/checkpoint", "activate", "cancel"])

@@ -135,7 +135,7 @@ def test_a_seed_of_another_spec_is_not_counted_as_done(tmp_path: Path):
 
 def test_a_wrong_spec_is_wrong_for_every_seed(tmp_path: Path):
     raw = spec_of(tmp_path)
-    with pytest.raises(SpecError, match="is neither a checkpoint nor an adapter"):
+    with pytest.raises(SpecError, match=r"model.warm_start = .*: has no config\.json"):
         swept(raw | {"model": {"preset": "tiny", "warm_start": str(tmp_path)}}, [0, 1], tmp_path / "sweep")
     assert not (tmp_path / "sweep" / "seed-1").exists()
 

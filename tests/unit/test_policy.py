@@ -31,7 +31,8 @@ from tandem.model import serving
 from tandem.model.policy import CausalPolicy
 from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.model import LoraSpec
-from tandem.types import Batch, MicroBatch, Sampling
+from tandem.train.pack import plain_row
+from tandem.types import Batch, MicroBatch, Sampling, Totals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,6 +156,24 @@ def test_the_reference_is_the_policy_as_it_was_when_rl_began(lora: LoraSpec | No
     assert (warm_steps > 0) == ((from_scratch - expected).abs().max() > 1e-2)
     assert divergence[0] == pytest.approx(0.0, abs=1e-6)
     assert min(divergence[1:]) > 1e-2
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_the_divergence_is_that_of_whole_distributions_and_is_held_down(lora: LoraSpec | None) -> None:
+    policy, first = make_policy(lora), 8
+    micro = plain_row(range(40), first, torch.device("cpu"))
+    then_TV = logits(policy.module)[0, :, : len(TOKENIZER)].log_softmax(-1)
+    policy.keep_reference()
+    assert policy.divergence(micro).abs().max() < 1e-6
+    make_trainer(policy).step(make_step(make_group(0)))
+    now_TV = logits(policy.module)[0, :, : len(TOKENIZER)].log_softmax(-1)
+    away_N = policy.divergence(micro)
+    torch.testing.assert_close(away_N, (then_TV.exp() * (then_TV - now_TV)).sum(-1)[first - 1 : -1], atol=1e-5, rtol=0)
+    micro.hold = 1.0 / len(away_N)
+    trainer = make_trainer(policy)
+    held = [trainer.step(Batch([micro], Totals(1, 1), {"tokens/credited": 1.0}))["loss/held"] for _ in range(6)]
+    assert held[0] == pytest.approx(away_N.mean().item(), rel=1e-4)
+    assert held[-1] < max(held) / 2  # Adam goes too far at first
 
 
 def test_the_reference_is_no_part_of_what_trains_or_travels() -> None:

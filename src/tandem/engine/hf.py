@@ -209,10 +209,11 @@ class EmbeddedEngine:
         self.cache_epoch += 1
 
     def beside(self, tensors: Mapping[str, Tensor], version: int) -> EmbeddedEngine:
-        """An engine of another version, on a twin of this one's module. `tensors`: all of the module's parameters."""
+        """An engine of another version, on a twin of this one's module. `tensors`: those in which the two differ."""
         module = twin(self._module)
-        for name, parameter in module.named_parameters():
-            parameter.data = tensors[name].to(parameter.device, parameter.dtype)
+        parameters = dict(module.named_parameters())
+        for name, tensor in tensors.items():
+            parameters[name].data = tensor.to(parameters[name].device, parameters[name].dtype)
         other = self._make_twin(module)
         other.version = version
         return other

@@ -113,6 +113,19 @@ class CausalPolicy:
         with self._as_it_was():
             return self._score(self.head, micro, temperature, top_p).logprobs_N
 
+    def divergence(self, micro: MicroBatch) -> Tensor:
+        """KL(reference || policy) at each trained token, over the whole vocabulary, with a gradient."""
+        reference = self._reference or self.head
+        with torch.no_grad(), nullcontext() if self._reference else self._as_it_was():
+            then_TH, source_N = self.forward.hidden(reference, micro)
+        with self.activations.watching():
+            now_TH, _ = self.forward.hidden(self.head, micro)
+        return self.head.divergence(now_TH[source_N], reference, then_TH[source_N])
+
+    def drop_reference(self) -> None:
+        """Free what `keep_reference` kept."""
+        self._reference, self._adapter_then = None, []
+
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
         """The model with the adapter that was kept; with none, if it was zero then."""

@@ -35,7 +35,8 @@ from tandem.online.demonstrations import answered
 from tandem.online.engine_life import EngineLife, Revive
 from tandem.online.events import Events
 from tandem.online.jobs import ENDED, Job, JobStore
-from tandem.online.needs import EngineEnd, Memory, drawn_from
+from tandem.online.needs import EngineEnd, Memory
+from tandem.online.ordinary import Ordinary
 from tandem.online.peer import HalfLost
 from tandem.online.publishing import Publishing
 from tandem.online.trainer_life import TrainerLife
@@ -64,12 +65,12 @@ class Conductor:
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,
         memory: Memory,
-        context: int,
+        ordinary: Ordinary,
         revive: Revive | None = None,
     ) -> None:
-        """`context`: of the engine, prompt and answer together. `revive`: as in EngineLife."""
+        """`revive`: as in EngineLife."""
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
-        self._versions, self._memory, self._context = versions, memory, context
+        self._versions, self._memory, self._ordinary = versions, memory, ordinary
         self._life = EngineLife(engine, revive, spec.max_restarts, self._engine_is_lost)
         self._trainer = TrainerLife(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
         self._watch = Watch(spec.watch) if spec.watch is not None else None
@@ -86,6 +87,7 @@ class Conductor:
         self._publishing = Publishing(engine, open_source, lambda: store.active)
         self._trainer_memory: dict[str, float] = {}
         self._trainer_base: dict[str, Any] = {}
+        self._trained: dict[str, Any] = {}
 
     # --- life
 
@@ -140,10 +142,12 @@ class Conductor:
         return {
             "active": self.store.active,
             "serving": self.serving,
-            "trainer": self._trainer.status() | {"memory": self._trainer_memory, "base": self._trainer_base},
+            "trainer": self._trainer.status()
+            | {"memory": self._trainer_memory, "base": self._trainer_base, "trained": self._trained},
             "engine": self._life.status(),
             "job": None if job is None else {"id": job.id, "version": job.version, **self._progress},
             "jobs": self.store.count(),
+            "ordinary": self._ordinary.status(),
             "checkpointed": self._checkpointed,
             "why_no_checkpoint": self._why_no_checkpoint,
         }
@@ -285,6 +289,7 @@ class Conductor:
         known = self.store.usable()
         asked = Open(self.spec.model_dump(mode="json"), str(self._versions), max(self.store.active, 0), known)
         opened = await self._trainer.begin(asked, self.spec.engine.start_deadline_s)
+        self._trained = opened.trained
         if not known:
             await self.store.first(opened.version, opened.digest)
         else:
@@ -331,9 +336,12 @@ class Conductor:
         self._say(job.id)
         groups = self.store.groups(job.id)
         replayed, rounds = self._memory.draw(job, groups)
-        drawn = await drawn_from(self.engine, groups, self.spec.gates.kl_prompts, self._context)
+        drawn = await self._ordinary.drawn(self.engine)
+        held = await self._ordinary.held(self.engine) if job.teaching.algorithm == "sft" else []
         taught = await answered(self.engine, groups) if job.teaching.algorithm == "self_distill" else groups
-        asked = wire.Train(job.id, job.version or 0, job.parent or 0, taught, replayed, rounds, drawn, job.teaching)
+        asked = wire.Train(
+            job.id, job.version or 0, job.parent or 0, taught, replayed, rounds, held, drawn, job.teaching
+        )
         trained = await self._trainer.train(asked)
         result = msgspec.to_builtins(trained)
         if trained.outcome == "cancelled":

@@ -80,10 +80,10 @@ def kl(drawn: Sequence[tuple[Sequence[float], Sequence[float]]], *, limit: float
         after - before for reference, candidate in drawn for before, after in zip(reference, candidate, strict=True)
     ]
     if not gaps:
-        return Verdict("kl", True, None, limit, "no prompt of the job was sampled")
+        return Verdict("kl", True, None, limit, "no ordinary prompt was sampled")
     estimates = [math.expm1(min(gap, _MOST)) - gap for gap in gaps]
     value = _mean(estimates)
-    text = f"answers to the job's prompts moved by {value:.4f} nats a token ({len(drawn)} answers, {len(gaps)} tokens)"
+    text = f"answers to ordinary prompts moved by {value:.4f} nats a token ({len(drawn)} answers, {len(gaps)} tokens)"
     numbers = {"tokens": float(len(gaps)), "answers": float(len(drawn)), "stderr": _stderr(estimates)}
     return _at_most("kl", value, limit, text, {**numbers, "plain": -_mean(gaps)})
 

@@ -89,6 +89,12 @@ class Parts:
     greedy: Callable[[Sequence[int], int], list[int]]
     """What the model says after a prompt, greedily."""
     publisher: Publisher
+    reference: Callable[[bool], None]
+    """True: from now on the weights of this moment are what held tokens are compared with; False: none are kept."""
+    trained: Mapping[str, Any]
+    """Which weights: requested, engaged, why not."""
+    frozen_norm: float
+    """Of the weights that are not trained."""
     base: Callable[[], dict[str, Any]]
     """Whether the base of adapters is the engine's memory, and why not; empty where there are none."""
     held_out: Sequence[Trajectory] = ()
@@ -184,7 +190,7 @@ class TrainerHalf:
             self._held = Held.of(0, trained).at_rest()
             self._store.anchor(0, trained, parts.optimizer.state())
             self._teacher.version = self._anchored = 0
-            return Opened(0, self._held.digest, True, parameters, os.getpid())
+            return Opened(0, self._held.digest, True, parameters, os.getpid(), trained=dict(parts.trained))
         loaded, damaged = self._store.whole(asked.active, like.device)
         for text in damaged:
             _log.error("%s", text)
@@ -194,7 +200,8 @@ class TrainerHalf:
             parts.optimizer.load(loaded.state)
         self._teacher.version = version
         self._anchored = loaded.state_version if loaded.state is not None else -1
-        return Opened(version, self._held.digest, self._anchored == version, parameters, os.getpid(), damaged)
+        exact = self._anchored == version
+        return Opened(version, self._held.digest, exact, parameters, os.getpid(), damaged, dict(parts.trained))
 
     # --- a job
 
@@ -233,7 +240,10 @@ class TrainerHalf:
         started = time.perf_counter()
         with self._peaks.of("train"):
             before = self._look(asked)
-            metrics = self._steps(asked, tell)
+            try:
+                metrics = self._steps(asked, tell)
+            finally:
+                self._open_parts.reference(False)
         with self._peaks.of("gates"):
             measured = self._gates(before, self._look(asked), asked)
         metrics["time/train_s"] = time.perf_counter() - started
@@ -261,18 +271,33 @@ class TrainerHalf:
             groups = judge.groups
         algorithm = parts.algorithm(teaching, judge)
         trainer = parts.trainer(algorithm, teaching, asked.parent)
+        parts.reference(bool(asked.held) or algorithm.needs_reference)
         fresh = _rounds(groups, self._spec.train.batch_size, teaching.seed)
         again = groups_from_wire(asked.replay, "replay")
+        own = _rounds(groups_from_wire(asked.held, "held"), self._spec.ordinary.per_step, teaching.seed)
+        lesson = [each for group in groups for each in group]
         metrics: Metrics = {}
         for step in range(teaching.steps):
             if asked.job in self._called_off:
                 raise Cancelled(f"it was called off before step {step + 1}")
-            groups = [*next(fresh), *again[step % max(1, asked.replay_rounds) :: max(1, asked.replay_rounds)]]
-            metrics = trainer.step(parts.make_batch(groups, algorithm, trainer.version))
+            earlier = again[step % max(1, asked.replay_rounds) :: max(1, asked.replay_rounds)]
+            batch = parts.make_batch([*next(fresh), *earlier], algorithm, trainer.version)
+            if asked.held:
+                held = parts.make_batch(next(own), algorithm, trainer.version)
+                for micro in held.micro:
+                    micro.hold = self._spec.ordinary.weight / held.totals.tokens
+                batch.micro += held.micro
+            metrics = trainer.step(batch)
             if metrics.get("train/set_aside"):
                 raise NonFinite(f"step {step + 1}: the loss or a gradient is not finite")
             told = {name: value for name, value in metrics.items() if math.isfinite(value)}
             tell(Progress(asked.job, step + 1, teaching.steps, told))
+            metrics["train/steps"] = step + 1.0
+            if teaching.known:
+                known = _known(lesson, teaching.known, parts.losses)
+                metrics["train/known"] = float(known)
+                if known:
+                    break
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _look(self, asked: Train) -> _Seen:
@@ -286,7 +311,7 @@ class TrainerHalf:
 
     def _gates(self, before: _Seen, after: _Seen, asked: Train) -> list[Verdict]:
         spec, parts = self._spec.gates, self._open_parts
-        change = size_of_change(self._held.tensors, dict(parts.policy.trainable()))
+        change = size_of_change(self._held.tensors, dict(parts.policy.trainable()), beside=parts.frozen_norm)
         numbers = [*after.held_out, *(value for each in (*after.drawn, *after.canaries) for value in each)]
         found = [gates.finite(change, numbers), gates.update_norm(change, max_relative=spec.update_norm)]
         if parts.held_out:
@@ -388,6 +413,16 @@ def _rounds(groups: Sequence[Group], size: int, seed: int) -> Iterator[list[Grou
             waiting += order
         yield waiting[:size]
         waiting = waiting[size:]
+
+
+def _known(lesson: list[Trajectory], least: float, logprobs: Callable[[Trajectory], list[float]]) -> bool:
+    """Whether every trained token has this probability. The sample that shows that it is not so comes first the next
+    time: until all is known, one is looked at after most steps."""
+    for number, sample in enumerate(lesson):
+        if min(logprobs(sample)) < math.log(least):
+            lesson.insert(0, lesson.pop(number))
+            return False
+    return True
 
 
 def _mean(values: Sequence[float]) -> float:

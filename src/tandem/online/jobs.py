@@ -15,6 +15,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -48,6 +49,13 @@ _SCHEMA = [
     """,
     "ALTER TABLE jobs ADD COLUMN called_off INTEGER NOT NULL DEFAULT 0",
 ]
+
+
+def active_version(directory: Path) -> int:
+    """Return which version is the active one, read beside a server that may own the store."""
+    place = (directory / "index.sqlite3").resolve()
+    with closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", uri=True)) as connection:
+        return int(connection.execute("SELECT value FROM numbers WHERE name = 'active'").fetchone()[0])
 
 
 @dataclass(frozen=True)

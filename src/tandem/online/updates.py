@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 FORMAT = 2
 """Of an update's head and planes. 1: planes were deflated."""
 
-_OTHERS = "the weights are of another model or precision than those before"
+_OTHERS = "the weights are of another model or precision than those before, or others are trained (train.parts)"
 
 
 @dataclass(slots=True)
@@ -142,15 +142,15 @@ class Change:
 
     norm: float
     relative: float
-    """To the norm of the others."""
+    """To the norm of all weights before."""
     changed: int
     total: int
     not_finite: Sequence[str] = ()
 
 
 @torch.no_grad()
-def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Change:
-    """Looks at every element."""
+def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, beside: float = 0.0) -> Change:
+    """Looks at every element. `beside`: the norm of the model's other weights, which do not change."""
     check_alike(before, after, _OTHERS)
     finite, sums_3 = Finite(), torch.zeros(3, dtype=torch.float64)
     for name, tensor in after.items():
@@ -160,6 +160,7 @@ def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) ->
             sums = [(to_N - from_N).square().sum(), from_N.square().sum(), (then_N != now_N).sum()]
             sums_3 += torch.stack([each.double() for each in sums]).cpu()
     way, base, changed = sums_3.tolist()
+    base += beside**2
     total = sum(tensor.numel() for tensor in after.values())
     return Change(way**0.5, (way / base) ** 0.5 if base else 0.0, int(changed), total, finite.odd())
 

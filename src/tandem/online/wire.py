@@ -45,6 +45,8 @@ class Teaching(_Message, frozen=True):
     context_grad: str
     seed: int
     kl_coef: float = 0.0
+    known: float = 0.0
+    """The job ends early, once every trained token of its samples has at least this probability; 0: it does not."""
 
 
 class Failure(_Message, frozen=True):
@@ -73,8 +75,10 @@ class Train(_Message, frozen=True, tag=True):
     replay: list[list[Sequence1]]
     replay_rounds: Whole
     """Step s trains on every `replay_rounds`-th of them, from s on."""
+    held: list[list[Sequence1]]
+    """Ordinary prompts with the model's own answers: each step holds some of them."""
     drawn: list[tuple[list[Id], list[Id]]]
-    """Prompts of the job, and what the version before said to them: there the KL gate looks."""
+    """Other ordinary prompts, and what the version before said to them: the KL gate compares these."""
     teaching: Teaching
 
 
@@ -190,6 +194,8 @@ class Opened(_Message, frozen=True):
     parameters: Whole = 0
     pid: Whole = 0
     damaged: list[str] = []
+    trained: dict[str, Any] = {}
+    """Which weights: requested, engaged, why not."""
 
 
 class Written(_Message, frozen=True):

@@ -102,6 +102,20 @@ class Head:
         logprobs_N, entropy_N = (torch.cat(part) for part in zip(*pieces, strict=True))
         return logprobs_N, entropy_N.detach()
 
+    def divergence(
+        self, hidden_NH: Tensor, reference: Head, then_NH: Tensor, workspace_bytes: int = sizes.WORKSPACE_BYTES
+    ) -> Tensor:
+        """KL(reference || this) at each position, over all ids. `then_NH`: hidden states of the reference."""
+
+        def one(hidden_CH: Tensor, then_CH: Tensor) -> Tensor:
+            with torch.no_grad():
+                then_CV = reference.logits(then_CH).log_softmax(-1)
+            return (then_CV.exp() * (then_CV - self.logits(hidden_CH).log_softmax(-1))).sum(-1)
+
+        chunk = max(1, workspace_bytes // (self.num_ids * sizes.bytes_a_logit(1.0)))
+        pairs = zip(hidden_NH.split(chunk), then_NH.split(chunk), strict=True)
+        return torch.cat([checkpoint(one, *pair, use_reentrant=False) for pair in pairs])
+
     def buffer_bytes(self, num_tokens: int, top_p: float = 1.0) -> tuple[int, int]:
         """Held at most while so many tokens are scored, and while they are differentiated."""
         if not self.why_not_fused(top_p):

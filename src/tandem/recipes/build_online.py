@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from tandem.engine.revived import RevivedEngine, Under
 from tandem.errors import SpecError
 from tandem.online.demonstrations import Judged
 from tandem.online.half import Canary, Parts
+from tandem.online.ordinary import Ordinary
 from tandem.online.wire import Teaching
 from tandem.ops.sizes import shares_never
 from tandem.protocols import Algorithm, Engine, Trainer
@@ -47,6 +49,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
     torch.manual_seed(spec.seed)
     device = build.pick_device(spec.device)
     model = build.model(spec.model, spec.precision, spec.seed, device)
+    trained = choose_trained(spec, model)
     optimizer = build.optimizer(
         model.policy.trainable(),
         spec.optimizer,
@@ -60,8 +63,6 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
         from tandem.train.trainer import PolicyTrainer
 
         model.policy.context_grad = teaching.context_grad == "full"
-        if algorithm.needs_reference:
-            model.policy.keep_reference()  # the version before the job
         return PolicyTrainer(
             model.policy,
             algorithm,
@@ -112,10 +113,36 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
             canary=build_engine.canary(model),
             on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
         ),
+        lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),
+        trained,
+        _frozen_norm(model),
         base.state if base else dict,
         _held_out(spec, model),
         _canaries(spec, model),
     )
+
+
+def choose_trained(spec: OnlineSpec, model: build.Model) -> dict[str, Any]:
+    """Leave a gradient to the weights that `train.parts` asks for; return what was requested, engaged, and why not."""
+    asked, named = spec.train.parts, dict(model.policy.trainable())
+    if spec.model.lora is not None:
+        return {"requested": asked, "engaged": "adapters", "why_not": "" if asked == "auto" else "model.lora is set"}
+    layers = model.policy.module.config.get_text_config().num_hidden_layers
+    middle = {str(layer) for layer in range(round(layers / 8), layers * 4 // 5)}
+    down = {name for name in named if name.endswith("down_proj.weight") and middle.intersection(name.split("."))}
+    why_not = "a model made from scratch" if spec.from_scratch else "" if down else "no layer is called down_proj"
+    if asked == "all" or (asked == "auto" and why_not):
+        return {"requested": asked, "engaged": "all", "why_not": why_not if asked == "auto" else ""}
+    if not down:
+        raise SpecError(f"train.parts = 'down': {why_not} in this model; use 'all', or model.lora")
+    for name, tensor in named.items():
+        tensor.requires_grad_(name in down)
+    return {"requested": asked, "engaged": "down", "why_not": ""}
+
+
+def _frozen_norm(model: build.Model) -> float:
+    frozen = [tensor for tensor in model.policy.module.parameters() if not tensor.requires_grad]
+    return sum(tensor.detach().float().square().sum().item() for tensor in frozen) ** 0.5
 
 
 def algorithm(teaching: Teaching, judge: Judged | None) -> Algorithm:
@@ -191,6 +218,29 @@ def _canaries(spec: OnlineSpec, model: build.Model) -> list[Canary]:
 
 
 # --- the server half
+
+
+def ordinary_prompts(spec: OnlineSpec) -> list[str]:
+    try:
+        if not (name := spec.ordinary.prompts):
+            text = resources.files("tandem.online").joinpath("ordinary.txt").read_text(encoding="utf-8")
+        else:
+            text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"ordinary.prompts = '{spec.ordinary.prompts}': cannot be read: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def ordinary(spec: OnlineSpec, alone: build_alone.Alone, data_dir: Path) -> Ordinary:
+    return Ordinary(
+        spec.ordinary,
+        alone.renderer,
+        ordinary_prompts(spec),
+        data_dir / "ordinary.json",
+        gate=spec.gates.kl_prompts,
+        context=alone.context,
+        why_not="model.preset: a model made from scratch has no answers worth keeping" if spec.from_scratch else "",
+    )
 
 
 def alone(spec: OnlineSpec, data_dir: Path) -> build_alone.Alone:

@@ -1,4 +1,4 @@
-"""A deployable copy of what a run made: an adapter or a whole model, with a card that says what is known of it."""
+"""A deployable copy of what a run made, or an online server learned: an adapter or a whole model, with a card."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.errors import ArtifactError, RunError
 from tandem.io import atomic
 from tandem.recipes import build
+from tandem.recipes.export_online import copy_export, export_learned, find_learned
 from tandem.runs.card import model_card
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.resume import spec_of
@@ -18,7 +19,6 @@ from tandem.spec.model import PresetModel
 from tandem.spec.run import RunSpec
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 
 
 def export_run(
@@ -26,6 +26,7 @@ def export_run(
     *,
     merge: bool = False,
     step: int | None = None,
+    version: str = "",
     directory: str | Path | None = None,
     push: str = "",
     public: bool = False,
@@ -33,10 +34,23 @@ def export_run(
 ) -> Path:
     """What a run of [model.lora] made is its adapter, unless `merge` asks for the whole model; a new directory holds it
     (default: RUN/deploy, RUN/deploy-merged; of a `step` RUN/deploy-step-N...). `step`: as it was then, of a run in any
-    state, from a checkpoint that is still there. `push`: also a repository of the Hugging Face hub, in one commit."""
+    state, from a checkpoint that is still there. `push`: also a repository of the Hugging Face hub, in one commit.
+
+    `run_dir` may also be the data directory of an online server. `version` then says which of its versions (a number,
+    `anchor-N`, or `current`, the default); the new directory is export/version-N in there."""
     if push and not _REPO.fullmatch(push):
         raise ArtifactError(f"--push {push}: write user/name, as the hub does")
-    run_dir = Path(run_dir)
+    run_dir, directory = Path(run_dir), Path(directory) if directory else None
+    if (learned := find_learned(run_dir, version)) is not None:
+        if step is not None:
+            raise RunError(f"{run_dir}: is an online server's, which has versions and no steps; give --version")
+        _must_be_free(directory)
+        target = export_learned(learned, merge=merge, directory=directory)
+        if push:
+            push_folder(target, push, public=public, endpoint=endpoint)
+        return target
+    if version:
+        raise RunError(f"{run_dir}: is a run, which has steps and no versions; give --step")
     spec = spec_of(run_dir)
     as_adapter = spec.model.lora is not None and not merge
     if as_adapter and isinstance(spec.model, PresetModel):
@@ -45,16 +59,15 @@ def export_run(
     if not source.exists():
         raise RunError(f"{run_dir}: has no export/, because it did not end well; {_saved_steps(run_dir)}")
     name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
-    target = Path(directory or run_dir / name)
-    if target.exists() and any(target.iterdir()) and not _is_ours(target):
-        raise RunError(f"{target}: holds something else; name another directory with --out")
+    target = directory or run_dir / name
+    _must_be_free(target)
     with atomic.directory(target) as place:
         if step is not None and spec.model.lora is not None and merge:
             _merged(spec, source.parent, place)
         elif step is not None:
             shutil.copytree(source, place, dirs_exist_ok=True)
         else:
-            _copy(source, place, as_adapter=as_adapter)
+            copy_export(source, place, as_adapter=as_adapter)
         kind = "adapter" if as_adapter else "model"
         (place / "README.md").write_text(model_card(run_dir, kind, step), encoding="utf-8")
     if push:
@@ -100,13 +113,9 @@ def push_folder(directory: Path, repo: str, *, public: bool = False, endpoint: s
     return tried(lambda: upload(repo_id), limits, deadline, f"{repo}: uploading")
 
 
-def _copy(source: Path, place: Path, *, as_adapter: bool) -> None:
-    shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("adapter"))
-    if as_adapter:
-        for pattern in _WEIGHTS:
-            for file in place.glob(pattern):
-                file.unlink()
-        shutil.copytree(source / "adapter", place, dirs_exist_ok=True)
+def _must_be_free(directory: Path | None) -> None:
+    if directory is not None and directory.exists() and any(directory.iterdir()) and not _is_ours(directory):
+        raise RunError(f"{directory}: holds something else; name another directory with --out")
 
 
 def _is_ours(directory: Path) -> bool:

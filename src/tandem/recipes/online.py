@@ -14,6 +14,7 @@ from tandem.online.conductor import Conductor
 from tandem.online.jobs import JobStore
 from tandem.online.memory import JobMemory
 from tandem.recipes import build_online
+from tandem.recipes.export_online import keep_spec
 from tandem.rollout.session_store import SessionStore
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.online import OnlineSpec, as_online_spec
@@ -32,8 +33,10 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
 
     spec = as_online_spec(spec)
     refuse_missing(spec.model)
-    build_online.held_out_rows(spec)  # what is wrong with them is better said before anything starts
+    build_online.held_out_rows(spec)  # what is wrong with files is better said before anything starts
+    build_online.ordinary_prompts(spec)
     token = listen.token()
+    keep_spec(spec, listen.data_dir)
     store = JobStore(listen.data_dir / "jobs")
     log = listen.data_dir / "trainer.log"
     environment = {"OMP_NUM_THREADS": str(spec.trainer_threads)}
@@ -48,7 +51,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
         lambda: waiting.pop() if waiting else TrainerProcess(_TRAINER, log, environment),
         versions,
         JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
-        alone.context,
+        build_online.ordinary(spec, alone, listen.data_dir),
         build_online.revival(alone),
     )
     sessions = SessionStore(listen.data_dir / "sessions")

@@ -17,6 +17,7 @@ from tandem.io.model_source import refuse_no_model
 from tandem.obs.history import read_status
 from tandem.protocols import Engine
 from tandem.recipes import build, build_alone, build_engine
+from tandem.recipes.export_online import find_learned, merged_copy
 from tandem.serve.chat import chat_loop
 from tandem.serve.run import Listen, serve_forever
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -132,6 +133,8 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
     """Path or hub id, the name to serve it under, and the version of its weights. `field`: what the caller named it by.
     Without `weights`, a tokenizer alone will do."""
     path = Path(source)
+    if (learned := find_learned(path)) is not None:
+        return str(merged_copy(learned)), learned.spec().name, learned.version
     if not os.path.exists(path / "status.json"):
         refuse_no_model(str(source), field=field, weights=weights)
         return str(source), path.name or str(source), 0

@@ -27,6 +27,13 @@ def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | Non
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def learned_card(name: str, version: int, kind: Literal["adapter", "model"], base: str) -> str:
+    """Of what an online server learned."""
+    spec = {"recipe": "online", "model": {"path": base} if base else {}}
+    told = f"Version {version} of what a server learned while it answered (`tandem online serve`)."
+    return "\n\n".join([_head(spec, kind), f"# {name}", told, _use(spec, kind)]) + "\n"
+
+
 def _until(history: History, step: int) -> History:
     """What was known when that step had ended."""
     rows = [row for row in history.rows if row["step"] <= step]

@@ -15,7 +15,7 @@ POST /sessions                    a conversation by name; every answer names its
 GET  /audit                       who did what
 GET  /                            a page for people that shows these, and asks two versions; asks for the token
 
-Every write carries an Idempotency-Key. Keys (serve/online_keys.py) say who may do which.
+Every write carries an Idempotency-Key; POST /train may leave it out. Keys (serve/online_keys.py) say who may do which.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import asyncio
 import hashlib
 import json
 import re
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -49,7 +50,7 @@ from tandem.serve.bounds import AT_ONCE_BYTES
 from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.online_keys import WHO
 from tandem.serve.online_past import Past
-from tandem.serve.online_request import Lesson, Model, TrainBody, lesson, lesson_of_session
+from tandem.serve.online_request import Lesson, Model, TrainBody, check_rank, lesson, lesson_of_session
 from tandem.serve.openai import OpenAi, Unkept
 from tandem.serve.openai_request import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
 from tandem.serve.openapi import EVENTS, JSON, speaks
@@ -174,12 +175,13 @@ class _Api:
 
     # --- teaching
 
-    @speaks(TrainBody, status=202, key="required")
+    @speaks(TrainBody, status=202, key="optional")
     async def train(self, request: Request) -> Response:
-        once = await _once(request)
+        once = await _once(request, needed=False)
         if (reply := self.store.answered(once)) is not None:
             return JSONResponse(reply, 202)
         body = await read(request, partial(checked, TrainBody))
+        check_rank(body, self.conductor.spec)
         if body.session is not None:
             async with self._turns.setdefault(once.key, asyncio.Lock()):
                 if (reply := self.store.answered(once)) is None:
@@ -345,8 +347,9 @@ def _asked(request: Request, name: str, usual: int) -> int:
     return int(text)
 
 
-async def _once(request: Request) -> Once:
-    key = request.headers.get("idempotency-key", "")
+async def _once(request: Request, *, needed: bool = True) -> Once:
+    """Not `needed`: a write without a key gets a new one, and is done again when it is sent again."""
+    key = request.headers.get("idempotency-key", "" if needed else uuid.uuid4().hex)
     if not _KEY.fullmatch(key):
         raise Refused(
             422,

@@ -17,7 +17,8 @@ from tandem.rollout.recorded import record, record_pair
 from tandem.rollout.recorder import Renders
 from tandem.serve.openai_request import Strict
 from tandem.serve.refusals import Refused
-from tandem.spec.online import TeachSpec
+from tandem.spec.online import OnlineSpec, TeachSpec
+from tandem.spec.optim import ApolloSpec
 from tandem.types import NO_VERSION, Group, Trajectory
 
 Ids: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
@@ -58,6 +59,15 @@ class SampleBody(Strict):
         return "messages" if self.messages is not None else "ids" if self.context_ids is not None else "pair"
 
 
+class ConfigBody(Strict):
+    """What older clients send beside the samples."""
+
+    lr: float | None = Field(default=None, gt=0, lt=1)
+    """The same as the job's `lr`."""
+    rank: int | None = Field(default=None, ge=1)
+    """Of the server's adapters, or of its optimizer's projection: a job cannot change it, so it must be the same."""
+
+
 class TrainBody(Strict):
     samples: Annotated[list[SampleBody], Field(min_length=1, max_length=65536)] | None = None
     session: str | None = Field(default=None, max_length=64)
@@ -68,7 +78,12 @@ class TrainBody(Strict):
     """Left out: what fits the samples. `self_distill`: the model answers by itself, judged by itself with the sample's
     last turn in its prompt."""
     lr: float | None = Field(default=None, gt=0, lt=1)
+    config: ConfigBody | None = None
+    """The older form of `lr`, with a rank."""
     steps: int | None = Field(default=None, ge=1)
+    """So many are trained. Left out: until the samples are known, `train.steps` of them at most."""
+    known: float | None = Field(default=None, ge=0, lt=1)
+    """Of an `sft` job: it ends early, once every trained token has this probability. 0: it does not."""
     context_grad: Literal["full", "none"] | None = None
     kl_coef: float = Field(default=0.0, ge=0, le=100)
     """Weight of a term that holds the trained tokens to what the version before the job says of them."""
@@ -82,6 +97,8 @@ class TrainBody(Strict):
             raise ValueError("samples or session: send one of them")
         if (self.session is None) != (self.reward is None):
             raise ValueError("reward: a session is sent with it, and samples have their own")
+        if self.lr is not None and self.config is not None and self.config.lr not in (None, self.lr):
+            raise ValueError(f"config.lr = {self.config.lr:g} and lr = {self.lr:g}: send one of them")
         return self
 
 
@@ -144,14 +161,30 @@ def _bounded_tokens(count: int, most: int, field: str) -> int:
     return count
 
 
+def check_rank(body: TrainBody, spec: OnlineSpec) -> None:
+    """Refused, if the job asks for another rank than the server has."""
+    if body.config is None or (asked := body.config.rank) is None:
+        return
+    of_optimizer = spec.optimizer.rank if isinstance(spec.optimizer, ApolloSpec) else None
+    had = of_optimizer if spec.model.lora is None else spec.model.lora.rank
+    if asked != had:
+        has = "trains all weights, and has no rank" if had is None else f"has rank {had}"
+        raise Refused(422, f"{asked}: this server {has}; leave it out, or change the spec", field="config.rank")
+
+
 def teaching_of(algorithm: str, body: TrainBody, spec: TeachSpec) -> Teaching:
+    if body.known and algorithm != "sft":
+        raise Refused(422, f"a job of algorithm '{algorithm}' has no answer to know; leave it out", field="known")
+    until_known = spec.known if body.steps is None else 0.0
+    lr = body.lr or (body.config.lr if body.config is not None else None) or spec.lr
     return Teaching(
         algorithm,
-        _bounded("lr", body.lr or spec.lr, spec.max_lr),
+        _bounded("lr", lr, spec.max_lr),
         int(_bounded("steps", body.steps or spec.steps, spec.max_steps)),
         body.context_grad or spec.context_grad,
         body.seed,
         body.kl_coef,
+        0.0 if algorithm != "sft" else until_known if body.known is None else body.known,
     )
 
 

@@ -12,8 +12,8 @@ from tandem.errors import SpecError
 from tandem.spec.base import Spec
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.load import parse_overrides
-from tandem.spec.model import ModelSpec
-from tandem.spec.online_gates import GateSpec, ReplaySpec, UpdatesSpec, WatchSpec
+from tandem.spec.model import ModelSpec, PresetModel
+from tandem.spec.online_gates import GateSpec, OrdinarySpec, ReplaySpec, UpdatesSpec, WatchSpec
 from tandem.spec.optim import AdamWSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.toml import read_toml
@@ -22,16 +22,24 @@ from tandem.spec.toml import read_toml
 class TeachSpec(Spec):
     """`[train]`: what a job does that does not say otherwise, and what it may not exceed."""
 
+    parts: Literal["auto", "all", "down"] = "auto"
+    """Which weights are trained. down: the down projections (`down_proj`) of the middle layers' MLPs: enough for facts,
+    and other answers stay. all: every weight. auto: down for a pretrained model that has them, all for one made from
+    scratch. Adapters (`model.lora`) are trained whatever this says."""
     lr: float = Field(default=1e-4, gt=0, lt=1)
-    """Learning rate of a job that names none."""
+    """Learning rate of a job that names none. The default is for `parts` = down and for adapters; all weights of a
+    pretrained model take a fifth of it, a model made from scratch ten times as much."""
     max_lr: float = Field(default=1e-2, gt=0, lt=1)
     """The most that a job may name."""
-    steps: int = Field(default=8, ge=1)
-    """Optimizer steps of a job that names none."""
+    steps: int = Field(default=60, ge=1)
+    """Optimizer steps of a job that names none: the most of them, where `known` ends it early."""
     max_steps: int = Field(default=1000, ge=1)
     """The most that a job may name."""
+    known: float = Field(default=0.7, ge=0, lt=1)
+    """An `sft` job that names no steps ends as soon as the model gives every token that it is taught at least this
+    probability; 0: after `steps`."""
     batch_size: int = Field(default=32, ge=1)
-    """Samples (or pairs, or groups) of one step; replayed ones come on top."""
+    """Samples (or pairs, or groups) of one step; replayed and ordinary ones come on top."""
     max_samples: int = Field(default=4096, ge=1)
     """Of one job."""
     clip_norm: float = Field(default=1.0, gt=0)
@@ -75,6 +83,8 @@ class OnlineSpec(Spec):
     """What a candidate must pass before it is published."""
     replay: ReplaySpec = ReplaySpec()
     """Earlier samples that are trained again with new ones."""
+    ordinary: OrdinarySpec = OrdinarySpec()
+    """Prompts outside of every lesson, whose answers are to stay as they are."""
     watch: WatchSpec | None = None
     """A metric whose fall brings the version before back. Left out: none."""
     engine: Annotated[ServerEngineSpec | VllmEngineSpec, Field(discriminator="kind")] = ServerEngineSpec()
@@ -93,6 +103,11 @@ class OnlineSpec(Spec):
     """How versions lie on the disk, and how many of them."""
     checkpoint: OnlineCheckpointSpec = OnlineCheckpointSpec()
     """When the master's bits and the optimizer go to the disk."""
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the model begins with random weights."""
+        return isinstance(self.model, PresetModel) and self.model.warm_start is None
 
     @model_validator(mode="before")
     @classmethod

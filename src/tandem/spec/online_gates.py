@@ -30,10 +30,10 @@ class GateSpec(Spec):
     held_out_rise: float = Field(default=0.05, ge=0)
     """Their loss may rise by so many nats a token: the mean over the conversations."""
     kl: float = Field(default=0.5, gt=0)
-    """How far the answers to the job's own prompts may have moved: the KL divergence between the version before and the
-    new one, in nats a token. It tells better than anything else how much is forgotten."""
-    kl_prompts: int = Field(default=4, ge=0)
-    """Prompts of the job that are sampled for it; 0 leaves the gate out."""
+    """How far the answers to ordinary prompts may have moved: the KL divergence between the version before and the new
+    one, in nats a token. The job's own prompts are not among them: a lesson has to change those answers."""
+    kl_prompts: int = Field(default=16, ge=0)
+    """Ordinary prompts that are sampled for it; 0 leaves the gate out."""
     canaries: tuple[CanarySpec, ...] = Field(default=(), strict=False)
     """Questions whose answers must stay as they are."""
     canary_drop: float = Field(default=1.0, ge=0)
@@ -68,6 +68,24 @@ class ReplaySpec(Spec):
     """Samples that are kept to draw from: of all that were trained on, each as likely as any other."""
     per_source: float = Field(default=0.5, gt=0, le=1)
     """Of these, one source may have so much: nobody can fill the memory with one thing."""
+
+
+class OrdinarySpec(Spec):
+    """`[ordinary]`: prompts outside of every lesson, whose answers are to stay as they are."""
+
+    prompts: str = ""
+    """A text file with one prompt a line; empty: the 64 short English ones that come with Tandem. Every fourth is for
+    the KL gate alone."""
+    written: int = Field(default=128, ge=0)
+    """So many more prompts are written by the model itself, before its first lesson."""
+    per_step: int = Field(default=32, ge=0)
+    """Each step of an `sft` job holds the model's own answers to so many of them; 0: none. A model made from scratch
+    (`model.preset`) has no answers that are worth keeping, and holds none."""
+    weight: float = Field(default=1.0, gt=0)
+    """Of what holds them: the KL divergence from the version before, over the whole vocabulary, at each of their
+    tokens. The lesson's loss has weight 1."""
+    max_tokens: int = Field(default=40, ge=1)
+    """Tokens of such an answer, at most. They are sampled once, before the first lesson."""
 
 
 class UpdatesSpec(Spec):

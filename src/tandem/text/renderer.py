@@ -102,6 +102,13 @@ class Renderer:
             raise TemplateError("model: its chat template writes no tools, so the model would never hear of them")
         return self.encode(text)
 
+    def user_opening(self) -> list[int]:
+        """What stands before a conversation's first user message."""
+        text, found, _ = self._render([{"role": "user", "content": _SENTINEL}], False).partition(_SENTINEL)
+        if not found:
+            raise TemplateError("model: its chat template drops the user's message")
+        return self.encode(text)
+
     def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]:
         """What stands between a sampled turn that ended with `last_id` and the next one: new messages and markers."""
         ids = self.encode(self._after_assistant(messages, opens_next=True, tools=tools))

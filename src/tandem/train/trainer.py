@@ -178,9 +178,15 @@ class PolicyTrainer:
         """`refuse_first`: backward moves weights, so whatever speaks against that is looked at before."""
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = _Gap()
-        computed = sum(len(micro.target_N) for micro in batch.micro)
+        computed = sum(len(micro.target_N) for micro in batch.micro if not micro.hold)
         for micro in batch.micro:
             self.on_micro_batch()
+            if micro.hold:
+                loss = micro.hold * self._policy.divergence(micro).sum()
+                sums["loss/held"] += loss.item()
+                sums["loss/total"] += loss.item()
+                loss.backward()
+                continue
             if self._algorithm.needs_reference:
                 micro.reference_N = self._policy.reference_logprobs(micro, **self._sampling)
             with self._memory.forward(micro):
