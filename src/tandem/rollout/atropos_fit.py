@@ -47,7 +47,7 @@ def samplings_said(data: ScoredData) -> SampledAt:
 
 
 def check_samplings(samplings: SampledAt, trainer: Mapping[str, Any], place: str) -> None:
-    """The trainer computes logprobs anew, under its own sampling: those of another one cannot be compared with it.
+    """The trainer computes logprobs again, under its own sampling: those of another one cannot be compared with it.
     `trainer`: what it registered beside its spec."""
     if not isinstance(own := cast("dict[str, float] | None", trainer.get("sampling")), dict):
         return

@@ -10,7 +10,7 @@ A body of type `application/x-tandem-groups` is one frame after another, and a f
 
 The JSON form is `GroupJson`: the same heads, with `ids`, `logprobs` and `trained` in each trajectory. It is stored as
 a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled, -2 one of which
-nobody knows what version sampled it.
+what version sampled it is not known.
 """
 
 from __future__ import annotations

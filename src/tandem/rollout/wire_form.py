@@ -96,7 +96,7 @@ class WireGroup:
     """The lowest version of any token; NO_VERSION where everything is recorded data."""
     newest: int
     unknown: int = 0
-    """Tokens that something sampled, nobody knows which version."""
+    """Tokens that something sampled, by an unknown version."""
 
 
 _WHERE = re.compile(r"(.*?)(?: - at `\$(.*)`)?$", re.DOTALL)
