@@ -20,7 +20,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -194,6 +194,14 @@ def owned(directory: Path) -> Generator[None]:
         yield
     finally:
         os.close(lock)
+
+
+@contextmanager
+def read_only(directory: Path) -> Generator[sqlite3.Connection]:
+    """Yield a connection that reads a store, also beside the process that owns it."""
+    place = (directory / "index.sqlite3").resolve()
+    with closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", uri=True)) as connection:
+        yield connection
 
 
 def _own(directory: Path) -> int:

@@ -15,7 +15,6 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tandem.errors import Conflict, KeyReused, NotKnown, QueueFull
-from tandem.io.durable import Durable
+from tandem.io.durable import Durable, read_only
 from tandem.online.wire import Sequence1, Teaching
 
 JobState: TypeAlias = Literal["queued", "running", "publishing", "published", "rejected", "failed", "cancelled"]
@@ -53,8 +52,7 @@ _SCHEMA = [
 
 def active_version(directory: Path) -> int:
     """Return which version is the active one, read beside a server that may own the store."""
-    place = (directory / "index.sqlite3").resolve()
-    with closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", uri=True)) as connection:
+    with read_only(directory) as connection:
         return int(connection.execute("SELECT value FROM numbers WHERE name = 'active'").fetchone()[0])
 
 

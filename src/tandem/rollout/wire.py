@@ -9,8 +9,8 @@ A body of type `application/x-tandem-groups` is one frame after another, and a f
     trained   uint8[N]                                            1 where the loss counts, else 0
 
 The JSON form is `GroupJson`: the same heads, with `ids`, `logprobs` and `trained` in each trajectory. It is stored as
-a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled, -2 one of which
-what version sampled it is not known.
+a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled, -2 one whose
+version is not known.
 """
 
 from __future__ import annotations
