@@ -24,7 +24,7 @@ from torch import Tensor
 from common import note, table
 from tandem.optim.adamw import AdamW
 from tandem.optim.apollo import Apollo
-from tandem.optim.rule import Rule, Slot
+from tandem.optim.update_rule import Rule, Slot
 from tandem.spec.optim import AdamWSpec, ApolloMiniSpec, ApolloSpec
 
 WORDS, FOLLOWERS, LETTERS = 128, 4, 26

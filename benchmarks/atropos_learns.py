@@ -54,7 +54,7 @@ lr = {lr}
 
 def logged(role: str, log: str, arguments: Sequence[str]) -> None:
     """`tandem` with what the engine samples, or what the trainer takes, written to a file."""
-    from tandem.cli import app
+    from tandem.cli.main import app
 
     out = Path(log).open("a", buffering=1)  # noqa: SIM115 - for as long as the process lives
 
@@ -62,7 +62,7 @@ def logged(role: str, log: str, arguments: Sequence[str]) -> None:
         out.write(json.dumps(row) + "\n")
 
     if role == "engine":
-        from tandem.engine.hf import EmbeddedEngine
+        from tandem.engine.hf.engine import EmbeddedEngine
 
         generate = EmbeddedEngine.generate
 
@@ -74,7 +74,7 @@ def logged(role: str, log: str, arguments: Sequence[str]) -> None:
 
         EmbeddedEngine.generate = generating  # pyright: ignore[reportAttributeAccessIssue]
     else:
-        from tandem.rollout.remote_store import RemoteStore
+        from tandem.rollout.remote.trainer_store import RemoteStore
 
         take = RemoteStore.take
 
@@ -94,7 +94,7 @@ def logged(role: str, log: str, arguments: Sequence[str]) -> None:
 
 def play(directory: Path, lag: int, seed: int, steps: int) -> dict[str, Any]:
     from tandem.model.presets import make_model
-    from tandem.recipes import atropos
+    from tandem.recipes import atropos_run
     from tandem.spec.load import load_spec
     from tandem.text.tokenizer import byte_tokenizer
 
@@ -106,22 +106,22 @@ def play(directory: Path, lag: int, seed: int, steps: int) -> dict[str, Any]:
     spec.write_text(
         SPEC.format(seed=seed, model=model, python=PYTHON, environment=ENVIRONMENT, steps=steps, lag=lag, lr=LR)
     )
-    commands = {"engine": atropos._engine_command, "trainer": atropos._trainer_command}  # pyright: ignore[reportPrivateUsage]
+    commands = {"engine": atropos_run._engine_command, "trainer": atropos_run._trainer_command}  # pyright: ignore[reportPrivateUsage]
     for role, command in commands.items():
 
         def watched(plan: Any, role: str = role, command: Any = command) -> list[str]:
             program, _, _, *rest = command(plan)
             return [program, str(Path(__file__).resolve()), "--as", role, str(directory / f"{role}.jsonl"), *rest]
 
-        setattr(atropos, f"_{role}_command", watched)
+        setattr(atropos_run, f"_{role}_command", watched)
     error = ""
     try:
-        atropos.run_atropos(load_spec(spec), directory / "run", tell=lambda text: None)
+        atropos_run.run_atropos(load_spec(spec), directory / "run", tell=lambda text: None)
     except Exception as failed:  # noqa: BLE001 - a run that fails is a row of the table
         error = f"{type(failed).__name__}: {failed}"
     finally:
         for role, command in commands.items():
-            setattr(atropos, f"_{role}_command", command)
+            setattr(atropos_run, f"_{role}_command", command)
     return measured(directory, error)
 
 

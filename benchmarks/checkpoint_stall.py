@@ -45,7 +45,7 @@ def spec_of(home: Path, preset: str, steps: int) -> dict[str, Any]:
 def measured(home: Path, preset: str, steps: int) -> dict[str, float]:
     """Seconds, of the run after its first save."""
     from tandem import recipes
-    from tandem.obs.live import LiveView
+    from tandem.obs.live_view import LiveView
     from tandem.spec.load import parse_spec
 
     home.mkdir()

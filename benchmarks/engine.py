@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from common import note, table
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.model.presets import make_model
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer

@@ -28,10 +28,10 @@ from typing import Any
 
 from common import note, table
 from tandem.rollout.episode import Setting
-from tandem.rollout.nursery import Order
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.store import MemoryStore
-from tandem.rollout.workers import WorkerEnvironment
+from tandem.rollout.workers.forkserver_client import Order
+from tandem.rollout.workers.pool import WorkerEnvironment
 from tandem.types import Completion, Outcome, Sampling, Span, Task
 
 REPLY_S, ROOM = 0.25, 16

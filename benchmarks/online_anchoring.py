@@ -76,7 +76,7 @@ class Bench:
         self.lesson: list[Pair] = [
             (self.prompt(fact.question.text), [*self.encode(fact.answer), self.end]) for fact in FACTS
         ]
-        listed = resources.files("tandem.online").joinpath("ordinary.txt").read_text().splitlines()
+        listed = resources.files("tandem.online").joinpath("ordinary_prompts.txt").read_text().splitlines()
         gate = [self.prompt(text) for text in listed[3::4]]
         own = [self.prompt(text) for number, text in enumerate(listed) if number % 4 != 3]
         self.gate: list[Pair] = list(zip(gate, self.answers(gate, 16, 1.0), strict=True))

@@ -222,7 +222,8 @@ CANDIDATES = [
     Question("What is the main ingredient of bread?", r"flour|wheat"),
     Question("What drink is made from grapes?", r"\bwine\b|grape juice"),
 ]
-"""Of these a model is asked what it knows. None is in the list that Tandem holds (src/tandem/online/ordinary.txt)."""
+"""Of these a model is asked what it knows. None is in the list that Tandem holds
+(src/tandem/online/ordinary_prompts.txt)."""
 NUM_ORDINARY, SAMPLES, TEMPERATURE = 20, 8, 0.7
 
 Asks = Callable[[list[str], float, int], list[str]]

@@ -101,15 +101,15 @@ def torn_tokens(told: list[dict[str, Any]], server: OnlineServer) -> tuple[int, 
     """Of so many tokens, and how many answers cross an update: each is scored with the weights of its own version."""
     import torch
 
-    from tandem.online.versions import VersionStore
-    from tandem.recipes import build_online
+    from tandem.build import online
+    from tandem.online.version_store import VersionStore
     from tandem.spec.online import load_online_spec
-    from tandem.train.pack import plain_row
+    from tandem.train.batch_packing import plain_row
 
     class NoEngine:
         version, receivers = 0, 1
 
-    parts = build_online.parts(load_online_spec(server.spec), NoEngine())  # type: ignore[arg-type]
+    parts = online.parts(load_online_spec(server.spec), NoEngine())  # type: ignore[arg-type]
     store = VersionStore(server.data_dir / "versions")
     torn = total = crossing = 0
     loaded = {version: store.load(version).held for version in store.known()}

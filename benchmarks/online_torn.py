@@ -37,10 +37,10 @@ TOKENS = 200
 
 def trainer(fd: int) -> None:
     import votes
-    from tandem.online.engine_end import EngineAcross
-    from tandem.online.half import Parts, TrainerHalf
-    from tandem.online.peer import Peer
-    from tandem.recipes import build_online
+    from tandem.build import online as build_online
+    from tandem.online.engine_proxy import EngineAcross
+    from tandem.online.rpc import Peer
+    from tandem.online.trainer_worker import Parts, TrainerHalf
 
     class Votes:
         def __init__(self, parts: Parts, version: int) -> None:
@@ -69,7 +69,7 @@ def trainer(fd: int) -> None:
 def server(home: Path) -> None:
     """The server half, with that trainer half."""
     from tandem.recipes import online
-    from tandem.serve.run import Listen
+    from tandem.serve.http.run import Listen
     from tandem.spec.online import parse_online_spec
 
     online._TRAINER = (sys.executable, __file__, "--trainer")  # pyright: ignore[reportPrivateUsage]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from common import note, table
-from tandem.online.updates import Held
-from tandem.online.versions import VersionStore, Written
-from tandem.optim.master import Split
+from tandem.online.version_store import VersionStore, Written
+from tandem.online.weight_deltas import Held
+from tandem.optim.master_weights import Split
 
 VERSIONS = 10
 ROWS, LENGTH = 8, 128
@@ -69,15 +69,15 @@ class Row:
 def real(lr: float) -> Learner:
     """The tiny preset in bf16 with a split master, on pieces of this project's documentation."""
     from tandem.algo import sft
+    from tandem.model.cast_precision import narrow
     from tandem.model.policy import CausalPolicy
-    from tandem.model.precision import narrow
     from tandem.model.presets import make_model
-    from tandem.ops.sizes import shares_never
+    from tandem.ops.byte_sizes import shares_never
     from tandem.optim.adamw import AdamW
     from tandem.optim.optimizer import Optimizer
     from tandem.spec.optim import AdamWSpec
     from tandem.text.tokenizer import byte_tokenizer
-    from tandem.train.pack import make_batch
+    from tandem.train.batch_packing import make_batch
     from tandem.train.trainer import PolicyTrainer
     from tandem.types import Trajectory
 

@@ -19,10 +19,10 @@ from common import note, table
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
+from tandem.ops.byte_sizes import shares_never
 from tandem.ops.packed_attention import pack
-from tandem.ops.sizes import shares_never
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import Batch, Group, MicroBatch, Totals, Trajectory
 
 BATCH, ROUNDS, LONGEST = 32, 5, 1024

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:  # in a process of its own: the memory of a child counts from its parent's
-        from tandem.recipes.shapes import random_checkpoint
+        from tandem.recipes.random_checkpoints import random_checkpoint
 
         random_checkpoint(SMOLLM2, arguments.make)
         return

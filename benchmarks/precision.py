@@ -16,16 +16,16 @@ from torch import Tensor
 
 from common import note, table
 from tandem.algo import sft
+from tandem.model.cast_precision import narrow
 from tandem.model.policy import CausalPolicy
-from tandem.model.precision import narrow
 from tandem.model.presets import make_model
-from tandem.ops.sizes import shares_never
-from tandem.optim import master as masters
+from tandem.ops.byte_sizes import shares_never
+from tandem.optim import master_weights as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
 from tandem.spec.optim import AdamWSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import Batch, Trajectory
 

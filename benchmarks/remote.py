@@ -13,8 +13,8 @@ import sys
 import time
 
 from common import note, table
-from tandem.engine.remote import RemoteEngine
-from tandem.io.engine_wire import decoded, encoded
+from tandem.engine.remote.engine import RemoteEngine
+from tandem.io.engine_messages import decoded, encoded
 from tandem.types import Sampling
 
 TOKENS, TIMES, PAUSE_S = 64, 5, 0.002

@@ -30,8 +30,9 @@ from typing import Any
 import msgspec
 
 from common import note, table
-from tandem.rollout import wire, wire_lease
-from tandem.rollout.wire_form import PREFIX
+from tandem.rollout.remote import lease_codec
+from tandem.rollout.wire import codec
+from tandem.rollout.wire.schema import PREFIX
 from tandem.types import Trajectory
 
 JSON = "application/json"
@@ -120,13 +121,13 @@ class Bodies:
     """Posts of `many` groups; each differs from all others in its ids."""
 
     def __init__(self, many: int, kind: str, tokens: int = 1024) -> None:
-        made = [wire.encode(group(tokens=tokens)) for _ in range(min(many, 16))]
+        made = [codec.encode(group(tokens=tokens)) for _ in range(min(many, 16))]
         self.kind, self.many, self.tokens = kind, many, tokens
         frames = [bytes(made[number % len(made)].frame) for number in range(many)]
         self.head = PREFIX.size + PREFIX.unpack_from(frames[0])[1]
         self.size = len(frames[0])
         if kind == JSON:
-            groups = [wire.to_json(frame) for frame in frames]
+            groups = [codec.to_json(frame) for frame in frames]
             groups[0].trajectories[0].ids[0] = 1000_0000
             self.text = msgspec.json.encode({"groups": groups}).replace(b"10000000", b"%06d", 1)
         else:
@@ -172,22 +173,22 @@ def posts_per_s(many: int, kind: str, *, lanes: int, seconds: float) -> tuple[fl
         return len(done) * many / (time.perf_counter() - started), statistics.median(done) * 1000
 
 
-def take_ms(groups: int, tokens: int, *, rounds: int = 7, accept: str = wire.BINARY) -> tuple[float, float, float]:
+def take_ms(groups: int, tokens: int, *, rounds: int = 7, accept: str = codec.BINARY) -> tuple[float, float, float]:
     """Milliseconds from asking for a batch to holding it: median and slowest; and its MB."""
     with temporary() as directory, Service(directory) as service:
         client = service.client
         epoch = register(client, per_step=groups)
         taken: list[float] = []
         size = 0
-        body = Bodies(groups, wire.BINARY, tokens).next()
+        body = Bodies(groups, codec.BINARY, tokens).next()
         for _ in range(rounds):
-            client.post("/v2/groups?environment=1", body, wire.BINARY)
+            client.post("/v2/groups?environment=1", body, codec.BINARY)
             started = time.perf_counter()
             answer = client.post("/v2/leases", {"epoch": epoch, "groups": groups}, accept=accept)
             taken.append((time.perf_counter() - started) * 1000)
             size = len(answer)
-            if accept == wire.BINARY:
-                lease = wire_lease.decode_lease(answer)
+            if accept == codec.BINARY:
+                lease = lease_codec.decode_lease(answer)
                 assert len(lease.groups) == groups
                 client.post("/v2/ack", {"epoch": epoch, "leases": [lease.id]})
             client.post("/v2/release", {"epoch": epoch, "count": groups})
@@ -229,18 +230,18 @@ def long_queue(queued: int) -> list[list[str]]:
         with Service(directory) as service:
             client = service.client
             epoch = register(client)
-            before, bodies = service.memory_mib(), Bodies(50, wire.BINARY)
+            before, bodies = service.memory_mib(), Bodies(50, codec.BINARY)
             others, beside = Others(service), Others(idle)
             for _ in range(queued // 50):
-                client.post("/v2/groups?environment=1", bodies.next(), wire.BINARY)
+                client.post("/v2/groups?environment=1", bodies.next(), codec.BINARY)
             filling, nothing = others.end(), beside.end()
             each = (service.memory_mib() - before) / queued
             others = Others(service)
             forming: list[float] = []
             for _ in range(20):
                 started = time.perf_counter()
-                lease = wire_lease.decode_lease(
-                    client.post("/v2/leases", {"epoch": epoch, "groups": 8}, accept=wire.BINARY)
+                lease = lease_codec.decode_lease(
+                    client.post("/v2/leases", {"epoch": epoch, "groups": 8}, accept=codec.BINARY)
                 )
                 forming.append((time.perf_counter() - started) * 1000)
                 client.post("/v2/ack", {"epoch": epoch, "leases": [lease.id]})
@@ -272,9 +273,9 @@ def in_ms(times: list[float]) -> str:
 
 def form_ms(queued: int) -> float:
     """Of the event loop's own time: choosing the groups of a batch, in a queue of that length. Slowest of 20."""
-    from tandem.io.segments import Place
-    from tandem.rollout.queue_state import Entry, EnvironmentState, QueueState
-    from tandem.rollout.queue_types import EnvironmentSpec, TrainerSpec
+    from tandem.io.append_only_segments import Place
+    from tandem.rollout.queue.state import Entry, EnvironmentState, QueueState
+    from tandem.rollout.queue.types import EnvironmentSpec, TrainerSpec
 
     state = QueueState()
     state.trainer = TrainerSpec("bench", groups_per_step=8, max_lag=1)
@@ -308,9 +309,9 @@ def temporary() -> Iterator[Path]:
 def posts(seconds: float) -> list[list[str]]:
     rows: list[list[str]] = []
     for name, many, kind, lanes in (
-        ("binary, 64 groups a post, 3 at a time", 64, wire.BINARY, 3),
-        ("binary, 16 groups a post, 4 at a time", 16, wire.BINARY, 4),
-        ("binary, 1 group a post, 8 at a time", 1, wire.BINARY, 8),
+        ("binary, 64 groups a post, 3 at a time", 64, codec.BINARY, 3),
+        ("binary, 16 groups a post, 4 at a time", 16, codec.BINARY, 4),
+        ("binary, 1 group a post, 8 at a time", 1, codec.BINARY, 8),
         ("JSON, 8 groups a post, 2 at a time", 8, JSON, 2),
         ("JSON, 1 group a post, 8 at a time", 1, JSON, 8),
     ):
@@ -322,9 +323,9 @@ def posts(seconds: float) -> list[list[str]]:
 def takes() -> list[list[str]]:
     rows: list[list[str]] = []
     for name, groups, tokens, accept, most in (
-        ("64 x 1024, binary", 8, 1024, wire.BINARY, "10"),
+        ("64 x 1024, binary", 8, 1024, codec.BINARY, "10"),
         ("64 x 1024, JSON", 8, 1024, JSON, ""),
-        ("64 x 32768, binary", 8, 32768, wire.BINARY, "300"),
+        ("64 x 32768, binary", 8, 32768, codec.BINARY, "300"),
     ):
         median, slowest, size = take_ms(groups, tokens, accept=accept)
         rows.append([name, f"{median:.1f}", f"{slowest:.1f}", f"{size:.1f}", most])

@@ -26,7 +26,8 @@ from typing import Any
 
 from common import table
 from rollouts import Service, temporary
-from tandem.rollout import wire, wire_lease
+from tandem.rollout.remote import lease_codec
+from tandem.rollout.wire import codec
 from tandem.types import Trajectory
 
 Headers = dict[str, str]
@@ -58,7 +59,7 @@ class Calls:
         self.service: Service | None = None
 
     def post(self, path: str, body: bytes | dict[str, Any], *, accept: str = JSON) -> tuple[int, bytes]:
-        kind, content = (wire.BINARY, body) if isinstance(body, bytes) else (JSON, json.dumps(body).encode())
+        kind, content = (codec.BINARY, body) if isinstance(body, bytes) else (JSON, json.dumps(body).encode())
         headers = {"Content-Type": kind, "Accept": accept, "Idempotency-Key": uuid.uuid4().hex}
         while True:
             try:
@@ -87,7 +88,7 @@ class Calls:
 
 def group(name: str, **head: Any) -> bytes:
     one = Trajectory([1, 2, 3, 4], [False, True, True, True], [0.0, -1.0, -1.0, -1.0], [-1, 0, 0, 0], task_id=name)
-    return bytes(wire.encode([one, one], environment=1, **head).frame)
+    return bytes(codec.encode([one, one], environment=1, **head).frame)
 
 
 def poster(place: list[Service], told: Told, number: int) -> None:
@@ -132,7 +133,7 @@ class Trainer:
     def step(self) -> None:
         count = 1 if self.told.draining else 8
         status, answer = self.calls.post(
-            "/v2/leases", {"epoch": self.epoch, "groups": count, "wait_s": 0.3}, accept=wire.BINARY
+            "/v2/leases", {"epoch": self.epoch, "groups": count, "wait_s": 0.3}, accept=codec.BINARY
         )
         if status == 204:
             self.empty += self.told.draining  # nothing came for a while: it is drained
@@ -142,11 +143,11 @@ class Trainer:
             self.empty = 99
             return
         self.empty = 0
-        lease = wire_lease.decode_lease(answer)
+        lease = lease_codec.decode_lease(answer)
         if self.killed():
             return
         for each in lease.groups:  # the step, and the checkpoint that holds it
-            self.told.trained[wire.decode(each.frame)[0].task_id] += 1
+            self.told.trained[codec.decode(each.frame)[0].task_id] += 1
             self.checkpoint.add(each.id)
         if self.killed():
             return

@@ -124,12 +124,12 @@ def newest(run_dir: Path) -> int:
 
 def trial(home: Path, spec: dict[str, Any], *, kills: int, seed: int) -> Told:
     """Kills runs of one spec, `kills` times in all."""
-    import tandem.recipes.build
-    import tandem.recipes.build_engine
+    import tandem.build.joined_engines
+    import tandem.build.training
     import tandem.recipes.rl
     import tandem.recipes.sft
     import tandem.train.trainer  # noqa: F401 - once, and not in every attempt
-    from tandem.runs.resume import digest_run
+    from tandem.runs.run_ending import digest_run
 
     rng, told = random.Random(seed), Told()
     home.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def trial(home: Path, spec: dict[str, Any], *, kills: int, seed: int) -> Told:
 
 def digest_or_error(run_dir: Path) -> object:
     from tandem.errors import TandemError
-    from tandem.runs.resume import digest_run
+    from tandem.runs.run_ending import digest_run
 
     try:
         return digest_run(run_dir)

@@ -84,11 +84,11 @@ def spec_of(mode: str, model: Path, engine: Mapping[str, Any]) -> Any:
 def train(mode: str, home: Path, number: int, version: int, engine: Mapping[str, Any]) -> int:
     journal = Journal(home / f"trainer-{number}.jsonl")
     logging.getLogger("tandem").addHandler(journal)
+    from tandem.build import training
     from tandem.errors import TandemError
-    from tandem.recipes import build
 
     spec = spec_of(mode, home / "model", engine)
-    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
+    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     try:
         asyncio.run(publish_for_ever(spec, model, home, number, version, journal))
     except TandemError as error:
@@ -98,22 +98,22 @@ def train(mode: str, home: Path, number: int, version: int, engine: Mapping[str,
 
 
 async def publish_for_ever(spec: Any, model: Any, home: Path, number: int, version: int, journal: Journal) -> None:
+    from tandem.build import joined_engines, training
     from tandem.engine.pool import EnginePool
-    from tandem.engine.server import ServerEngine, Standing
+    from tandem.engine.server.engine import ServerEngine, Standing
     from tandem.errors import EngineError, SyncError
-    from tandem.recipes import build, build_engine
 
     own = home / f"run-{number}"
-    bridge = build_engine.bridge(spec, model, own, home / "model")
+    bridge = joined_engines.bridge(spec, model, own, home / "model")
     if spec.engine.url:
         place = Standing(spec.engine.url, Path(spec.engine.token_file))
         shares = spec.sync.bridge == "shared"
         engine = EnginePool([ServerEngine(place, deadline_s=DEADLINE_S, shares_memory=shares, lease_s=LEASE_S)])
     else:
-        engine = build_engine.outside(spec, model, own, home / "model")
-    joined = build_engine.Joined(engine, bridge, spec.sync.retries)
-    publisher = build_engine.publisher(joined, model, spec.sync.deadline_s, build.caller(False))
-    trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, spec.seed)
+        engine = joined_engines.outside(spec, model, own, home / "model")
+    joined = joined_engines.Joined(engine, bridge, spec.sync.retries)
+    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
+    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     rng = random.Random(version)
     announce(model, trainer, 0, journal)  # what an engine serves from the start
     trainer.version = version
@@ -152,7 +152,7 @@ def announce(model: Any, trainer: Any, version: int, journal: Journal) -> None:
     import torch
 
     from tandem.ops.digest import fingerprints
-    from tandem.ops.tensors import live_tensors
+    from tandem.ops.module_tensors import live_tensors
 
     adapters = any(".lora_" in name for name, _ in model.policy.module.named_parameters())
     tensors = trainer.base() if adapters else live_tensors(model.policy.module)

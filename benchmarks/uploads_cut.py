@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem.errors import ArtifactError
 from tandem.runs.artifacts import ArtifactStore
-from tandem.runs.retry import Limits
+from tandem.runs.storage_retry import Limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from object_server import ObjectServer, served

@@ -22,7 +22,7 @@ from typing import Any
 
 import tandem
 from common import note, table
-from tandem.obs.sync_text import AT_THE_TRAINER
+from tandem.obs.sync_report import AT_THE_TRAINER
 from tandem.spec.load import parse_spec
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.runs.failures import kinds, rules
+from tandem.runs.failure_diagnosis import kinds, rules
 
 PAGE = Path(__file__).with_name("failures.md")
 BEGIN, END = "<!-- written by docs/make_failures.py -->\n", "<!-- end -->\n"

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
-from tandem import cli
+from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.spec.load import parse_spec
 
@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
-# In backticks, or in a link: src/tandem/loop.py, tests/unit, docs/LOG.md, examples/quickstart.toml, train/pack.py.
+# In backticks, or in a link: src/tandem/loop.py, tests/unit, docs/LOG.md, examples/quickstart.toml,
+# train/batch_packing.py.
 PATH = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]*)`|`((?:[a-z_]+/)+[a-z_]+\.py)`")
 MACHINE = re.compile(r"/(?:work|tmp|root|home)/\w+")
 
@@ -122,7 +123,7 @@ def test_the_readme_s_own_spec_is_fifteen_lines_or_fewer_of_substance():
 
 # --- commands
 
-APP = typer.main.get_command(cli.app)
+APP = typer.main.get_command(app)
 
 
 def command_lines(text: str) -> Iterator[str]:

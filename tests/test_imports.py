@@ -26,13 +26,13 @@ LAYERS = (
     ("spec",),
     ("protocols", "obs", "io", "ops"),
     ("text", "env", "data", "algo", "optim", "model", "bridge", "engine"),
-    ("rollout", "train", "inside"),
+    ("rollout", "train", "vllm_worker"),
     ("publish",),
     ("loop", "runs", "online"),
     ("serve",),
+    ("build",),
     ("recipes",),
-    ("cli_options",),
-    ("cli", "cli_artifacts", "cli_atropos", "cli_engine", "cli_online", "cli_sync", "__init__", "__main__"),
+    ("cli", "__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -41,33 +41,18 @@ SIDEWAYS = {
     ("obs", "io"),
     ("ops", "protocols"),
     ("__main__", "cli"),
-    ("cli", "cli_sync"),
-    ("cli", "cli_artifacts"),
-    ("cli", "cli_atropos"),
-    ("cli", "cli_engine"),
-    ("cli", "cli_online"),
 }
 
-# Concrete classes: behind protocols.py, and named by recipes/build*.py alone; in an engine's process, by inside/.
+# Concrete classes: behind protocols.py, and named by build/ alone; in vLLM's worker processes, by vllm_worker/.
 CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
-COMPOSITION_ROOT = (
-    "recipes/build.py",
-    "recipes/build_alone.py",
-    "recipes/build_engine.py",
-    "recipes/build_online.py",
-)
+COMPOSITION_ROOT = "build"
 
 HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm"}
 LIGHT = (
+    "cli/",
     "spec/",
     "runs/",
     "serve/runs.py",
-    "cli.py",
-    "cli_artifacts.py",
-    "cli_engine.py",
-    "cli_online.py",
-    "cli_options.py",
-    "cli_sync.py",
     "__init__.py",
     "__main__.py",
     "errors.py",
@@ -95,6 +80,11 @@ def imports(package: Path) -> list[Import]:
 
 def _of_file(path: Path, file: str) -> Iterator[Import]:
     package = ["tandem", *Path(file).parts[:-1]]
+    root = path.parents[len(Path(file).parts) - 1]
+
+    def is_module(name: str) -> bool:
+        target = root.joinpath(*name.split(".")[1:])
+        return target.is_dir() or target.with_suffix(".py").exists()
 
     def walk(node: ast.AST, at_module_level: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -105,8 +95,9 @@ def _of_file(path: Path, file: str) -> Iterator[Import]:
                 above = package[: len(package) + 1 - child.level] if child.level else []
                 module = ".".join([*above, *filter(None, [child.module])])
                 # `from tandem import io` names a part as well as `import tandem.io` does.
-                names = [f"{module}.{alias.name}" for alias in child.names] if module == "tandem" else [module]
-                for name in names:
+                for alias in child.names:
+                    full = f"{module}.{alias.name}"
+                    name = full if module == "tandem" or (module.startswith("tandem.") and is_module(full)) else module
                     yield Import(file, child.lineno, name, at_module_level)
             elif _imports_by_name(child):
                 module = child.args[0].value
@@ -135,7 +126,7 @@ def part_of(file: str) -> str:
 
 
 def violations(package: Path) -> list[str]:
-    """One line for each import that points up or sideways, or at a class that only build.py may name."""
+    """One line for each import that points up or sideways, or at a class that only build/ may name."""
     found: list[str] = []
     for each in imports(package):
         where, importer = f"{each.file}:{each.line} imports {each.module}", part_of(each.file)
@@ -155,8 +146,8 @@ def violations(package: Path) -> list[str]:
             found.append(f"{where}: up")
         elif LAYER[imported] == LAYER[importer] and (importer, imported) not in SIDEWAYS:
             found.append(f"{where}: sideways")
-        elif imported in CONCRETE and each.file not in COMPOSITION_ROOT and importer != "inside":
-            found.append(f"{where}: only {COMPOSITION_ROOT[0]} names concrete classes")
+        elif imported in CONCRETE and importer not in (COMPOSITION_ROOT, "vllm_worker"):
+            found.append(f"{where}: only {COMPOSITION_ROOT}/ names concrete classes")
     return sorted(set(found))
 
 
@@ -174,22 +165,30 @@ def test_the_page_of_concepts_has_every_layer_in_this_order():
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", page, re.M))
     told = {part: int(number) for number, row in rows.items() for part in re.findall(r"`(\w+)`", row)}
     order = sorted(told, key=lambda part: told[part])
-    ours = {part: LAYER[part] for part in LAYER if not part.startswith(("cli_", "__"))}
+    ours = {part: LAYER[part] for part in LAYER if not part.startswith("__")}
     assert told.keys() == ours.keys()
     assert [ours[part] for part in order] == sorted(ours.values())
 
 
 def test_the_reader_sees_the_imports_that_are_there():
     found = imports(PACKAGE)
-    lazy = [each for each in found if each.module == "tandem.engine.hf"]
-    assert {(each.file, each.at_module_level) for each in lazy} == {("recipes/build_alone.py", False)}
+    lazy = [each for each in found if each.module == "tandem.engine.hf.engine"]
+    assert {(each.file, each.at_module_level) for each in lazy} == {("build/standalone_engines.py", False)}
     assert ("protocols.py", "torch", False) in {(e.file, e.module, e.at_module_level) for e in found}
     assert sum(each.module.startswith("tandem.") for each in found) > 200
 
 
 PLANTED = {
-    "upward": ("io/atomic.py", "from tandem.runs.run import Run", "io/atomic.py:1 imports tandem.runs.run: up"),
-    "sideways": ("bridge/disk.py", "import tandem.engine.hf", "bridge/disk.py:1 imports tandem.engine.hf: sideways"),
+    "upward": (
+        "io/atomic_write.py",
+        "from tandem.runs.run import Run",
+        "io/atomic_write.py:1 imports tandem.runs.run: up",
+    ),
+    "sideways": (
+        "bridge/disk.py",
+        "import tandem.engine.hf.engine",
+        "bridge/disk.py:1 imports tandem.engine.hf.engine: sideways",
+    ),
     "sideways in layer 2": ("io/x.py", "from tandem.obs import live", "io/x.py:1 imports tandem.obs: sideways"),
     "loop and runs": ("loop.py", "from tandem.runs.run import Run", "loop.py:1 imports tandem.runs.run: sideways"),
     "in a function": (
@@ -199,8 +198,8 @@ PLANTED = {
     ),
     "for an annotation": (
         "rollout/store.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tandem.serve.app import Service",
-        "rollout/store.py:3 imports tandem.serve.app: up",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tandem.serve.http.service import Service",
+        "rollout/store.py:3 imports tandem.serve.http.service: up",
     ),
     "relative": ("env/deep/er.py", "from ...text import renderer", "env/deep/er.py:1 imports tandem.text: sideways"),
     "relative to the package": ("io/x.py", "from .. import loop", "io/x.py:1 imports tandem.loop: up"),
@@ -211,15 +210,15 @@ PLANTED = {
         "import importlib\ndef f():\n    importlib.import_module('tandem.loop')",
         "spec/x.py:3 imports tandem.loop: up",
     ),
-    "a concrete class outside build.py": (
+    "a concrete class outside build/": (
         "recipes/rl.py",
-        "def f():\n    from tandem.engine.hf import EmbeddedEngine",
-        "recipes/rl.py:2 imports tandem.engine.hf: only recipes/build.py names concrete classes",
+        "def f():\n    from tandem.engine.hf.engine import EmbeddedEngine",
+        "recipes/rl.py:2 imports tandem.engine.hf.engine: only build/ names concrete classes",
     ),
     "a concrete class below the recipes": (
         "rollout/x.py",
         "from tandem.text.renderer import Renderer",
-        "rollout/x.py:1 imports tandem.text.renderer: only recipes/build.py names concrete classes",
+        "rollout/x.py:1 imports tandem.text.renderer: only build/ names concrete classes",
     ),
     "torch in a light file": (
         "spec/x.py",
@@ -243,9 +242,12 @@ def test_a_planted_violation_is_caught(tmp_path, file, text, violation):
 
 
 def test_what_is_allowed_is_not_called_a_violation(tmp_path):
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes/build.py").write_text("import torch\nfrom tandem.engine.hf import E\nfrom tandem import io")
-    (tmp_path / "cli.py").write_text(
+    for part in ("build", "cli"):
+        (tmp_path / part).mkdir()
+    (tmp_path / "build/training.py").write_text(
+        "import torch\nfrom tandem.engine.hf.engine import E\nfrom tandem import io"
+    )
+    (tmp_path / "cli/main.py").write_text(
         "def f():\n    import torch\n    from tandem import loop\n    from . import recipes"
     )
     (tmp_path / "types.py").write_text(
@@ -257,8 +259,9 @@ def test_what_is_allowed_is_not_called_a_violation(tmp_path):
 def test_the_light_parts_leave_torch_out_of_the_process():
     """Transitively, and for real: `tandem --help`, a refused spec and a service do not wait for torch."""
     script = (
-        "import json, sys; import tandem, tandem.cli, tandem.spec.load, tandem.runs.run, tandem.recipes; "
-        "import tandem.serve.engine, tandem.serve.online, tandem.serve.rollouts, tandem.serve.run; "
+        "import json, sys; import tandem, tandem.cli.main, tandem.spec.load, tandem.runs.run, tandem.recipes; "
+        "import tandem.serve.engine.service, tandem.serve.online.service, tandem.serve.rollouts.service; "
+        "import tandem.serve.http.run; "
         f"print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -352,13 +355,13 @@ THEIRS = {"torch", "triton", "vllm", "safetensors"}
 
 
 def foreign_files(package: Path) -> set[str]:
-    """Everything that is loaded from inside/ on, followed import by import."""
+    """Everything that is loaded from vllm_worker/ on, followed import by import."""
     known = imports(package)
     by_file: dict[str, list[str]] = {}
     for each in known:
         by_file.setdefault(each.file, []).append(each.module)
     here = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    seen, ahead = set[str](), [file for file in here if file.startswith("inside/")]
+    seen, ahead = set[str](), [file for file in here if file.startswith("vllm_worker/")]
     while ahead:
         file = ahead.pop()
         if file in seen:
@@ -368,33 +371,33 @@ def foreign_files(package: Path) -> set[str]:
             if module.startswith("tandem"):
                 path = module.removeprefix("tandem").lstrip(".").replace(".", "/")
                 ahead += [name for name in (f"{path}.py", f"{path}/__init__.py") if name in here]
-                ahead += [f"{path}/engine.py"] if f"{path}/engine.py" in here else []
     return seen
 
 
 def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_alone():
     foreign = foreign_files(PACKAGE)
-    assert {"inside/sources.py", "bridge/shared/engine.py", "bridge/shared/memory.py"} <= foreign
-    assert not any(file.endswith("trainer.py") for file in foreign)
+    assert {"vllm_worker/weight_sources.py", "bridge/shared/receiver.py", "bridge/shared/memory.py"} <= foreign
+    assert not foreign & {f"bridge/{file}.py" for file in ("collective/sender", "files/writer", "shared/sender")}
     needed = {
         each.module.split(".")[0]
         for each in imports(PACKAGE)
         if each.file in foreign and not (each.file == "protocols.py" and not each.at_module_level)
     }
     assert needed - sys.stdlib_module_names - {"tandem"} <= THEIRS
-    ours = {file for file in foreign if not file.startswith(("inside/", "bridge/"))}
+    ours = {file for file in foreign if not file.startswith(("vllm_worker/", "bridge/"))}
     assert ours <= {
         "errors.py",
-        "io/json_files.py",
+        "io/bounded_json.py",
         "types.py",
         "protocols.py",
         "ops/__init__.py",
-        "ops/copying.py",
-        "ops/devices.py",
+        "ops/batched_copy.py",
+        "ops/device_names.py",
         "ops/digest.py",
         "ops/digest_triton.py",
-        "ops/finite.py",
-        "ops/phases.py",
-        "ops/replay.py",
-        "ops/sampled.py",
+        "ops/finite_check.py",
+        "ops/option_report.py",
+        "ops/phase_timer.py",
+        "ops/cuda_graph.py",
+        "ops/vllm_token_protocol.py",
     }, ours

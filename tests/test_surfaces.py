@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import tandem
-from tandem import cli
+from tandem.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -72,7 +72,7 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from commands(command, f"{path} {name}".strip())
 
 
-COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+COMMANDS = dict(commands(typer.main.get_command(app)))
 FUNCTIONS = {
     name for name, module in tandem._API.items() if inspect.isfunction(getattr(importlib.import_module(module), name))
 }
@@ -125,14 +125,14 @@ def bare(text: str) -> str:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_every_word_that_the_source_says(name: str):
     """rich takes `[artifacts]` for a style, and shows nothing of it."""
-    shown = CliRunner().invoke(cli.app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     command = COMMANDS[name]
     told = [inspect.getdoc(inspect.unwrap(command.callback)), *(getattr(one, "help", "") for one in command.params)]
     assert [text for text in told if bare(text or "") not in bare(shown)] == []
 
 
 ALL_IMPORTED = """
-import tandem, tandem.recipes.build, tandem.train.pack, tandem.serve.app
+import tandem, tandem.build.training, tandem.train.batch_packing, tandem.serve.http.service
 for name in tandem._API:
     assert callable(getattr(tandem, name)), name
 """

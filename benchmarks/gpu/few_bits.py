@@ -20,9 +20,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import note, table
-from tandem.engine.hf import EmbeddedEngine
-from tandem.model import quantized
-from tandem.recipes import build
+from tandem.build import training
+from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.model import quantized_base
 from tandem.spec.model import LoraSpec, PathModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.text.tokenizer import byte_tokenizer
@@ -86,21 +86,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, rows = Path(folder) / "model", []
         save_model(path)
-        plain = build.model(PathModel(path=str(path)), Float32Precision(), 0, GPU)
+        plain = training.model(PathModel(path=str(path)), Float32Precision(), 0, GPU)
         exact = logits(plain.policy.module)
         del plain
         for base in ("exact", "int8", "nf4"):
             gc.collect()  # adapters and modules point at each other
             before = torch.cuda.memory_allocated()
             spec = PathModel(path=str(path), lora=LoraSpec(rank=16, base=base))
-            policy = build.model(spec, Bfloat16Precision(), 0, GPU).policy
+            policy = training.model(spec, Bfloat16Precision(), 0, GPU).policy
             held = (torch.cuda.memory_allocated() - before) / 1e9
             error = ((logits(policy.module) - exact).square().mean().sqrt() / exact.std()).item()
             gap = asyncio.run(engine_gap(policy))
             step = step_ms(policy)
-            merged = quantized.merged(policy.module).to(GPU).eval() if base != "exact" else policy.module
+            merged = quantized_base.merged(policy.module).to(GPU).eval() if base != "exact" else policy.module
             again = ((logits(merged) - logits(policy.module)).square().mean().sqrt() / exact.std()).item()
-            few = f"{quantized.share(policy.module):.0%}"
+            few = f"{quantized_base.share(policy.module):.0%}"
             rows.append([base, few, f"{held:.2f}", f"{error:.4f}", f"{gap:.4f}", f"{again:.4f}", f"{step:.0f}"])
             del policy, merged
     heads = ["base", "in few bits", "GB", "error", "gap, nats", "export's error", "8k tokens, ms"]

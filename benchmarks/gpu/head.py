@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.ops import score as ops
+from tandem.ops import fused_logprobs as ops
 
 DEVICE = "cuda"
 GB = 1e9

@@ -2,7 +2,8 @@
 
 The four linear layers of Qwen3-1.7B, 28 times with weights of their own, as one CUDA graph: without an adapter, and
 with one of rank 16 in one of `--slots`. As vLLM computes it (`theirs`), all of it on a second stream as vLLM does with
-VLLM_LORA_ENABLE_DUAL_STREAM (`aside`), and as inside/lora_layers.py does (`beside`), each with vLLM's block sizes, with
+VLLM_LORA_ENABLE_DUAL_STREAM (`aside`), and as vllm_worker/lora_layers.py does (`beside`), each with vLLM's block
+sizes, with
 that file's (`fit`), and with the best that were found for each kernel alone (`--search TOKENS`). Median of 20 replays.
 """
 
@@ -23,7 +24,7 @@ from vllm.lora.ops import triton_ops
 from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op, utils
 from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 
-from tandem.inside.lora_layers import fitting, linear_beside
+from tandem.vllm_worker.lora_layers import fitting, linear_beside
 
 LAYERS, RANK, REPLAYS = 28, 16, 20
 LINEARS = {

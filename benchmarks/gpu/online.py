@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import note, table
 from online_common import Asking, OnlineServer, events
-from tandem.recipes import build_alone
-from tandem.recipes.shapes import random_checkpoint
+from tandem.build import standalone_engines
+from tandem.recipes.random_checkpoints import random_checkpoint
 
 GIB = 2**30
 STREAMS, TOKENS, BACK = 8, 64, 10
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=["full", "lora"])
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--preset", default="", help="instead of a shape, and on the CPU: to try this script")
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, as for lora anyway: vLLM starts sooner")
     parser.add_argument("--share", type=float, default=0.4)

@@ -24,12 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import note, table
-from tandem.io.child import Child
+from tandem.build import standalone_engines, training
+from tandem.io.child_process import Child
 from tandem.io.jsonl import salvage_jsonl
-from tandem.recipes import build, build_alone
-from tandem.recipes.planning import plan_run
-from tandem.recipes.shapes import SHAPES, random_checkpoint
-from tandem.runs.calibration import machine, ram_gib
+from tandem.recipes.plan_run import plan_run
+from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
+from tandem.runs.planner.calibration import machine, ram_gib
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
@@ -155,7 +155,7 @@ def measure(name: str, case: dict[str, Any], device: str, python: str, out: Path
     home = ROOT / name.replace(" ", "-")
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    renderer = build.model(PresetModel(preset="tiny"), Float32Precision(), 0, "cpu").renderer
+    renderer = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, "cpu").renderer
     if "sft" in name:
         empty, _ = renderer.conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}])
         write_rows(home / "rows.jsonl", case, len(empty))
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words that a case's name must have, with commas")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--python", default=build_alone.default_python(), help="vLLM's interpreter")
+    parser.add_argument("--python", default=standalone_engines.default_python(), help="vLLM's interpreter")
     parser.add_argument("--budget-s", type=float, default=560.0, help="no case begins after so many seconds")
     parser.add_argument("--make", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -26,7 +26,7 @@ from standing import checkpoint_of
 
 from rollouts import Ways, arguments_of, start, timed
 from tandem.engine.pool import EnginePool
-from tandem.engine.server import ServerEngine, Standing
+from tandem.engine.server.engine import ServerEngine, Standing
 from tandem.types import Sampling
 
 

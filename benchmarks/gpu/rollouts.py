@@ -25,13 +25,13 @@ from typing import Any
 
 from standing import checkpoint_of
 
-from tandem.engine.http import HttpClient
-from tandem.engine.owned import Owned
-from tandem.engine.server import ServerEngine
-from tandem.engine.server_sent import server_sent
-from tandem.io.engine_wire import decoded, encoded
+from tandem.build import standalone_engines
+from tandem.engine.http.client import HttpClient
+from tandem.engine.http.server_sent_events import server_sent
+from tandem.engine.server.child_process import Owned
+from tandem.engine.server.engine import ServerEngine
+from tandem.io.engine_messages import decoded, encoded
 from tandem.protocols import Engine
-from tandem.recipes import build_alone
 from tandem.types import Completion, Sampling
 
 PROMPT, FINAL_ONLY = 128, 2
@@ -40,14 +40,14 @@ ROUTE = "/inference/v1/generate"
 
 def serve(arguments: argparse.Namespace) -> None:
     """`tandem engine serve`, but that no token ends a completion."""
-    from tandem.engine.vllm import VllmEngine
-    from tandem.engine.vllm_process import VllmOptions, VllmProcess
-    from tandem.inside.sources import open_source
-    from tandem.serve.app import create_app
-    from tandem.serve.engine import engine_service
-    from tandem.serve.run import Listen, serve_forever
+    from tandem.engine.vllm.engine import VllmEngine
+    from tandem.engine.vllm.process import VllmOptions, VllmProcess
+    from tandem.serve.engine.service import engine_service
+    from tandem.serve.http.run import Listen, serve_forever
+    from tandem.serve.http.service import create_app
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import load_tokenizer
+    from tandem.vllm_worker.weight_sources import open_source
 
     path, home, ids = str(arguments.checkpoint), arguments.home, vocabulary(arguments.checkpoint)
     context = PROMPT + arguments.tokens
@@ -215,7 +215,7 @@ async def of_each_way(ways: Ways, arguments: argparse.Namespace, found: dict[str
 def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from sync import VERSIONS, difference, gap, move, spec_of
 
-from tandem.recipes import build, build_alone, build_engine
-from tandem.recipes.shapes import random_checkpoint
+from tandem.build import joined_engines, standalone_engines, training
+from tandem.recipes.random_checkpoints import random_checkpoint
 from tandem.types import Proof
 
 
@@ -49,12 +49,12 @@ def fill(freed_gib: float) -> None:
 async def check(mode: str, checkpoint: Path, python: str, home: Path) -> dict[str, Any]:
     spec = spec_of(mode, "auto", 1, checkpoint, python)
     spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"sleep": "free"})})
-    model = build.model(spec.model, spec.precision, 0, build.settle_torch(spec))
-    joined = build_engine.join(spec, model, home)
+    model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
+    joined = joined_engines.join(spec, model, home)
     proofs: list[Proof] = []
     meetings: list[Any] = []
-    publisher = build_engine.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
-    trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, 0)
+    publisher = joined_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
+    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
     row: dict[str, Any] = {"mode": mode, "alone_gib": used_gib(), "awake": [], "asleep": [], "again": []}
     row |= {"sleep_ms": [], "wake_ms": [], "batch_gap": [], "stale_gap": []}
     try:
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("modes", nargs="*", default=["disk"])
     parser.add_argument("--shape", default="qwen3-0.6b")
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     arguments = parser.parse_args()
     out, checkpoint = Path(os.environ.get("OUT", ".")), Path("/tmp") / arguments.shape
     if not checkpoint.exists():

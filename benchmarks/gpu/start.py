@@ -23,9 +23,9 @@ from typing import Any
 
 from standing import ask_for_checkpoint, checkpoint_of
 
-from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
-from tandem.recipes import build_alone
+from tandem.build import standalone_engines
+from tandem.engine.vllm.engine import VllmEngine
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.types import Sampling
 
 SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256]
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ways", nargs="+", choices=list(WAYS))
     ask_for_checkpoint(parser, "qwen3-1.7b")
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--adapters", type=int, default=0, help="slots")
     parser.add_argument("--tokens", type=int, default=0, help="of each request, to see what decoding lost")

@@ -22,8 +22,8 @@ import torch
 from standing import ask_for_checkpoint, checkpoint_of, standing, taken
 
 import tandem
+from tandem.build import standalone_engines
 from tandem.errors import TandemError
-from tandem.recipes import build_alone
 from tandem.spec.load import parse_spec
 
 PROVING = ("hash", "verify", "check", "digest", "prove", "canary")
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--activations", default="keep")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     arguments = parser.parse_args()
     checkpoint = checkpoint_of(arguments)
     adapters = [case for case in arguments.cases if case.startswith("adapter")]

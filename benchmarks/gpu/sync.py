@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from tandem.build import joined_engines, standalone_engines, training
 from tandem.errors import TandemError
-from tandem.recipes import build, build_alone, build_engine
-from tandem.recipes.shapes import random_checkpoint
+from tandem.recipes.random_checkpoints import random_checkpoint
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
 
@@ -84,12 +84,12 @@ async def check(
 ) -> dict[str, Any]:
     spec = spec_of(mode, backend, tensor_parallel, checkpoint, python)
     torch.cuda.empty_cache()
-    model = build.model(spec.model, spec.precision, 0, build.settle_torch(spec))
-    joined = build_engine.join(spec, model, home)
+    model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
+    joined = joined_engines.join(spec, model, home)
     proofs: list[Proof] = []
     meetings: list[Any] = []
-    publisher = build_engine.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
-    trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, 0)
+    publisher = joined_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
+    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
     gaps: list[float] = []
     stale: list[float] = []
     played: Any = []  # under the version before
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"])
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
     checkpoint = Path("/tmp") / arguments.shape

@@ -26,9 +26,9 @@ import torch
 from standing import ask_for_checkpoint, checkpoint_of, standing, used_bytes
 from sync import difference, gap
 
-from tandem.engine.server import ServerEngine, Standing
+from tandem.build import joined_engines, standalone_engines, training
+from tandem.engine.server.engine import ServerEngine, Standing
 from tandem.errors import TandemError
-from tandem.recipes import build, build_alone, build_engine
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
 
@@ -122,11 +122,11 @@ async def of_the_base(engine: dict[str, Any], streams: int) -> list[int]:
 async def measure(mode: str, checkpoint: Path, engine: dict[str, Any], home: Path, arguments: Any) -> dict[str, Any]:
     spec = spec_of(mode, checkpoint, engine, arguments)
     began = time.perf_counter()
-    model = build.model(spec.model, spec.precision, 0, build.settle_torch(spec))
-    joined = build_engine.join(spec, model, home)
+    model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
+    joined = joined_engines.join(spec, model, home)
     proofs: list[Proof] = []
-    publisher = build_engine.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)
-    trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, 0)
+    publisher = joined_engines.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)
+    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
     row: dict[str, Any] = {"mode": mode, "shape": checkpoint.name, "first_token": [], "with_ms": []}
     try:
         loaded_s = time.perf_counter() - began
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("modes", nargs="+")
     ask_for_checkpoint(parser)
     parser.add_argument("--gpu", type=int, default=0, help="vLLM's")
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     parser.add_argument("--share", type=float, default=0.4, help="of the GPU's memory, for vLLM")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"], help="of broadcasts")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")

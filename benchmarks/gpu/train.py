@@ -22,11 +22,11 @@ from numerics import fresh, make_policy, make_trainer
 
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
-from tandem.ops.sizes import Shares, shares_masked, shares_unmasked
+from tandem.ops.byte_sizes import Shares, shares_masked, shares_unmasked
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
 from tandem.spec.optim import AdamWSpec
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import Trajectory
 
 PEAK_FLOPS = 989e12

@@ -30,9 +30,9 @@ from safetensors.torch import load_file, save_file
 from standing import ask_for_checkpoint, checkpoint_of
 
 from rollouts import PROMPT, prompt_of, vocabulary
-from tandem.bridge.adapter.trainer import memory_backed
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
-from tandem.recipes import build_alone
+from tandem.bridge.files.adapter import memory_backed
+from tandem.build import standalone_engines
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 
 WARM, ROUNDS, TIMES, RANK = 2, 8, 3, 16
 NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=["weights", "adapter", "rollouts"])
     ask_for_checkpoint(parser)
     parser.add_argument("--gpu", type=int, default=0, help="of the server; `rollouts` take the first")
-    parser.add_argument("--python", default=build_alone.default_python())
+    parser.add_argument("--python", default=standalone_engines.default_python())
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--requests", type=int, default=256)

@@ -6,25 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Python does
-    from tandem.env.human import try_environment as try_environment
+    from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
-    from tandem.obs.audit import audit_sync as audit_sync
     from tandem.obs.report import write_report as write_report
     from tandem.obs.rollouts_status import rollouts_status as rollouts_status
+    from tandem.obs.sync_audit import audit_sync as audit_sync
     from tandem.obs.sync_status import sync_status as sync_status
     from tandem.recipes import resume as resume
     from tandem.recipes import run as run
-    from tandem.recipes.atropos import run_atropos as run_atropos
-    from tandem.recipes.engines import check_engine as check_engine
-    from tandem.recipes.engines import install_engine as install_engine
-    from tandem.recipes.environments import serve_environment as serve_environment
+    from tandem.recipes.atropos_run import run_atropos as run_atropos
+    from tandem.recipes.engine_commands import check_engine as check_engine
+    from tandem.recipes.engine_commands import install_engine as install_engine
+    from tandem.recipes.environment_client import serve_environment as serve_environment
     from tandem.recipes.evaluation import evaluate_model as evaluate_model
     from tandem.recipes.export import export_run as export_run
     from tandem.recipes.gateway import serve_gateway as serve_gateway
     from tandem.recipes.online import serve_online as serve_online
-    from tandem.recipes.planning import plan_run as plan_run
-    from tandem.recipes.rollouts import serve_rollouts as serve_rollouts
+    from tandem.recipes.plan_run import plan_run as plan_run
+    from tandem.recipes.rollout_service import serve_rollouts as serve_rollouts
     from tandem.recipes.serve import chat_with as chat_with
     from tandem.recipes.serve import serve_engine as serve_engine
     from tandem.recipes.serve import serve_model as serve_model
@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Pyth
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
-    from tandem.runs.resume import digest_run as digest_run
+    from tandem.runs.run_ending import digest_run as digest_run
     from tandem.runs.supervise import supervise_run as supervise_run
     from tandem.runs.uploads import push_artifacts as push_artifacts
     from tandem.runs.watch import watch_run as watch_run
-    from tandem.serve.run import Listen as Listen
+    from tandem.serve.http.run import Listen as Listen
     from tandem.spec.load import json_schema as json_schema
     from tandem.spec.load import load_spec as load_spec
     from tandem.spec.load import parse_spec as parse_spec
@@ -52,25 +52,25 @@ __version__ = "0.1.0"
 # The Python API: each name, and the module that it is imported from when it is first used.
 _API = {
     "run": "tandem.recipes",
-    "run_atropos": "tandem.recipes.atropos",
+    "run_atropos": "tandem.recipes.atropos_run",
     "resume": "tandem.recipes",
-    "digest_run": "tandem.runs.resume",
+    "digest_run": "tandem.runs.run_ending",
     "supervise_run": "tandem.runs.supervise",
     "sweep": "tandem.recipes.sweep",
-    "plan_run": "tandem.recipes.planning",
+    "plan_run": "tandem.recipes.plan_run",
     "diagnose": "tandem.runs.doctor",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",
     "serve_gateway": "tandem.recipes.gateway",
-    "serve_rollouts": "tandem.recipes.rollouts",
+    "serve_rollouts": "tandem.recipes.rollout_service",
     "serve_online": "tandem.recipes.online",
     "rollouts_status": "tandem.obs.rollouts_status",
-    "install_engine": "tandem.recipes.engines",
-    "check_engine": "tandem.recipes.engines",
+    "install_engine": "tandem.recipes.engine_commands",
+    "check_engine": "tandem.recipes.engine_commands",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
     "watch_run": "tandem.runs.watch",
-    "audit_sync": "tandem.obs.audit",
+    "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
     "evaluate_model": "tandem.recipes.evaluation",
@@ -81,12 +81,12 @@ _API = {
     "fetch_artifact": "tandem.runs.artifacts",
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",
-    "try_environment": "tandem.env.human",
-    "serve_environment": "tandem.recipes.environments",
+    "try_environment": "tandem.env.human_player",
+    "serve_environment": "tandem.recipes.environment_client",
     "load_spec": "tandem.spec.load",
     "parse_spec": "tandem.spec.load",
     "json_schema": "tandem.spec.load",
-    "Listen": "tandem.serve.run",
+    "Listen": "tandem.serve.http.run",
     "Task": "tandem.types",
     "Outcome": "tandem.types",
     "Sampling": "tandem.types",

@@ -7,7 +7,7 @@ import sys
 
 def main() -> None:
     try:
-        from tandem.cli import main as run  # in here: Ctrl-C while it is imported ends without a traceback, too
+        from tandem.cli.main import main as run  # in here: Ctrl-C while it is imported ends without a traceback, too
 
         run()
     except KeyboardInterrupt:

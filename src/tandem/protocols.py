@@ -1,6 +1,6 @@
 """The architecture on one page: what each part may expect of the others, and nothing else.
 
-The loop (`tandem.loop`) talks to these; `tandem.recipes.build` alone knows which class stands behind which.
+The loop (`tandem.loop`) talks to these; `tandem.build.training` alone knows which class stands behind which.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
-from tandem.ops.relay import Relay
+from tandem.ops.forwarding_source import Relay
 from tandem.protocols import Engine, WeightBridge
 from tandem.types import Completion, Fingerprints, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
@@ -228,7 +228,7 @@ class Publisher:
         )
 
     async def _attach(self, teacher: Teacher) -> None:
-        from tandem.ops.base import check_base  # brings torch, which a wrong spec need not wait for
+        from tandem.ops.adapter_base_check import check_base  # brings torch, which a wrong spec need not wait for
 
         heard = _Heard(self._bridge.source(self._engine.receivers))
         await self._engine.attach(heard)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.rollout.episode import Setting, play
-from tandem.rollout.nursery import Order
-from tandem.rollout.workers import WorkerEnvironment
+from tandem.rollout.workers.forkserver_client import Order
+from tandem.rollout.workers.pool import WorkerEnvironment
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Span, Task, Trajectory

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tandem.rollout.atropos_wire import KEYS
+from tandem.rollout.atropos.codec import KEYS
 from tandem.text.tokenizer import byte_tokenizer
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from atropos_served import serving_atropos
 from gateway_served import MODEL, gateway_serving
 from served import ScriptedEngine, wait_until
 
-from tandem.rollout.stamps import GatewayStamps
+from tandem.rollout.atropos.version_lookup import GatewayStamps
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge import parcel
-from tandem.bridge.adapter.trainer import AdapterBridge
-from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.bridge.disk.trainer import DiskBridge
+from tandem.bridge.collective import packer
+from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.files.adapter import AdapterBridge
+from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.restart import RestartBridge
 from tandem.bridge.inproc import InprocBridge
 from tandem.bridge.null import NullBridge
-from tandem.bridge.restart.trainer import RestartBridge
 from tandem.protocols import WeightBridge, WeightSource
 from tandem.types import Sent, WeightKind, Weights
 
@@ -145,15 +145,15 @@ def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tenso
 
 
 def _while_packing(weights: Weights, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
-    plain = parcel._Adapter.hand_over
+    plain = packer._Adapter.hand_over
 
     def hand_over(self: Any, *args: Any) -> None:
-        parcel._Adapter.hand_over = plain
+        packer._Adapter.hand_over = plain
         for number, (name, tensor) in enumerate(self._flat):
             tensor.copy_(change(number, name, tensor.clone()))
         plain(self, *args)
 
-    parcel._Adapter.hand_over = hand_over
+    packer._Adapter.hand_over = hand_over
     return weights
 
 

@@ -11,7 +11,7 @@ import transformers
 from remote_engine import ThreadRemoteEngine
 from server_engine import ThreadServerEngine
 
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.engine.pool import EnginePool
 from tandem.model.presets import make_model
 from tandem.text.tokenizer import byte_tokenizer

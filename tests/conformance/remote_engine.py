@@ -7,7 +7,7 @@ from typing import Any
 
 from server_engine import ThreadServer
 
-from tandem.engine.remote import RemoteEngine
+from tandem.engine.remote.engine import RemoteEngine
 
 
 class ThreadRemoteEngine(RemoteEngine):

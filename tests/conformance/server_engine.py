@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bridge.inproc import InprocBridge, InprocSource
-from tandem.engine.server import ServerEngine, Standing
-from tandem.serve.app import create_app
-from tandem.serve.engine import engine_service
-from tandem.serve.engine_link import Allowed
-from tandem.serve.run import Listen, Server
+from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.serve.engine.link_rules import Allowed
+from tandem.serve.engine.service import engine_service
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import create_app
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 

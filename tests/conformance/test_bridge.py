@@ -30,16 +30,16 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge import parcel, seat
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.bridge.seat import buckets_of
-from tandem.bridge.wire import Entry, Manifest, Places
+from tandem.bridge.collective import packer, receiver
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.receiver import buckets_of
+from tandem.bridge.common.manifest import Entry, Manifest, Places
 from tandem.errors import SyncError, SyncTimeout
-from tandem.inside.sources import open_source
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge
-from tandem.serve.engine_link import Allowed
+from tandem.serve.engine.link_rules import Allowed
 from tandem.types import Weights
+from tandem.vllm_worker.weight_sources import open_source
 
 
 def _made(name: str, at: Path, deadline_s: float) -> Iterator[WeightBridge]:
@@ -345,10 +345,10 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
 
     with Stopwatch() as watch, monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
         if at_the == "trainer":
-            patch.setattr(parcel._Packer, "finish", fails)
-            patch.setattr(parcel._Adapter, "hand_over", fails)
+            patch.setattr(packer._Packer, "finish", fails)
+            patch.setattr(packer._Adapter, "hand_over", fails)
         else:
-            patch.setattr(seat, "buckets_of", fails_in_the_middle)
+            patch.setattr(receiver, "buckets_of", fails_in_the_middle)
         answer = threads.submit(source.receive, 2)
         theirs, ours = (as_what, SyncError) if at_the == "trainer" else (SyncError, as_what)
         with pytest.raises(theirs):

@@ -19,9 +19,9 @@ import torch
 from bridges import ADAPTER_CONFIG, COPYING, FILES, as_served, bits, meet, reply, skeleton, tensors_for, weights_of
 from safetensors.torch import load_file
 
-from tandem.bridge.adapter.trainer import AdapterBridge, memory_backed
-from tandem.bridge.disk.trainer import DiskBridge
-from tandem.bridge.wire import Manifest, checksum
+from tandem.bridge.common.manifest import Manifest, checksum
+from tandem.bridge.files.adapter import AdapterBridge, memory_backed
+from tandem.bridge.files.disk import DiskBridge
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
@@ -140,7 +140,7 @@ def first_digest(directory: Path) -> None:
 
 def outside(directory: Path) -> None:
     """A manifest that is consistent with itself, and points elsewhere."""
-    from tandem.bridge.wire import Manifest
+    from tandem.bridge.common.manifest import Manifest
 
     manifest = directory / "tandem.json"
     mode = json.loads(manifest.read_text())["mode"]
@@ -152,7 +152,7 @@ def outside(directory: Path) -> None:
 def beyond(directory: Path) -> None:
     from dataclasses import replace
 
-    from tandem.bridge.wire import Manifest
+    from tandem.bridge.common.manifest import Manifest
 
     manifest = directory / "tandem.json"
     mode = json.loads(manifest.read_text())["mode"]
@@ -281,7 +281,7 @@ def test_a_link_in_place_of_the_directory_that_was_looked_at_leads_nowhere(tmp_p
 def test_a_file_that_becomes_a_link_after_it_was_looked_at_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tandem.bridge import files
+    from tandem.bridge.files import reader as files
 
     bridge = COPYING["disk"](tmp_path, 5.0)
     source = meet(bridge)
@@ -386,7 +386,7 @@ def test_an_adapters_storage_is_private_and_gone_afterwards(tmp_path: Path) -> N
 LEAVE = """
 import os, sys
 from pathlib import Path
-from tandem.bridge.adapter.trainer import AdapterBridge
+from tandem.bridge.files.adapter import AdapterBridge
 bridge = AdapterBridge(Path(sys.argv[1]))
 print(bridge.source().link["directory"], flush=True)
 if sys.argv[2] == "fork" and os.fork() == 0:

@@ -16,14 +16,14 @@ import torch
 from bridges import BUCKET_BYTES, COPYING, LENT, as_served, bits, carry, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge import collective, way
-from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.bridge.lent import Borrowed, Borrowing, Lending
-from tandem.bridge.notes import Notes
-from tandem.bridge.way import Way
+from tandem.bridge.collective import sender, transport
+from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.control_channel import Notes
+from tandem.bridge.collective.shared_buffers import Borrowed, Borrowing, Lending
+from tandem.bridge.collective.transport import Way
 from tandem.errors import SyncError, SyncTimeout
-from tandem.inside.sources import open_source
+from tandem.vllm_worker.weight_sources import open_source
 
 OURS, OTHER = "GPU-1", "GPU-2"
 
@@ -65,20 +65,20 @@ def test_on_a_cpu_auto_is_gloo(tmp_path: Path) -> None:
 def test_which_way_suits_which_gpus(
     requested: Any, theirs: list[str], roomy: bool, engaged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(way, "device_name", lambda device: OURS)
+    monkeypatch.setattr(transport, "device_name", lambda device: OURS)
     arguments = ("broadcast", requested, torch.device("cuda", 0), theirs)
     if " " in engaged:
         with pytest.raises(SyncError, match=engaged):
-            way.way(*arguments, roomy=roomy)
+            transport.way(*arguments, roomy=roomy)
         return
-    chosen = way.way(*arguments, roomy=roomy)
+    chosen = transport.way(*arguments, roomy=roomy)
     assert (chosen.requested, chosen.engaged) == (requested, engaged)
     assert bool(chosen.why) == (requested == "auto" and engaged == "gloo")
 
 
 def test_a_cpu_has_no_nccl() -> None:
     with pytest.raises(SyncError, match="the trainer is on a CPU"):
-        way.way("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
+        transport.way("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
 
 
 # --- who writes, and who reads
@@ -347,24 +347,24 @@ def test_who_is_asked_for_another_version_reads_nothing_and_the_room_is_written_
 
 def of_another_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process that the handle names had been replaced by another one."""
-    lend = collective.Memory
+    lend = sender.Memory
 
     def foreign(name: str, *args: Any) -> Any:
         return lend("f" * len(name), *args)
 
-    monkeypatch.setattr(collective, "Memory", foreign)
+    monkeypatch.setattr(sender, "Memory", foreign)
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle has the right name, and what it leads to has not."""
-    lend = collective.Memory
+    lend = sender.Memory
 
     def foreign(name: str, *args: Any) -> Any:
         memory = lend("f" * len(name), *args)
         memory.handles = [{**handle, "meeting": name} for handle in memory.handles]
         return memory
 
-    monkeypatch.setattr(collective, "Memory", foreign)
+    monkeypatch.setattr(sender, "Memory", foreign)
 
 
 @pytest.mark.parametrize("plant", [of_another_meeting, renamed])
@@ -385,15 +385,15 @@ def test_the_memory_of_another_meeting_is_refused_before_anything_is_read(
 
 def test_what_one_engine_cannot_map_goes_to_all_by_gloo_and_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `auto`. The others had mapped it, and wait on."""
-    monkeypatch.setattr(collective, "way", lambda *_, **__: Way("auto", "memory"))
-    lend = collective.Memory
+    monkeypatch.setattr(sender, "way", lambda *_, **__: Way("auto", "memory"))
+    lend = sender.Memory
 
     def unlike(*args: Any) -> Any:
         memory = lend(*args)
         memory.handles[1] = {**memory.handles[1], "fd": 10**6}
         return memory
 
-    monkeypatch.setattr(collective, "Memory", unlike)
+    monkeypatch.setattr(sender, "Memory", unlike)
     bridge = AdapterBroadcastBridge(deadline_s=10)
     before = _segments_held()
     source = meet(bridge, num_receivers=2)
@@ -414,7 +414,7 @@ def test_memory_is_mapped_once_a_meeting_and_anew_in_the_next(monkeypatch: pytes
             opened.append(name)
             super().__init__(handle, name)
 
-    monkeypatch.setattr("tandem.bridge.seat.Borrowed", Counted)
+    monkeypatch.setattr("tandem.bridge.collective.receiver.Borrowed", Counted)
     bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
     for _ in range(2):
         source = meet(bridge)

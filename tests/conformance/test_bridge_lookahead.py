@@ -12,10 +12,10 @@ import pytest
 from bridges import as_served, bits, carry, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
-from tandem.bridge.lent import Borrowing
+from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.shared_buffers import Borrowing
 from tandem.errors import SyncError, SyncTimeout
-from tandem.inside.sources import EngineEnd, open_source
+from tandem.vllm_worker.weight_sources import EngineEnd, open_source
 
 AHEAD = "sync"  # the name of the threads that look
 

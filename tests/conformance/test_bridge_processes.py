@@ -33,7 +33,7 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.broadcast.trainer import BroadcastBridge
+from tandem.bridge.collective.broadcast import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge, WeightSource
 from tandem.types import Weights

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from stopwatch import Stopwatch
-from tandem.bridge.shared import engine as engine_end
+from tandem.bridge.shared import receiver as engine_end
 from tandem.bridge.shared.memory import Segment
-from tandem.bridge.shared.trainer import SharedBridge
+from tandem.bridge.shared.sender import SharedBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import piece
 from tandem.types import Weights
@@ -38,7 +38,7 @@ TENSORS = {
 # The engine's process: answers each line of JSON with one.
 ENGINE = """
 import json, sys, torch
-from tandem.inside.sources import open_source
+from tandem.vllm_worker.weight_sources import open_source
 from tandem.ops.digest import piece
 tensors = None
 for line in sys.stdin:

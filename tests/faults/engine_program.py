@@ -84,10 +84,10 @@ class Wordless:
 
 
 def main(version: int, ready_file: Path, data_dir: Path) -> None:
-    from tandem.serve.app import create_app
-    from tandem.serve.engine import engine_service
-    from tandem.serve.engine_link import Allowed
-    from tandem.serve.run import Listen, serve_forever
+    from tandem.serve.engine.link_rules import Allowed
+    from tandem.serve.engine.service import engine_service
+    from tandem.serve.http.run import Listen, serve_forever
+    from tandem.serve.http.service import create_app
 
     listen = Listen(data_dir, ready_file=ready_file)
     wordless: Any = Wordless()

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tandem import recipes
-from tandem.obs.live import LiveView
+from tandem.obs.live_view import LiveView
 from tandem.spec.load import parse_spec
 
 ENVIRONMENT = """

@@ -16,9 +16,9 @@ from object_server import ObjectServer, served
 
 from stopwatch import Stopwatch
 from tandem.errors import ArtifactError
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.runs.artifacts import ArtifactStore, check_name
-from tandem.runs.retry import Limits, retry_after
+from tandem.runs.storage_retry import Limits, retry_after
 from tandem.runs.uploads import Uploads, push_artifacts
 from tandem.spec.artifacts import ArtifactsSpec
 

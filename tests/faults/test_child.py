@@ -16,7 +16,7 @@ import pytest
 
 from tandem.errors import EngineError
 from tandem.io import leash
-from tandem.io.child import Child
+from tandem.io.child_process import Child
 
 # Ready at once, with a worker of its own that it leaves alone: argv are the ready file, and what it does.
 SERVICE = """

@@ -20,9 +20,9 @@ from test_child import runs, wait_until
 
 from leashed import program_of
 from stopwatch import Stopwatch
-from tandem.engine import connection
-from tandem.engine.owned import Owned, OwnedProcess
-from tandem.engine.server import ServerEngine, Standing
+from tandem.engine.server import connection
+from tandem.engine.server.child_process import Owned, OwnedProcess
+from tandem.engine.server.engine import ServerEngine, Standing
 from tandem.errors import EngineError, EngineLost, SyncError, TandemError
 from tandem.types import Completion, Sampling, Weights
 
@@ -247,7 +247,7 @@ SAME_PORT = """
 import sys
 import threading
 sys.path.insert(0, {path!r})
-import engine_program, tandem.serve.run as run
+import engine_program, tandem.serve.http.run as run
 init = run.Listen.__init__
 run.Listen.__init__ = lambda self, data_dir, **options: init(self, data_dir, port=int(sys.argv[1]), **options)
 from pathlib import Path
@@ -369,7 +369,7 @@ def test_a_second_server_is_refused_where_one_keeps_its_token(model: Path, tmp_p
 def test_the_real_engine_shares_its_memory_survives_a_kill_and_ends_in_time(model: Path, tmp_path: Path) -> None:
     import torch
 
-    from tandem.bridge.shared.trainer import SharedBridge
+    from tandem.bridge.shared.sender import SharedBridge
 
     bridge = SharedBridge(deadline_s=10)
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed, TemplateError, TooManyFailures
+from tandem.rollout.deadlines import GRACE_S, why_not
 from tandem.rollout.episode import Setting, play
-from tandem.rollout.guard import GRACE_S, why_not
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.store import MemoryStore
 from tandem.types import Completion, Group, Outcome, Sampling, Span, Task

@@ -22,10 +22,10 @@ from test_environment_faults import Dead, Engine, Plain, Silent
 from tandem.env.load import load_environment
 from tandem.errors import EngineError, EngineSilent, EnvironmentFailed, EpisodeFailed, SpecError
 from tandem.rollout.episode import Setting, play
-from tandem.rollout.nursery import Order
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.store import MemoryStore
-from tandem.rollout.workers import WorkerEnvironment
+from tandem.rollout.workers.forkserver_client import Order
+from tandem.rollout.workers.pool import WorkerEnvironment
 from tandem.types import Group, Sampling, Trajectory
 
 HOSTILE = str(Path(__file__).with_name("hostile_environment.py"))

@@ -16,9 +16,9 @@ from small_runs import resume, rows, sft, torch_as_it_was, train
 from tandem.errors import ArtifactError, CheckpointUnsaved, NoRoom
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.failures import FailureClass, classify_error
-from tandem.runs.resume import digest_run
-from tandem.runs.retry import Limits
+from tandem.runs.failure_diagnosis import FailureClass, classify_error
+from tandem.runs.run_ending import digest_run
+from tandem.runs.storage_retry import Limits
 from tandem.runs.supervise import Budget, Supervisor, supervise_run
 from tandem.spec.load import parse_spec, to_toml
 

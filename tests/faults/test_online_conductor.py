@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.revived import RevivedEngine
+from tandem.build import online
+from tandem.engine.restartable import RevivedEngine
 from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap
-from tandem.inside.sources import open_source
-from tandem.online.child import TrainerProcess
-from tandem.online.conductor import Conductor
-from tandem.online.jobs import ENDED, Job, JobStore, Once
-from tandem.online.memory import JobMemory
-from tandem.online.watch import Fall
-from tandem.online.wire import Sequence1, Teaching
-from tandem.recipes import build_online
+from tandem.online.job_store import ENDED, Job, JobStore, Once
+from tandem.online.messages import Sequence1, Teaching
+from tandem.online.orchestrator import Conductor
+from tandem.online.regression_watch import Fall
+from tandem.online.replay_memory import JobMemory
+from tandem.online.trainer_process import TrainerProcess
 from tandem.spec.online import parse_online_spec
 from tandem.types import Sampling
+from tandem.vllm_worker.weight_sources import open_source
 
 SPEC = {
     "model": {"preset": "tiny"},
@@ -35,7 +35,7 @@ SPEC = {
     "gates": {"kl": 50.0, "update_norm": 5.0},
     "max_restarts": 2,
 }
-TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer")
+TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer_process")
 SAMPLE = Sequence1([5, 6], 1, "1")
 
 
@@ -61,12 +61,12 @@ class Played:
         spec = parse_online_spec(SPEC)
         self.command, self.log, self.jobs = list(TRAINER), home / "trainer.log", 0
         self.versions = home / "versions"
-        alone = build_online.alone(spec, home)
+        alone = online.alone(spec, home)
         self.engine: Any = alone.engine
         self.lives: list[Mortal] = []
 
         def another(*_: Any) -> Mortal:
-            self.lives.append(Mortal(build_online.alone(spec, home).engine))
+            self.lives.append(Mortal(online.alone(spec, home).engine))
             return self.lives[-1]
 
         if mortal:
@@ -80,7 +80,7 @@ class Played:
             lambda: TrainerProcess(self.command, self.log, {"OMP_NUM_THREADS": "1"}),
             self.versions,
             JobMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
-            build_online.ordinary(spec, alone, home),
+            online.ordinary(spec, alone, home),
             self.engine.start_again if mortal else None,
         )
 

@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from tandem.errors import EngineError
-from tandem.online.child import TrainerProcess
-from tandem.online.peer import HalfLost
-from tandem.online.trainer_life import TrainerLife
-from tandem.online.wire import Asked, Open, Progress, Settle, Teaching, Train
+from tandem.online.messages import Asked, Open, Progress, Settle, Teaching, Train
+from tandem.online.rpc import HalfLost
+from tandem.online.trainer_process import TrainerProcess
+from tandem.online.trainer_supervisor import TrainerLife
 
 STEP_S, DEADLINE_S, MOST = 0.2, 0.8, 2
 
 HALF = f"""
 import asyncio, os, socket, sys
 import msgspec
-from tandem.online.peer import Peer
-from tandem.online.wire import Open, Opened, Progress, Train, Trained
+from tandem.online.rpc import Peer
+from tandem.online.messages import Open, Opened, Progress, Train, Trained
 
 async def main():
     async def handle(what):

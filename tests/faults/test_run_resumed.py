@@ -19,15 +19,15 @@ import pytest
 from small_runs import ENVIRONMENT, resume, rl, rows, sft, torch_as_it_was, train
 
 from stopwatch import Stopwatch
+from tandem.build import training
 from tandem.errors import CheckpointDamaged, RunFenced
 from tandem.io.jsonl import JsonlWriter
-from tandem.io.manifest import digest_of, verify
-from tandem.recipes import build
+from tandem.io.sealed_directory import digest_of, verify
 from tandem.runs import uploads
 from tandem.runs.artifacts import Artifact, ArtifactStore, fetch_artifact
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.lease import Lease
-from tandem.runs.resume import digest_run
+from tandem.runs.run_ending import digest_run
 
 __all__ = ["torch_as_it_was"]
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_as_it_was")
@@ -106,7 +106,7 @@ def test_with_a_lag_every_task_that_was_started_is_trained_on_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: dict[int, list[str]] = {}
-    real = build.batches
+    real = training.batches
 
     def noting(*arguments: Any) -> Callable[[list[Any], int], Any]:
         make = real(*arguments)
@@ -117,7 +117,7 @@ def test_with_a_lag_every_task_that_was_started_is_trained_on_once(
 
         return noted
 
-    monkeypatch.setattr(build, "batches", noting)
+    monkeypatch.setattr(training, "batches", noting)
     train(rl(tmp_path, steps=4, max_lag=1), tmp_path / "whole")
     whole = dict(trained)
     for version in (3, 4):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import RunOwned
-from tandem.io.process import identity
+from tandem.io.process_identity import identity
 from tandem.runs.lease import Lease
 from tandem.runs.supervise import BUDGETS, Budget, Supervisor, smaller_micro_batch, supervisor_of
 from tandem.spec.load import load_spec, to_toml

@@ -30,11 +30,11 @@ from trap_rig import (
     served_memory,
 )
 
-from tandem.engine.adapter import Adapter
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.engine.hf.lora_hooks import Adapter
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineError, LogprobGap, SyncError, SyncTimeout
-from tandem.model import serving
+from tandem.model import served_weights
 from tandem.spec.model import LoraSpec
 from tandem.types import Completion, Served, Span
 
@@ -398,7 +398,9 @@ def test_the_base_in_place_of_the_merged_weights_is_noticed_by_the_canary(tmp_pa
     """Every rollout of the model before training: names, shapes and digests are as they should be."""
     rig = Rig("broadcast", tmp_path)
     rig.trainer = make_trainer(rig.module, LORA)
-    plant_and_refuse(rig, lambda rig: leaving(rig, lambda _: dict(serving.base(rig.module))), LogprobGap, ANOTHER_MODEL)
+    plant_and_refuse(
+        rig, lambda rig: leaving(rig, lambda _: dict(served_weights.base(rig.module))), LogprobGap, ANOTHER_MODEL
+    )
 
 
 # --- memory

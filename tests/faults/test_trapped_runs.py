@@ -16,17 +16,17 @@ import pytest
 import torch
 from trap_rig import NUM_IDS, TOKENIZER, Rig, batch_of, leaving, llama, logprobs, make_engine, make_group
 
-from tandem.engine.server import ServerEngine, Standing
+from tandem.engine.server.engine import ServerEngine, Standing
 from tandem.errors import EngineLost, LogprobGap, SyncError, TandemError
-from tandem.inside.sources import open_source
 from tandem.loop import run_loop
 from tandem.rollout.store import MemoryStore
-from tandem.serve.app import create_app
-from tandem.serve.engine import engine_service
-from tandem.serve.engine_link import Allowed
-from tandem.serve.run import Listen, Server
+from tandem.serve.engine.link_rules import Allowed
+from tandem.serve.engine.service import engine_service
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import create_app
 from tandem.text.renderer import Renderer
 from tandem.types import Group, Metrics, Sampling, Trajectory
+from tandem.vllm_worker.weight_sources import open_source
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

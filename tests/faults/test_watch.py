@@ -18,7 +18,7 @@ from tandem.runs.watch import look, watch_run
 RUN = """
 import json, os, sys, time
 from pathlib import Path
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.runs.liveness import Progress
 home, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -105,7 +105,7 @@ def test_json_is_one_object_a_line(home: Path):
 
 
 def test_a_run_that_is_to_be_started_again_has_not_ended(home: Path):
-    from tandem.io.process import identity
+    from tandem.io.process_identity import identity
 
     (home / "status.json").write_text('{"state": "failed"}')
     (home / "supervisor.json").write_text(json.dumps({"process": identity()}))

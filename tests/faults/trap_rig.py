@@ -17,20 +17,20 @@ import transformers
 from torch import Tensor
 
 from tandem.algo import dr_grpo
-from tandem.bridge.adapter.trainer import AdapterBridge
-from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.bridge.disk.trainer import DiskBridge
+from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.files.adapter import AdapterBridge
+from tandem.bridge.files.disk import DiskBridge
 from tandem.bridge.inproc import InprocBridge
-from tandem.bridge.shared import engine as shared_end
-from tandem.bridge.shared.trainer import SharedBridge
-from tandem.engine.hf import EmbeddedEngine
+from tandem.bridge.shared import receiver as shared_end
+from tandem.bridge.shared.sender import SharedBridge
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import SyncError
 from tandem.model.policy import CausalPolicy
+from tandem.ops.byte_sizes import shares_never
 from tandem.ops.digest import fingerprints
-from tandem.ops.sizes import shares_never
-from tandem.ops.tensors import live_tensors
-from tandem.optim import master
+from tandem.ops.module_tensors import live_tensors
+from tandem.optim import master_weights
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
 from tandem.protocols import WeightBridge
@@ -39,7 +39,7 @@ from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import AdamWSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import Group, Proof, Sampling, Served, Trajectory, Weights
 
@@ -73,7 +73,9 @@ def make_trainer(module: Any, lora: LoraSpec | None = None, **options: Any) -> P
     torch.manual_seed(1)
     policy = CausalPolicy(module, TOKENIZER, lora=lora)
     named = policy.trainable()
-    optimizer = Optimizer(named, {name: AdamW(AdamWSpec()) for name, _ in named}, master.Float32(), weight_decay=0.0)
+    optimizer = Optimizer(
+        named, {name: AdamW(AdamWSpec()) for name, _ in named}, master_weights.Float32(), weight_decay=0.0
+    )
     algorithm = dr_grpo.make(DrGrpoSpec())
     return PolicyTrainer(policy, algorithm, optimizer, lr=lambda step: 3e-2, clip_norm=1.0, **options)
 

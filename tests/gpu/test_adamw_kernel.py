@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.optim.adamw import AdamW
 from tandem.optim.adamw_8bit import AdamW8bit
-from tandem.optim.master import Float32, Master, Split
+from tandem.optim.master_weights import Float32, Master, Split
 from tandem.optim.optimizer import Optimizer
 from tandem.spec.optim import AdamW8bitSpec, AdamWSpec
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.ops.score import logits, score
+from tandem.ops.fused_logprobs import logits, score
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.inside.lora_layers import fitting, linear_beside
+from tandem.vllm_worker.lora_layers import fitting, linear_beside
 
 pytestmark = pytest.mark.gpu
 WIDTH, SLICES, RANK, SLOTS = 1024, (512, 256, 256), 16, 3

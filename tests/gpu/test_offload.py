@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.optim.adamw import AdamW
 from tandem.optim.adamw_offload import AdamWOffload, why_not
-from tandem.optim.rule import Rule, Slot
+from tandem.optim.update_rule import Rule, Slot
 from tandem.spec.optim import AdamWOffloadSpec, AdamWSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

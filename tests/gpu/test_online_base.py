@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.bridge.base import BorrowedBase
-from tandem.bridge.shared import cuda
-from tandem.recipes import build
+from tandem.bridge.shared import cuda_ipc
+from tandem.bridge.shared.adapter_base import BorrowedBase
+from tandem.build import training
 from tandem.spec.model import LoraSpec, PresetModel
 from tandem.spec.precision import Bfloat16Precision
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def model() -> Any:
     spec = PresetModel(preset="tiny", lora=LoraSpec(rank=4))
-    return build.model(spec, Bfloat16Precision(), 0, torch.device("cuda"))
+    return training.model(spec, Bfloat16Precision(), 0, torch.device("cuda"))
 
 
 def engine(end: Any) -> None:
     """Lends its base; then it ends, and with it its side of the memory."""
-    end.send(cuda.export(dict(model().policy.base())))
+    end.send(cuda_ipc.export(dict(model().policy.base())))
     end.recv()
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.online import versions
-from tandem.online.updates import Held
-from tandem.online.versions import VersionStore
+from tandem.online import version_store
+from tandem.online.version_store import VersionStore
+from tandem.online.weight_deltas import Held
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -65,7 +65,7 @@ def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, mo
         raise OSError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "save_file", full)
+        patched.setattr(version_store, "save_file", full)
         with pytest.raises(OSError, match="no room"):
             store.update(1, held, live)
     assert (held.version, held.numbers) == (0, numbers)

@@ -13,9 +13,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tandem.model import forward
 from tandem.model.forward import Forward, _mask, _packed
 from tandem.ops import packed_attention
-from tandem.ops.layer_sizes import Pass, layer_bytes
+from tandem.ops.activation_sizes import Pass, layer_bytes
+from tandem.ops.byte_sizes import Shape
 from tandem.ops.packed_attention import attend, pack
-from tandem.ops.sizes import Shape
 
 pytestmark = [
     pytest.mark.gpu,

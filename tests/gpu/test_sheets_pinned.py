@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.bridge.adapter.trainer import memory_backed
-from tandem.bridge.sheets import Sheets
+from tandem.bridge.files.adapter import memory_backed
+from tandem.bridge.files.reusable_files import Sheets
 
 pytestmark = pytest.mark.gpu
 

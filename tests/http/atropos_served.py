@@ -15,14 +15,14 @@ import httpx
 from atropos_bodies import encoded
 from served import wait_until
 
-from tandem.rollout.atropos import Atropos
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.stamps import GatewayStamps
-from tandem.serve.app import Service, create_app
-from tandem.serve.fast_http import FastHttp
-from tandem.serve.rollouts import rollouts_service
-from tandem.serve.rollouts_atropos import atropos_routes
-from tandem.serve.run import Listen, Server
+from tandem.rollout.atropos.service import Atropos
+from tandem.rollout.atropos.version_lookup import GatewayStamps
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.serve.http.httptools_protocol import FastHttp
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import Service, create_app
+from tandem.serve.rollouts.atropos_routes import atropos_routes
+from tandem.serve.rollouts.service import rollouts_service
 
 TRAINER = {
     "wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 512, "checkpoint_dir": "c",

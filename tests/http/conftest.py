@@ -7,7 +7,7 @@ import pytest
 from browser import Browser, browsing
 from served import ScriptedEngine, Served, serving, wait_until
 
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.model.presets import make_model
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer

@@ -14,10 +14,10 @@ import httpx
 from served import hang_up, wait_until
 
 from tandem.protocols import OnToken
-from tandem.serve.app import create_app
-from tandem.serve.engine import engine_service
-from tandem.serve.engine_link import Allowed
-from tandem.serve.run import Listen, Server
+from tandem.serve.engine.link_rules import Allowed
+from tandem.serve.engine.service import engine_service
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import create_app
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling, Served, Span
 

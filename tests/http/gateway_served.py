@@ -16,11 +16,11 @@ import openai
 from served import MODEL, ScriptedEngine, wait_until
 
 from tandem.recipes.gateway import to_files
-from tandem.rollout.session_store import SessionStore
-from tandem.rollout.sessions import Bounds
-from tandem.serve.app import create_app
+from tandem.rollout.sessions.sessions import Bounds
+from tandem.rollout.sessions.store import SessionStore
 from tandem.serve.gateway import gateway_service
-from tandem.serve.run import Listen, Server
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import create_app
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.rollout import wire
+from tandem.rollout.wire import codec
 
 JSON = "application/json"
 
@@ -187,7 +187,7 @@ def buffers(ids: Any = (1, 2, 3, 4), logprobs: Any = (-1.0,) * 4, trained: bytes
 
 def binary_bad() -> Iterator[Bad]:
     def bad(name: str, body: bytes, where: str) -> Bad:
-        return Bad(f"binary: {name}", body, where, wire.BINARY)
+        return Bad(f"binary: {name}", body, where, codec.BINARY)
 
     nan, inf = float("nan"), float("inf")
     second, first = "groups.0.trajectories.1", "groups.0.trajectories.0"

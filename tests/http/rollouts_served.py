@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 from served import wait_until
 
-from tandem.rollout import wire
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.queue_types import QueueLimits
-from tandem.serve.app import create_app
-from tandem.serve.fast_http import FastHttp
-from tandem.serve.rollouts import BODY_BYTES, rollouts_service
-from tandem.serve.run import Listen, Server
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.rollout.queue.types import QueueLimits
+from tandem.rollout.wire import codec
+from tandem.serve.http.httptools_protocol import FastHttp
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import create_app
+from tandem.serve.rollouts.service import BODY_BYTES, rollouts_service
 
 
 class RolloutClient:
@@ -29,7 +29,7 @@ class RolloutClient:
     def send(self, path: str, body: Any, *, key: str | None = None, **headers: str) -> httpx.Response:
         headers = {"Idempotency-Key": key or uuid.uuid4().hex} | headers
         if isinstance(body, bytes):
-            return self.http.post(path, content=body, headers={"Content-Type": wire.BINARY} | headers)
+            return self.http.post(path, content=body, headers={"Content-Type": codec.BINARY} | headers)
         return self.http.post(path, json=body, headers=headers)
 
     def post(self, path: str, body: Any, **options: Any) -> Any:

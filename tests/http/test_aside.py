@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from served import wait_until
 
-from tandem.serve import aside as beside
-from tandem.serve.aside import Aside
-from tandem.serve.refusals import Refused
+from tandem.serve.http import off_loop as beside
+from tandem.serve.http.off_loop import Aside
+from tandem.serve.http.refusals import Refused
 
 
 class Large:
@@ -110,7 +110,7 @@ import sys, time
 from pathlib import Path
 from fastapi import APIRouter
 from tandem.serve import run
-from tandem.serve.app import Service, create_app
+from tandem.serve.http.service import Service, create_app
 
 run._END_S = 1.0
 router = APIRouter()

@@ -10,7 +10,7 @@ import pytest
 from atropos_bodies import MALFORMED, encoded, group
 from atropos_served import TRAINER, Client, seeds, sequences, serving_atropos
 
-from tandem.rollout.atropos_wire import KEYS
+from tandem.rollout.atropos.codec import KEYS
 
 
 @pytest.fixture

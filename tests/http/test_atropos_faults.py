@@ -18,9 +18,9 @@ from atropos_bodies import encoded, group
 from atropos_served import TRAINER, Client, seeds, sequences, serving_atropos
 from served import wait_until
 
-from tandem.io import atomic
-from tandem.rollout.atropos import Atropos
-from tandem.rollout.queue import RolloutQueue
+from tandem.io import atomic_write
+from tandem.rollout.atropos.service import Atropos
+from tandem.rollout.queue.queue import RolloutQueue
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_batch_whose_end_cannot_be_noted_comes_again(client: Client, monkeypat
     client.join()
     for seed in (1, 2):
         client.put(seed=seed)
-    written, failed = atomic.write_bytes, list[bytes]()
+    written, failed = atomic_write.write_bytes, list[bytes]()
 
     def fails_once(path: Path, content: bytes) -> None:
         if b'"handed_over":true' in content and not failed:
@@ -107,7 +107,7 @@ def test_a_batch_whose_end_cannot_be_noted_comes_again(client: Client, monkeypat
         written(path, content)
 
     with monkeypatch.context() as patched:
-        patched.setattr(atomic, "write_bytes", fails_once)
+        patched.setattr(atomic_write, "write_bytes", fails_once)
         with pytest.raises(httpx.HTTPError):
             client.http.get("/batch")
     assert failed
@@ -191,7 +191,7 @@ def test_the_same_post_five_times_is_one_group_and_counted(client: Client):
 
 
 def test_equal_bytes_after_two_minutes_are_another_post(client: Client, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tandem.rollout.atropos.SAME_POST_S", 0.05)
+    monkeypatch.setattr("tandem.rollout.atropos.service.SAME_POST_S", 0.05)
     client.begin(batch_size=4)
     client.join()
     client.put(seed=1)
@@ -249,7 +249,7 @@ def test_every_batch_holds_an_environments_minimum(client: Client):
 def test_a_dead_environment_with_an_allocation_stops_nothing_once_it_lapsed(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tandem.rollout.atropos.LAPSE_S", 1.0)
+    monkeypatch.setattr("tandem.rollout.atropos.service.LAPSE_S", 1.0)
     client.begin(batch_size=4)
     fast = client.join("fast", lapse=60)
     client.put(env_id=fast, seed=1)

@@ -22,10 +22,10 @@ from served import wait_until
 
 from stopwatch import Stopwatch
 from tandem.errors import SpecError
-from tandem.recipes import rollouts
-from tandem.recipes.rollouts import serve_rollouts
-from tandem.serve.app import Service
-from tandem.serve.run import Listen
+from tandem.recipes import rollout_service
+from tandem.recipes.rollout_service import serve_rollouts
+from tandem.serve.http.run import Listen
+from tandem.serve.http.service import Service
 
 ENVIRONMENT = {"max_token_length": 512, "desired_name": "env", "weight": 1.0, "group_size": 2}
 
@@ -134,8 +134,8 @@ def test_stalled_bodies_keep_no_group_out(process: Process):
 def test_its_clients_are_told_no_4xx_for_a_body_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """They would throw the group away; tests/http/test_slow_bodies.py says what patient paths are told."""
     made: list[Service] = []
-    monkeypatch.setattr(rollouts, "create_app", lambda service, **_: made.append(service))
-    monkeypatch.setattr(rollouts, "serve_forever", lambda *_, **__: None)
+    monkeypatch.setattr(rollout_service, "create_app", lambda service, **_: made.append(service))
+    monkeypatch.setattr(rollout_service, "serve_forever", lambda *_, **__: None)
     serve_rollouts(Listen(tmp_path), atropos=True)
     assert made[0].close is not None
     asyncio.run(made[0].close())  # pyright: ignore[reportArgumentType] - a coroutine

@@ -15,8 +15,8 @@ from atropos_served import Client, serving_atropos
 from gateway_served import Gateway, gateway_serving
 from served import ScriptedEngine
 
-from tandem.rollout import stamps
-from tandem.rollout.stamps import GatewayStamps
+from tandem.rollout.atropos import version_lookup
+from tandem.rollout.atropos.version_lookup import GatewayStamps
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -151,7 +151,7 @@ def test_a_post_without_logprobs_gets_them_from_the_record_or_is_refused(both: B
 def test_a_gateway_that_does_not_answer_costs_the_versions_and_no_group(
     tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stamps, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(version_lookup, "_PATIENCE_S", 0.2)
     (tmp_path / "token").write_text("none")
     silent = GatewayStamps("http://127.0.0.1:1", tmp_path / "token")
     with serving_atropos(tmp_path / "rollouts", gateway=silent) as client:

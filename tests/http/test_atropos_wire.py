@@ -10,8 +10,8 @@ import pytest
 from atropos_bodies import LENGTH, MALFORMED, PROMPT, encoded, group
 
 from tandem.errors import GroupRefused
-from tandem.rollout import atropos_wire as wire
-from tandem.rollout import wire as native
+from tandem.rollout.atropos import codec as wire
+from tandem.rollout.wire import codec as native
 from tandem.types import NO_VERSION, UNKNOWN_VERSION
 
 BY_RULE = {"unknown environment", "too long"}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from test_slow_bodies import CAP, CHUNKED, begun, serving, status
 
-from tandem.serve import app as door
+from tandem.serve.http import service as door
 
 FAST = pytest.mark.parametrize("fast", [True, False], ids=["httptools", "h11"])
 PIECE = b"x" * 2**16

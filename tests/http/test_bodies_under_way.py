@@ -17,11 +17,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from rollouts_served import serving_rollouts
 
-from tandem.rollout import wire
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.queue_types import EnvironmentSpec, TrainerSpec
-from tandem.serve.app import Service, body_at_hand, create_app, let_go
-from tandem.serve.rollouts import rollouts_service
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.rollout.queue.types import EnvironmentSpec, TrainerSpec
+from tandem.rollout.wire import codec
+from tandem.serve.http.service import Service, body_at_hand, create_app, let_go
+from tandem.serve.rollouts.service import rollouts_service
 from tandem.types import Trajectory
 
 CAP = 1000  # of one body; of sixteen times that much there is room
@@ -131,9 +131,9 @@ def test_a_body_comes_whole_in_whatever_pieces(tmp_path: Path):
     with serving_rollouts(tmp_path) as client:
         client.begin(max_tokens=0)
         one = Trajectory([1] * 400_000, [True] * 400_000, [-1.0] * 400_000, [0] * 400_000)
-        frame = bytes(wire.encode([one, one]).frame)  # 7 MB
+        frame = bytes(codec.encode([one, one]).frame)  # 7 MB
         pieces = [frame[at : at + 700_001] for at in range(0, len(frame), 700_001)]
-        headers = {"Content-Type": wire.BINARY, "Idempotency-Key": "k"}
+        headers = {"Content-Type": codec.BINARY, "Idempotency-Key": "k"}
         answer = client.http.post("/v2/groups?environment=1", content=iter(pieces), headers=headers)
         assert answer.json()["groups"][0]["outcome"] == "queued", answer.text
         assert client.queue is not None

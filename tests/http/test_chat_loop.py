@@ -8,7 +8,7 @@ from typing import Any
 
 from served import ScriptedEngine
 
-from tandem.serve.chat import HELP, chat_loop
+from tandem.serve.terminal_chat import HELP, chat_loop
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling
 

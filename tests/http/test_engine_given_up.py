@@ -14,7 +14,7 @@ from served import wait_until
 from test_engine_sleep import Vllm, end, engine_on, run, vllm_of
 
 from tandem.errors import EngineError, EngineLost, SyncError
-from tandem.serve import engine_control
+from tandem.serve.engine import weight_control
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Sampling
@@ -33,7 +33,7 @@ def serving(engine: Any, tmp_path: Path, **options: Any) -> Any:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
-    monkeypatch.setattr(engine_control, "_WAKE_AGAIN_S", 0.05)
+    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
     with serving(engine_on(Vllm()), tmp_path) as made:
         yield made
 
@@ -200,7 +200,7 @@ class WakesLate(FakeEngine):
 def test_whatever_keeps_an_engine_from_waking_is_tried_again(
     after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_control, "_WAKE_AGAIN_S", 0.05)
+    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
     engine = WakesLate()
     with serving(engine, tmp_path) as served:
         caller = served.attach()

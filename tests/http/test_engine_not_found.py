@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.engine import connection
-from tandem.engine.server import ServerEngine, Standing
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.engine.server import connection
+from tandem.engine.server.engine import ServerEngine, Standing
 from tandem.errors import EngineLost, SpecError
-from tandem.io.token import read_token
+from tandem.io.token_file import read_token
 from tandem.types import Sampling
 
 SECRET = '{"password":\n"hunter2"}'

@@ -17,8 +17,8 @@ from served import wait_until
 
 from stopwatch import Stopwatch
 from tandem.errors import EngineError, EngineLost, LogprobGap, SyncError, SyncTimeout
-from tandem.io.engine_wire import error_of
-from tandem.io.process import identity
+from tandem.io.engine_messages import error_of
+from tandem.io.process_identity import identity
 
 POSTS = ("generate", "attach", "load", "sleep", "wake", "digest")
 

@@ -15,10 +15,10 @@ import pytest
 from engine_served import EngineServed, FakeEnd, engine_serving
 from served import wait_until
 
-from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.engine.vllm.engine import VllmEngine
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import EngineError
-from tandem.serve import engine_control
+from tandem.serve.engine import weight_control
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Sampling
@@ -140,7 +140,7 @@ def end(carries: str = "full") -> Any:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
-    monkeypatch.setattr(engine_control, "_WAKE_AGAIN_S", 0.05)
+    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
     renderer = Renderer(byte_tokenizer())
     with engine_serving(engine_on(Vllm()), renderer, tmp_path) as made:
         yield made

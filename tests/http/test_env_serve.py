@@ -21,11 +21,11 @@ import pytest
 from engine_served import FakeEngine, engine_serving
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, SpecError, StoreError, StoreTimeout
-from tandem.recipes.environments import _short
-from tandem.rollout import wire
-from tandem.rollout.queue_checks import check_name
-from tandem.rollout.service_client import ServiceClient
-from tandem.rollout.ticket_store import Registration, TicketStore
+from tandem.recipes.environment_client import _short
+from tandem.rollout.queue.validation import check_name
+from tandem.rollout.remote.client import ServiceClient
+from tandem.rollout.remote.environment_store import Registration, TicketStore
+from tandem.rollout.wire import codec
 from tandem.spec.environment import HttpJudge, NoJudge
 from tandem.spec.load import parse_judge
 from tandem.text.renderer import Renderer
@@ -308,9 +308,9 @@ def test_a_seat_that_is_not_known_any_more_is_taken_anew(tmp_path: Path):
     assert tickets == [Ticket(0), Ticket(3)]
     assert [path for path, _, _ in asked][-2:] == ["/v2/groups?environment=0", "/v2/tickets/3/drop"]
     assert json.loads(asked[-1][2]) == {"environment": 1, "reason": "hung"}
-    (sent,) = wire.read_frames(asked[-2][2])
+    (sent,) = codec.read_frames(asked[-2][2])
     assert (sent.head.ticket, sent.size) == (0, 1)
-    assert wire.decode(sent.frame) == GROUP
+    assert codec.decode(sent.frame) == GROUP
 
 
 def test_whoever_waits_says_what_for_and_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -325,7 +325,9 @@ def test_whoever_waits_says_what_for_and_says_it_once(tmp_path: Path, caplog: py
     with caplog.at_level("WARNING"):
         ticket, _ = scripted(tmp_path, full, use)
     assert ticket == Ticket(0)
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "tandem.rollout.ticket_store"]
+    (told,) = [
+        record.getMessage() for record in caplog.records if record.name == "tandem.rollout.remote.environment_store"
+    ]
     assert told == "waiting: rollouts: /v2/environments: min_share 0.9 does not fit"
 
 

@@ -16,28 +16,28 @@ from fastapi import FastAPI
 from served import ScriptedEngine
 
 import tandem.serve
-from tandem.inside.sources import open_source
-from tandem.online.child import TrainerProcess
-from tandem.online.conductor import Conductor
-from tandem.online.jobs import JobStore
-from tandem.online.memory import JobMemory
-from tandem.online.ordinary import Ordinary
+from tandem.online.job_store import JobStore
+from tandem.online.orchestrator import Conductor
+from tandem.online.ordinary_prompts import Ordinary
+from tandem.online.replay_memory import JobMemory
+from tandem.online.trainer_process import TrainerProcess
 from tandem.recipes.gateway import to_files
-from tandem.recipes.rollouts import with_atropos
-from tandem.rollout.atropos import Atropos
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.session_store import SessionStore
-from tandem.serve.app import Service, create_app
-from tandem.serve.engine import engine_service
+from tandem.recipes.rollout_service import with_atropos
+from tandem.rollout.atropos.service import Atropos
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.rollout.sessions.store import SessionStore
+from tandem.serve.engine.service import engine_service
 from tandem.serve.gateway import gateway_service
-from tandem.serve.online import online_service
-from tandem.serve.online_keys import KeyRing, Keys
-from tandem.serve.online_past import Past
-from tandem.serve.openai import openai_service
-from tandem.serve.rollouts import rollouts_service
-from tandem.serve.run import Listen
+from tandem.serve.http.run import Listen
+from tandem.serve.http.service import Service, create_app
+from tandem.serve.online.keys import KeyRing, Keys
+from tandem.serve.online.past_versions import Past
+from tandem.serve.online.service import online_service
+from tandem.serve.openai.routes import openai_service
+from tandem.serve.rollouts.service import rollouts_service
 from tandem.spec.online import parse_online_spec
 from tandem.text.renderer import Renderer
+from tandem.vllm_worker.weight_sources import open_source
 
 TOKEN, URL = "the-token", "http://127.0.0.1:8000"
 ATROPOS = {

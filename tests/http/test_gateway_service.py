@@ -19,14 +19,14 @@ from engine_served import engine_serving
 from gateway_served import Gateway, Logged, Says, gateway_serving
 from served import wait_until
 
-from tandem.engine.follower import Follower
+from tandem.build.standalone_engines import followed
+from tandem.engine.server.read_only_client import Follower
 from tandem.errors import EngineLost, SpecError
-from tandem.recipes.build_alone import followed
 from tandem.recipes.gateway import serve_gateway, to_files, to_service
-from tandem.rollout.queue import RolloutQueue
-from tandem.serve.app import Service, create_app
-from tandem.serve.rollouts import rollouts_service
-from tandem.serve.run import Listen, Server
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import Service, create_app
+from tandem.serve.rollouts.service import rollouts_service
 from tandem.text.renderer import Renderer
 from tandem.types import Sampling
 

@@ -11,7 +11,7 @@ import pytest
 from gateway_served import Gateway, Says, gateway_serving
 from served import MODEL, wait_until
 
-from tandem.rollout.sessions import Bounds
+from tandem.rollout.sessions.sessions import Bounds
 from tandem.text.renderer import Renderer
 
 HI = [{"role": "user", "content": "hi"}]

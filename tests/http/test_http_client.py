@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tandem.engine import http
-from tandem.engine.http import Answer, Broken, HttpClient, Silent
+from tandem.engine.http import client as http
+from tandem.engine.http.client import Answer, Broken, HttpClient, Silent
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = HEAD + b"Content-Length: 2\r\n\r\n{}"

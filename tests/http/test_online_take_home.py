@@ -14,8 +14,8 @@ from online_served import OnlineServer, fact, online_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from tandem.cli import app
-from tandem.recipes import build
+from tandem.build import training
+from tandem.cli.main import app
 from tandem.recipes.serve import find_model, load_model
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.model import PresetModel
@@ -37,14 +37,14 @@ max_tokens = 4
 weight = 0.01
 """
 TOKENS = 12
-ORDINARY = resources.files("tandem.online").joinpath("ordinary.txt").read_text().splitlines()
+ORDINARY = resources.files("tandem.online").joinpath("ordinary_prompts.txt").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
     home = tmp_path_factory.mktemp("online")
-    made = build.model(PresetModel(preset="tiny"), Float32Precision(), 0, build.pick_device("cpu"))
-    build.export(made, home / "base")
+    made = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"))
+    training.export(made, home / "base")
     with online_server(home, SPEC.format(path=home / "base")) as server:
         yield server
 

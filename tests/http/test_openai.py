@@ -191,7 +191,7 @@ def test_a_chat_that_names_no_limit_gets_so_many_tokens_and_no_more(
 ) -> None:
     with served.http() as client:
         assert client.get("/limits").json()["default_tokens"] == 4096
-    monkeypatch.setattr("tandem.serve.openai.DEFAULT_TOKENS", 7)
+    monkeypatch.setattr("tandem.serve.openai.routes.DEFAULT_TOKENS", 7)
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "seed": 1}
     told = served.post(body).json()
     assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (7, "length")

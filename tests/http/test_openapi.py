@@ -18,22 +18,22 @@ from fastapi.routing import iter_route_contexts
 from gateway_served import Says
 from served import MODEL, ScriptedEngine
 
-from tandem.online.conductor import Conductor
-from tandem.online.jobs import JobStore
-from tandem.online.memory import JobMemory
-from tandem.recipes import build_online
+from tandem.build import online
+from tandem.online.job_store import JobStore
+from tandem.online.orchestrator import Conductor
+from tandem.online.replay_memory import JobMemory
 from tandem.recipes.gateway import to_files
-from tandem.recipes.rollouts import with_atropos
-from tandem.rollout.atropos import Atropos
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.session_store import SessionStore
-from tandem.serve.app import HotRoute, Service, create_app
-from tandem.serve.engine import engine_service
+from tandem.recipes.rollout_service import with_atropos
+from tandem.rollout.atropos.service import Atropos
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.rollout.sessions.store import SessionStore
+from tandem.serve.engine.service import engine_service
 from tandem.serve.gateway import gateway_service
-from tandem.serve.online import online_service
-from tandem.serve.online_past import Past
-from tandem.serve.openai import openai_service
-from tandem.serve.rollouts import rollouts_service
+from tandem.serve.http.service import HotRoute, Service, create_app
+from tandem.serve.online.past_versions import Past
+from tandem.serve.online.service import online_service
+from tandem.serve.openai.routes import openai_service
+from tandem.serve.rollouts.service import rollouts_service
 from tandem.spec.online import parse_online_spec
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
@@ -59,7 +59,7 @@ def made(name: str, home: Path) -> Service:
         queue = RolloutQueue(home)
         return with_atropos(rollouts_service(queue, greets=False), Atropos(queue, home), open_to_all=True)
     spec = parse_online_spec({"model": {"preset": "tiny"}})
-    alone, store = build_online.alone(spec, home), JobStore(home / "jobs")
+    alone, store = online.alone(spec, home), JobStore(home / "jobs")
     memory = JobMemory(spec.replay, spec.seed, store, spec.train.batch_size)
 
     def no_trainer() -> Any:
@@ -68,7 +68,7 @@ def made(name: str, home: Path) -> Service:
     def no_source(link: Any) -> Any:
         raise AssertionError("nothing is loaded here")
 
-    ordinary = build_online.ordinary(spec, alone, home)
+    ordinary = online.ordinary(spec, alone, home)
     conductor = Conductor(spec, store, alone.engine, no_source, no_trainer, home / "versions", memory, ordinary)
     return online_service(conductor, alone.renderer, SessionStore(home / "sessions"), Past(None), **SIZES)
 

@@ -16,7 +16,7 @@ from served import MODEL, Served, wait_until
 from vllm_script import BASE, KEY, Running, running
 
 from stopwatch import Stopwatch
-from tandem.engine.remote import RemoteEngine
+from tandem.engine.remote.engine import RemoteEngine
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError
 from tandem.types import Completion, Sampling, Span
 

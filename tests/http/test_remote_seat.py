@@ -11,9 +11,9 @@ from rollouts_served import RolloutClient, serving_rollouts
 
 from tandem.errors import Conflict, Fenced
 from tandem.loop import _supervised  # pyright: ignore[reportPrivateUsage]
-from tandem.rollout.queue_types import TrainerSpec
-from tandem.rollout.remote_store import RemoteStore
-from tandem.rollout.service_client import ServiceClient
+from tandem.rollout.queue.types import TrainerSpec
+from tandem.rollout.remote.client import ServiceClient
+from tandem.rollout.remote.trainer_store import RemoteStore
 
 TRAJECTORY = {"ids": [7, 8], "logprobs": [0, -0.5], "trained": [0, 1], "spans": [[-1, 1], [0, 1]], "reward": 1}
 

@@ -13,7 +13,7 @@ import torch
 from vllm_script import BASE, Folder, Running, VllmScript, delta, running
 
 from tandem.engine.pool import EnginePool
-from tandem.engine.remote import RemoteEngine
+from tandem.engine.remote.engine import RemoteEngine
 from tandem.errors import EngineError, EngineLost, LogprobGap, SyncError
 from tandem.publish import Canary, Publisher
 from tandem.types import Completion, Proof, Sampling, Sent, Span, Weights

@@ -19,9 +19,10 @@ from rollouts_served import RolloutClient, serving_rollouts
 from served import hang_up, wait_until
 
 from stopwatch import Stopwatch
-from tandem.rollout import wire, wire_lease
-from tandem.rollout.queue_types import Lease
-from tandem.serve.rollouts import rollouts_service
+from tandem.rollout.queue.types import Lease
+from tandem.rollout.remote import lease_codec
+from tandem.rollout.wire import codec
+from tandem.serve.rollouts.service import rollouts_service
 from tandem.types import Trajectory
 
 
@@ -33,10 +34,10 @@ def client(tmp_path: Path) -> Iterator[RolloutClient]:
 
 
 def take(client: RolloutClient, groups: int = 1, **more: Any) -> Lease:
-    answer = client.send("/v2/leases", {"epoch": client.epoch, "groups": groups} | more, Accept=wire.BINARY)
+    answer = client.send("/v2/leases", {"epoch": client.epoch, "groups": groups} | more, Accept=codec.BINARY)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"] == wire.BINARY
-    return wire_lease.decode_lease(answer.content)
+    assert answer.headers["content-type"] == codec.BINARY
+    return lease_codec.decode_lease(answer.content)
 
 
 def error(answer: httpx.Response) -> tuple[int, str]:
@@ -49,16 +50,16 @@ def test_a_group_comes_out_as_it_went_in_in_either_form(client: RolloutClient):
         reward=0.5, status="truncated", metrics={"a": 1.5}, shaping=-0.25, thinking_tokens=2, unclosed=True,
         task_id="t", messages=[{"role": "user", "content": "é"}],
     )  # fmt: skip
-    sent = wire.encode([trajectory, trajectory], environment=1, extra={"own": [1, None]})
+    sent = codec.encode([trajectory, trajectory], environment=1, extra={"own": [1, None]})
     client.post("/v2/groups", bytes(sent.frame))
-    client.send("/v2/groups", {"groups": [msgspec.to_builtins(wire.to_json(sent.frame))]})
+    client.send("/v2/groups", {"groups": [msgspec.to_builtins(codec.to_json(sent.frame))]})
     first, second = take(client, 2).groups
     assert first.frame == second.frame == bytes(sent.frame)
-    assert wire.decode(first.frame) == [trajectory, trajectory]
+    assert codec.decode(first.frame) == [trajectory, trajectory]
     client.post("/v2/groups", bytes(sent.frame))
     answer = client.post("/v2/leases", {"epoch": client.epoch, "groups": 1})
     told = answer["groups"][0]["group"]
-    again = wire.read_json(msgspec.json.encode({"groups": [told]}))
+    again = codec.read_json(msgspec.json.encode({"groups": [told]}))
     assert bytes(again[0].frame) == bytes(sent.frame)
     looked = client.get(f"/v2/groups/{answer['groups'][0]['id']}")
     assert looked["group"] == told
@@ -191,7 +192,7 @@ def test_bodies_under_way_are_bounded_all_together(tmp_path: Path):
         client.begin()
         host, port = client.url.removeprefix("http://").split(":")
         token = client.http.headers["authorization"]
-        head = f"POST /v2/groups HTTP/1.1\r\nHost: x\r\nAuthorization: {token}\r\nContent-Type: {wire.BINARY}\r\n"
+        head = f"POST /v2/groups HTTP/1.1\r\nHost: x\r\nAuthorization: {token}\r\nContent-Type: {codec.BINARY}\r\n"
         head = head.replace("Host: x", f"Host: {host}") + "Content-Length: 100000\r\n\r\n"
         slow = [socket.create_connection((host, int(port))) for _ in range(24)]
         for each in slow:
@@ -307,9 +308,9 @@ def test_a_client_that_sends_slowly_delays_nobody(client: RolloutClient):
 
 
 def test_what_does_not_fit_the_state_names_its_field_too(client: RolloutClient):
-    old, group = client.epoch, wire.decode(GOOD_FRAME)
+    old, group = client.epoch, codec.decode(GOOD_FRAME)
     frame, strange = (
-        bytes(wire.encode(group, **head).frame) for head in ({"environment": 1, "ticket": 77}, {"environment": 9})
+        bytes(codec.encode(group, **head).frame) for head in ({"environment": 1, "ticket": 77}, {"environment": 9})
     )
     asked: list[tuple[str, Any, int, str]] = [
         ("trainer", {"run_id": "another", "groups_per_step": 4}, 409, "run_id"),

@@ -17,8 +17,8 @@ import pytest
 from served import wait_until
 
 from tandem.errors import SpecError
-from tandem.recipes.rollouts import serve_rollouts
-from tandem.serve.run import Listen
+from tandem.recipes.rollout_service import serve_rollouts
+from tandem.serve.http.run import Listen
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from malformed_groups import CORPUS, GOOD_FRAME, Bad, good, posted
 from rollouts_served import RolloutClient, serving_rollouts
 
 from tandem.errors import GroupRefused
-from tandem.rollout import wire
+from tandem.rollout.wire import codec
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_after_all_of_them_the_next_batch_is_as_if_they_had_not_been(client: Rol
     for body, kind, headers in (
         (posted(good()), "application/json", {}),
         *((bad.body, bad.kind, bad.headers) for bad in CORPUS if len(bad.body) < 10_000),
-        (GOOD_FRAME, wire.BINARY, {}),
+        (GOOD_FRAME, codec.BINARY, {}),
     ):
         key = {"Idempotency-Key": f"again-{random.random()}"}
         client.http.post("/v2/groups?environment=1", content=body, headers={"Content-Type": kind} | key | headers)
@@ -70,8 +70,8 @@ def test_whatever_happens_to_a_byte_a_frame_is_refused_or_is_still_a_group():
                 case _:
                     body.insert(place, rng.randrange(256))
         try:
-            for group in wire.read_frames(bytes(body)):
-                wire.decode(group.frame)
+            for group in codec.read_frames(bytes(body)):
+                codec.decode(group.frame)
         except GroupRefused as error:
             refused.append(error.field)
     assert all(refused)

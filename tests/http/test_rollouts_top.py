@@ -25,7 +25,7 @@ from rollouts_process import rollouts_process
 from rollouts_served import RolloutClient, serving_rollouts
 from typer.testing import CliRunner
 
-from tandem.cli import app
+from tandem.cli.main import app
 from tandem.errors import SpecError, StoreError, TandemError
 from tandem.obs.rollouts_status import rollouts_status
 from tandem.obs.rollouts_top import TopView, lag_rows, print_frame

@@ -16,8 +16,9 @@ from gateway_served import Says, gateway_serving
 from rollouts_served import serving_rollouts
 from served import MODEL, ScriptedEngine, serving, wait_until
 
-from tandem.serve import aside as beside
-from tandem.serve import bounds, openai_request
+from tandem.serve.http import off_loop as beside
+from tandem.serve.http import request_bounds
+from tandem.serve.openai import requests
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -125,10 +126,10 @@ def test_a_large_body_is_parsed_beside_the_event_loop_and_one_of_too_many_values
         threads.append(threading.current_thread().name)
         return json.loads(raw)
 
-    monkeypatch.setattr(openai_request, "from_json", watched)
-    assert servers[server].post(CHAT, json=said("hi") | {"user": "u" * bounds.AT_ONCE_BYTES}).status_code == 200
+    monkeypatch.setattr(requests, "from_json", watched)
+    assert servers[server].post(CHAT, json=said("hi") | {"user": "u" * request_bounds.AT_ONCE_BYTES}).status_code == 200
     assert threads == ["aside"]
-    monkeypatch.setattr(bounds, "MAX_VALUES", 20_000)
+    monkeypatch.setattr(request_bounds, "MAX_VALUES", 20_000)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": [[]] * 25_000}}}
     answer = servers[server].post(CHAT, json=said("hi") | {"tools": [tool]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
@@ -138,13 +139,13 @@ def test_a_large_body_is_parsed_beside_the_event_loop_and_one_of_too_many_values
 def test_messages_tools_and_the_arguments_of_calls_have_bounds(
     servers: dict[str, httpx.Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "MAX_VALUES", 50_000)
+    monkeypatch.setattr(request_bounds, "MAX_VALUES", 50_000)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 2**18}}}
     call = {"function": {"name": "f", "arguments": json.dumps({"x": [[]] * 60_000})}}
     deep = {"type": "function", "function": {"name": "f", "parameters": {"x": []}}}
     body = json.dumps(said("hi") | {"tools": [deep]}).replace("[]", "[" * 10_000 + "]" * 10_000)
     for asked, field in (
-        (said("hi", bounds.MAX_MESSAGES + 1), "messages"),
+        (said("hi", request_bounds.MAX_MESSAGES + 1), "messages"),
         (said("hi") | {"tools": [tool]}, "tools"),
         (said("hi") | {"messages": [{"role": "assistant", "tool_calls": [call]}]}, "messages"),
         (json.loads(json.dumps(said("hi"))) | {"tools": [deep]}, None),
@@ -156,7 +157,7 @@ def test_messages_tools_and_the_arguments_of_calls_have_bounds(
 
 
 def test_a_rollout_service_counts_before_it_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MAX_VALUES", 50_000)
+    monkeypatch.setattr(request_bounds, "MAX_VALUES", 50_000)
     lists = {"x": [[]] * 60_000}
     with serving_rollouts(tmp_path) as client:
         for path, body in (

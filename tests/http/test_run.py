@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from served import MODEL, wait_until
 
 from tandem.errors import SpecError
-from tandem.serve.run import Listen, Server, serve_forever
+from tandem.serve.http.run import Listen, Server, serve_forever
 
 PROGRAM = str(Path(__file__).with_name("serve_script.py"))
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}

@@ -17,10 +17,10 @@ import pytest
 from fastapi import APIRouter, Request
 from served import wait_until
 
-from tandem.serve import app as door
-from tandem.serve.app import Service, create_app
-from tandem.serve.fast_http import FastHttp
-from tandem.serve.run import Listen, Server
+from tandem.serve.http import service as door
+from tandem.serve.http.httptools_protocol import FastHttp
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import Service, create_app
 
 CAP = 4 * 2**20  # of one body; of sixteen times that much there is room
 

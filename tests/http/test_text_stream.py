@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.serve.text_stream import TextStream, token_bytes
+from tandem.serve.openai.text_stream import TextStream, token_bytes
 from tandem.text.renderer import Renderer, cut_at_stop
 
 

@@ -19,8 +19,8 @@ from tandem.env.load import load_environment
 from tandem.errors import EpisodeFailed
 from tandem.rollout.episode import Setting, play
 from tandem.rollout.judge import EngineJudge, HttpJudge
-from tandem.rollout.nursery import Order
-from tandem.rollout.workers import WorkerEnvironment
+from tandem.rollout.workers.forkserver_client import Order
+from tandem.rollout.workers.pool import WorkerEnvironment
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Span, Task, Trajectory

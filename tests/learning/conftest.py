@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tandem import recipes
-from tandem.obs.live import LiveView
+from tandem.obs.live_view import LiveView
 from tandem.runs.run import Run
 from tandem.spec.load import load_spec, parse_spec
 from tandem.spec.run import RunSpec

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import Train
-from tandem import cli
+from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes.evaluation import evaluate_model
-from tandem.runs.evals import StoredEval, read_evals, store_eval
+from tandem.runs.eval_files import StoredEval, read_evals, store_eval
 
 ENVIRONMENT = """
 from tandem import Outcome, Task
@@ -49,7 +49,7 @@ def test_a_run_keeps_each_evaluation_and_eval_adds_to_them(train: Train, tmp_pat
     assert all(each.pairs_with(kept[0]) for each in kept)
     files = {path: path.read_bytes() for path in (trained.directory / "evals").iterdir()}
 
-    done = CliRunner().invoke(cli.app, ["eval", str(trained.directory), "--json"])
+    done = CliRunner().invoke(app, ["eval", str(trained.directory), "--json"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["metric"] == "reward"  # its outcomes have no `correct`

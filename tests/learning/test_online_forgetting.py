@@ -13,16 +13,16 @@ import torch
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
-from tandem.online.replay import Reservoir, content_key
-from tandem.ops.sizes import shares_never
+from tandem.online.sample_replay import Reservoir, content_key
+from tandem.ops.byte_sizes import shares_never
 from tandem.optim.adamw import AdamW
-from tandem.optim.master import Float32
+from tandem.optim.master_weights import Float32
 from tandem.optim.optimizer import Optimizer
-from tandem.rollout.recorded import record
+from tandem.rollout.recorded_producer import record
 from tandem.spec.optim import AdamWSpec
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch, plain_row
+from tandem.train.batch_packing import make_batch, plain_row
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import Group, Trajectory
 

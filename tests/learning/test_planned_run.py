@@ -9,10 +9,10 @@ import pytest
 
 import tandem
 from tandem.errors import SpecError
-from tandem.obs.history import read_history
-from tandem.obs.planned import against_plan
-from tandem.recipes import planning
-from tandem.runs.resume import digest_run
+from tandem.obs.plan_vs_measured import against_plan
+from tandem.obs.run_history import read_history
+from tandem.recipes import plan_run
+from tandem.runs.run_ending import digest_run
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RunSpec
 
@@ -47,16 +47,16 @@ def test_a_run_keeps_its_plan_and_shows_it_beside_what_was_measured(tmp_path):
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "live_memory", lambda spec: ("cpu", 16.0, 0.1))
+    monkeypatch.setattr(plan_run, "live_memory", lambda spec: ("cpu", 16.0, 0.1))
     with pytest.raises(SpecError, match=r"takes at least 0\.\d\d GiB, and 0\.10 GiB of this machine are free"):
         tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     assert "load" not in [event["stage"] for event in events(tmp_path / "run")]
 
 
 def test_what_may_not_fit_is_said_and_under_strict_refused(tmp_path, monkeypatch):
-    plan = planning.plan_run(spec(tmp_path / "rows.jsonl"), gpu="cpu")
+    plan = plan_run.plan_run(spec(tmp_path / "rows.jsonl"), gpu="cpu")
     free_gib = (plan.least_gib + plan.peak_gib) / 2
-    monkeypatch.setattr(planning, "live_memory", lambda spec: ("cpu", 16.0, free_gib))
+    monkeypatch.setattr(plan_run, "live_memory", lambda spec: ("cpu", 16.0, free_gib))
     tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     told = [event for event in events(tmp_path / "run") if event.get("option") == "the plan"]
     assert "the largest micro-batch takes it to" in str(told[0]["why_not"])
@@ -66,9 +66,9 @@ def test_what_may_not_fit_is_said_and_under_strict_refused(tmp_path, monkeypatch
 
 def test_a_model_that_the_planner_does_not_know_trains_without_a_plan(tmp_path, monkeypatch):
     def unknown(*args: object, **kwargs: object) -> None:
-        raise planning.NoPlan("its layers are not known")
+        raise plan_run.NoPlan("its layers are not known")
 
-    monkeypatch.setattr(planning, "plan_run", unknown)
+    monkeypatch.setattr(plan_run, "plan_run", unknown)
     tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     assert not (tmp_path / "run/plan.json").exists()
     assert [event["why_not"] for event in events(tmp_path / "run") if event["stage"] == "plan"]

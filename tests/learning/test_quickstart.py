@@ -91,8 +91,8 @@ PERMUTED = '''
 import asyncio
 from dataclasses import dataclass, field
 
-from tandem.env.sort import Sort
-from tandem.env.split import in_split
+from tandem.env.builtin.sort import Sort
+from tandem.env.builtin.split import in_split
 from tandem.types import Outcome
 
 

@@ -13,12 +13,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from conftest import Train
-from tandem import cli, recipes
+from tandem import recipes
+from tandem.cli.main import app
 from tandem.errors import NothingLearned, TooManyFailures
-from tandem.obs.live import LiveView
-from tandem.runs.card import model_card
+from tandem.obs.live_view import LiveView
 from tandem.runs.compare import compare_runs, compare_text
-from tandem.runs.evals import read_evals
+from tandem.runs.eval_files import read_evals
+from tandem.runs.model_card import model_card
 from tandem.spec.load import parse_spec
 
 ENVIRONMENT = """
@@ -85,8 +86,8 @@ def test_a_reward_is_told_on_its_own_scale_wherever_it_is_told(train: Train, tmp
         assert each.failed == 1
         assert each.scores[list(each.tasks).index("eval-3")] == min(each.scores) < -17
     runner = CliRunner()
-    watched = runner.invoke(cli.app, ["watch", str(directory), "--once"]).output
-    played = runner.invoke(cli.app, ["eval", str(directory)]).output
+    watched = runner.invoke(app, ["watch", str(directory), "--once"]).output
+    played = runner.invoke(app, ["eval", str(directory)]).output
     report = (directory / "report.html").read_text()
     compared, card = compare_text(compare_runs([directory, directory])), model_card(directory, "model")
     assert "reward a task, mean over 8 held-out tasks" in played

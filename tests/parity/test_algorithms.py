@@ -14,13 +14,13 @@ from samples import CPU, FROM_REWARDS, MAKERS, MAX_TOKENS, algorithm_of, group_o
 from torch import Tensor
 
 from tandem.algo import dapo, dr_grpo, grpo, rloo, sft
+from tandem.build import training
 from tandem.model.policy import CausalPolicy
-from tandem.ops.sizes import shares_never
+from tandem.ops.byte_sizes import shares_never
 from tandem.protocols import Algorithm
-from tandem.recipes import build
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DrGrpoSpec, GrpoSpec, RlooSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import Group, Trajectory
 
 SPECS: TypeAdapter[Any] = TypeAdapter(AlgorithmSpec)
@@ -38,7 +38,7 @@ def test_every_algorithm_of_the_spec_is_built_under_its_own_name() -> None:
     assert kinds == list(MAKERS)
     for kind in kinds:
         teacher = {"teacher": "somewhere"} if kind == "distill" else {}
-        assert build.algorithm(SPECS.validate_python({"kind": kind, **teacher}), MAX_TOKENS).name == kind
+        assert training.algorithm(SPECS.validate_python({"kind": kind, **teacher}), MAX_TOKENS).name == kind
 
 
 UNUSABLE = [

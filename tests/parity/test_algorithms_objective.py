@@ -11,7 +11,7 @@ import torch
 from samples import CORRECTED, FROM_REWARDS, algorithm_of, micro_of
 from torch import Tensor
 
-from tandem.algo import cispo, distill, gspo, policy_gradient, ratio
+from tandem.algo import cispo, distill, gspo, importance_ratio, policy_gradient
 from tandem.algo.policy_gradient import Objective
 from tandem.protocols import Algorithm
 from tandem.types import Metrics, Totals
@@ -351,12 +351,12 @@ def sum_over_all(values_N: Tensor, micro: Any) -> Tensor:
     return values_N.sum().expand_as(values_N)
 
 
-right_sum = ratio.sequence_sum
+right_sum = importance_ratio.sequence_sum
 
 
 @pytest.mark.parametrize("wrong", [token_for_sequence, mean_for_sum, sum_over_all])
 def test_a_wrong_sequence_ratio_is_rejected(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ratio, "sequence_sum", wrong)
+    monkeypatch.setattr(importance_ratio, "sequence_sum", wrong)
     for correction, rows in SEQUENCE_TABLES:
         with pytest.raises(AssertionError):
             check_sequences(algorithm_of("dr_grpo", correction=correction), rows)

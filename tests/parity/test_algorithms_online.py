@@ -10,8 +10,8 @@ import torch
 from samples import micro_of
 
 from tandem.algo import self_distill, sft
-from tandem.algo.anchored import anchored
-from tandem.online.demonstrations import judge_messages
+from tandem.algo.reference_anchor import anchored
+from tandem.online.self_distillation import judge_messages
 from tandem.types import TokenLogprobs, Totals, Trajectory
 
 

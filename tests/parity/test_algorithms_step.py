@@ -12,10 +12,10 @@ import torch
 from samples import CORRECTED, CPU, FROM_REWARDS, algorithm_of
 from torch import Tensor
 
-from tandem.algo import gspo, policy_gradient, ratio, sft
-from tandem.ops.sizes import Shares, shares_never, shares_unmasked
+from tandem.algo import gspo, importance_ratio, policy_gradient, sft
+from tandem.ops.byte_sizes import Shares, shares_never, shares_unmasked
 from tandem.protocols import Algorithm
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory, TrajectoryStatus
 
 # --- however the step is cut: every token of the step has an id, and so a logprob, of its own
@@ -143,7 +143,7 @@ def by_position(values_N: Tensor, micro: MicroBatch) -> Tensor:
         ("dr_grpo", policy_gradient, "token_mean", mean_of_the_micro_batch),
         ("grpo", policy_gradient, "sequence_mean", mean_over_its_sequences),
         ("gspo", gspo.policy_gradient, "sequence_mean", mean_over_its_sequences),
-        ("gspo", ratio, "sequence_sum", by_position),
+        ("gspo", importance_ratio, "sequence_sum", by_position),
     ],
 )
 def test_a_share_of_the_micro_batch_is_rejected(

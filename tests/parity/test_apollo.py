@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tandem.optim.adamw import AdamW
 from tandem.optim.apollo import Apollo
-from tandem.optim.rule import Rule, Slot
+from tandem.optim.update_rule import Rule, Slot
 from tandem.spec.optim import AdamWSpec, ApolloMiniSpec, ApolloSpec
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"

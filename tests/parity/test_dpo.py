@@ -14,16 +14,16 @@ from torch import Tensor
 
 from tandem.algo import dpo
 from tandem.model.policy import CausalPolicy
-from tandem.ops.sizes import Shares, shares_never, shares_unmasked
+from tandem.ops.byte_sizes import Shares, shares_never, shares_unmasked
 from tandem.optim.adamw import AdamW
-from tandem.optim.master import Float32
+from tandem.optim.master_weights import Float32
 from tandem.optim.optimizer import Optimizer
 from tandem.protocols import Algorithm
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import AdamWSpec
 from tandem.spec.preference import DpoSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Packed, TokenLogprobs, Totals, Trajectory
 

@@ -8,9 +8,9 @@ from transformers import DynamicCache
 from tandem.algo import sft
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
-from tandem.ops.sizes import shares_never
+from tandem.ops.byte_sizes import shares_never
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import NO_VERSION, Trajectory
 
 

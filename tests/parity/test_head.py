@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tandem.engine.sample import Settings, draw
+from tandem.engine.hf.sampler import Settings, draw
 from tandem.errors import SpecError
-from tandem.ops.head import Head
-from tandem.ops.score import WORKSPACE_BYTES
+from tandem.ops.fused_logprobs import WORKSPACE_BYTES
+from tandem.ops.lm_head import Head
 
 VOCAB, HIDDEN = 131, 32
 SMALL = 50_000

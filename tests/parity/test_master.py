@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.optim import master as masters
+from tandem.optim import master_weights as masters
 from tandem.optim.adamw import AdamW
-from tandem.optim.master import Fp32Copy, InPlace, Split, Stochastic, round_half_away
+from tandem.optim.master_weights import Fp32Copy, InPlace, Split, Stochastic, round_half_away
 from tandem.optim.optimizer import Optimizer
-from tandem.optim.rule import ByParts
+from tandem.optim.update_rule import ByParts
 from tandem.spec.optim import AdamWSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")

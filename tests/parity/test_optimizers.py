@@ -19,7 +19,7 @@ from tandem.optim.adamw_8bit import AdamW8bit, Code
 from tandem.optim.adamw_offload import AdamWOffload, why_not
 from tandem.optim.apollo import Apollo
 from tandem.optim.muon import Muon
-from tandem.optim.rule import Rule, Slot
+from tandem.optim.update_rule import Rule, Slot
 from tandem.spec.optim import (
     AdafactorSpec,
     AdamW8bitSpec,

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tandem.algo import dr_grpo, grpo, rloo
 from tandem.model.policy import CausalPolicy
-from tandem.ops.sizes import Shares, shares_masked, shares_never, shares_unmasked
+from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DrGrpoSpec, GrpoSpec, RlooSpec
 from tandem.spec.model import LoraSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import UNKNOWN_VERSION, Batch, Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
 
 CPU = torch.device("cpu")

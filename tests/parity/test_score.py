@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tandem.ops import score as ops
-from tandem.ops import sizes
-from tandem.ops.score import score
+from tandem.ops import byte_sizes
+from tandem.ops import fused_logprobs as ops
+from tandem.ops.fused_logprobs import score
 
 HIDDEN, VOCAB = 24, 131
 CASES: dict[str, dict[str, Any]] = {
@@ -131,8 +131,8 @@ def test_no_more_than_the_workspace_is_held(workspace_bytes: int) -> None:
         score(hidden_NH, weight_VH, ids_N, num_ids=VOCAB, workspace_bytes=workspace_bytes)[0].backward(grad_N)
     assert watch.elements < count * VOCAB
     logits = [rows * columns for rows, columns in watch.products if HIDDEN not in (rows, columns)]
-    assert max(logits) * 4 * sizes.EAGER_COPIES <= workspace_bytes
-    assert max(logits) * 4 * sizes.EAGER_COPIES > workspace_bytes / 3, "and it is used"
+    assert max(logits) * 4 * byte_sizes.EAGER_COPIES <= workspace_bytes
+    assert max(logits) * 4 * byte_sizes.EAGER_COPIES > workspace_bytes / 3, "and it is used"
     assert len(logits) > 4
 
 
@@ -158,7 +158,7 @@ def test_the_reference_holds_as_many_copies_of_the_logits_as_it_is_said_to() -> 
     hidden_NH, weight_VH, ids_N, grad_N = inputs(count)
     with Alive():
         score(hidden_NH, weight_VH, ids_N, num_ids=VOCAB, softcap=2.0)[0].backward(grad_N)
-    assert 2 * count * VOCAB * 4 <= most <= sizes.EAGER_COPIES * count * VOCAB * 4
+    assert 2 * count * VOCAB * 4 <= most <= byte_sizes.EAGER_COPIES * count * VOCAB * 4
 
 
 def test_what_needs_no_gradient_costs_no_product() -> None:
@@ -250,7 +250,7 @@ def test_pieces_cover_everything_once_and_are_about_equal() -> None:
         (65_536, 2961, 256),
         (7, 0, 4),
     ):
-        pieces = list(sizes.pieces(total, most, multiple))
+        pieces = list(byte_sizes.pieces(total, most, multiple))
         covered = [number for piece in pieces for number in range(piece.start, piece.stop)]
         assert covered == list(range(total))
         assert all(piece.stop - piece.start <= max(most, multiple) for piece in pieces)

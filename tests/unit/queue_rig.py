@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tandem.rollout import wire
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.queue_types import EnvironmentSpec, Lease, QueueLimits, TrainerSpec
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.rollout.queue.types import EnvironmentSpec, Lease, QueueLimits, TrainerSpec
+from tandem.rollout.wire import codec
 from tandem.types import Trajectory
 
 RUN = TrainerSpec("run", groups_per_step=2, max_lag=1)
 
 
-def group(version: int = 0, *, name: str = "", size: int = 2, tokens: int = 4, **head: Any) -> wire.WireGroup:
+def group(version: int = 0, *, name: str = "", size: int = 2, tokens: int = 4, **head: Any) -> codec.WireGroup:
     one = Trajectory(
         ids=list(range(tokens)),
         trained=[False] + [True] * (tokens - 1),
@@ -24,12 +24,12 @@ def group(version: int = 0, *, name: str = "", size: int = 2, tokens: int = 4, *
         versions=[-1] + [version] * (tokens - 1),
         task_id=name,
     )
-    return wire.encode([dataclasses.replace(one, reward=float(k)) for k in range(size)], **head)
+    return codec.encode([dataclasses.replace(one, reward=float(k)) for k in range(size)], **head)
 
 
 def names(lease: Lease | None) -> list[str]:
     assert lease is not None
-    return [wire.decode(each.frame)[0].task_id for each in lease.groups]
+    return [codec.decode(each.frame)[0].task_id for each in lease.groups]
 
 
 class Rig:

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tandem.bridge import outgoing
-from tandem.bridge.flat import Flat
-from tandem.bridge.parcel import Packing
+from tandem.bridge.collective.packer import Packing
+from tandem.bridge.common import served_tensors
+from tandem.bridge.common.flat_buffer import Flat
 from tandem.errors import SyncError
-from tandem.model import serving
-from tandem.ops.phases import Phases
+from tandem.model import served_weights
+from tandem.ops.phase_timer import Phases
 from tandem.types import Weights
 
 LAYERS = [f"layers.{number}.q" for number in range(40)]
 LAYOUT = {f"{layer}.weight": ["bfloat16", [6, 6]] for layer in LAYERS}
 
 
-def adapted() -> list[serving.Adapted]:
+def adapted() -> list[served_weights.Adapted]:
     return [
-        serving.Adapted(
+        served_weights.Adapted(
             f"base_model.model.{layer}.lora_A.weight",
             f"base_model.model.{layer}.lora_B.weight",
             torch.randn(2, 6),
@@ -50,7 +50,7 @@ class Calls(TorchFunctionMode):
 def test_another_version_of_an_adapter_is_packed_by_a_handful_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lets go of the interpreter, and a busy event loop gives it back 5 ms later: of 160 tensors no call each."""
     found = adapted()
-    standing = serving.Standing(found)
+    standing = served_weights.Standing(found)
     packing = Packing("adapter_broadcast", [{"layout": LAYOUT, "adapter_dtype": "bfloat16", "boot_id": "one"}])
 
     def packed() -> Any:
@@ -74,16 +74,16 @@ def test_what_was_found_out_is_found_out_again_when_tensors_names_or_engines_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[int] = []
-    forms = outgoing.forms
+    forms = served_tensors.forms
 
     def counted(*args: Any) -> Any:
         looked.append(1)
         return forms(*args)
 
-    monkeypatch.setattr("tandem.bridge.packed.forms", counted)
+    monkeypatch.setattr("tandem.bridge.common.packed_adapter.forms", counted)
     replies: list[dict[str, Any]] = [{"layout": LAYOUT, "boot_id": "one"}]
     packing = Packing("adapter_broadcast", replies)
-    tensors = dict(serving.Standing(adapted()).tensors())
+    tensors = dict(served_weights.Standing(adapted()).tensors())
 
     def pack(named: dict[str, Tensor]) -> Any:
         return packing.parcel(Weights(1, "adapter", lambda: iter(named.items())), Phases())

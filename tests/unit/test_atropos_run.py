@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import SpecError
-from tandem.obs.wording import headline
-from tandem.recipes import atropos, run
+from tandem.obs.claims import headline
+from tandem.recipes import atropos_run, run
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
 SPEC: dict[str, Any] = {
@@ -28,7 +28,7 @@ SPEC: dict[str, Any] = {
 
 
 def planned(tmp_path: Path, **changes: Any) -> Any:
-    return atropos._planned(parse_spec(SPEC | changes), tmp_path / "run")  # pyright: ignore[reportPrivateUsage]
+    return atropos_run._planned(parse_spec(SPEC | changes), tmp_path / "run")  # pyright: ignore[reportPrivateUsage]
 
 
 def after(words: list[str], option: str) -> str:
@@ -40,7 +40,7 @@ def test_an_environment_is_given_what_it_does_not_say_itself(tmp_path: Path):
     plan.token_file("gateway").parent.mkdir(parents=True)
     plan.token_file("gateway").write_text("secret\n")
     (words,) = plan.rollouts.environments
-    command = atropos._environment_command(plan, words, "policy")  # pyright: ignore[reportPrivateUsage]
+    command = atropos_run._environment_command(plan, words, "policy")  # pyright: ignore[reportPrivateUsage]
     assert command[: len(shlex.split(words))] == shlex.split(words)
     assert after(command, "--openai.base_url") == f"http://127.0.0.1:{plan.ports['gateway']}/v1"
     assert after(command, "--env.rollout_server_url") == f"http://127.0.0.1:{plan.ports['rollouts']}"
@@ -52,7 +52,7 @@ def test_an_environment_is_given_what_it_does_not_say_itself(tmp_path: Path):
 
 def test_the_trainer_gets_the_same_spec_with_the_urls_and_a_second_start_goes_on(tmp_path: Path):
     plan = planned(tmp_path)
-    command = atropos._trainer_command(plan)  # pyright: ignore[reportPrivateUsage]
+    command = atropos_run._trainer_command(plan)  # pyright: ignore[reportPrivateUsage]
     spec = load_spec(after(command, "train"))
     assert spec.rollouts.url == plan.url("rollouts")  # pyright: ignore
     assert spec.engine.url == plan.url("engine")  # pyright: ignore
@@ -60,7 +60,7 @@ def test_the_trainer_gets_the_same_spec_with_the_urls_and_a_second_start_goes_on
     assert planned(tmp_path).ports == plan.ports, "its spec names them"
     plan.run_dir.mkdir()
     (plan.run_dir / "spec.toml").write_text("")
-    assert after(atropos._trainer_command(plan), "resume") == str(plan.run_dir)  # pyright: ignore[reportPrivateUsage]
+    assert after(atropos_run._trainer_command(plan), "resume") == str(plan.run_dir)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_run_of_atropos_s_environments_is_refused_by_train_with_the_command_th
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path):
     plan = planned(tmp_path)
-    processes = atropos._Processes(plan, lambda text: None)  # pyright: ignore[reportPrivateUsage]
+    processes = atropos_run._Processes(plan, lambda text: None)  # pyright: ignore[reportPrivateUsage]
     with processes:
         processes._begin("gateway", [str(tmp_path / "nothing")])  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(Exception, match=r"gateway: '.*nothing' ended while it started: exit code"):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tandem.text.call_stream import CallStream
+from tandem.text.tool_call_stream import CallStream
 from tandem.types import ToolCall
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'

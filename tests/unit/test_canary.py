@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tandem.bridge.null import NullBridge
+from tandem.build import joined_engines, training
 from tandem.engine.null import NullEngine
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost, LogprobGap
 from tandem.publish import Call, Canary, Publisher, on_this_thread
-from tandem.recipes import build, build_engine
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
 from tandem.types import Completion, Proof, Sampling, Served, Span, Weights
@@ -183,5 +183,5 @@ def test_one_of_a_pool_that_is_lost_over_it_is_left_out() -> None:
 
 @pytest.mark.parametrize(("context", "length"), [(0, 33), (64, 33), (20, 18), (2, 1)])
 def test_a_canary_fits_into_the_engines_context(context: int, length: int) -> None:
-    model = build.model(PresetModel(preset="tiny"), Float32Precision(), 0, build.pick_device("cpu"), context)
-    assert len(build_engine.canary(model).prompt_ids) == length
+    model = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"), context)
+    assert len(joined_engines.canary(model).prompt_ids) == length

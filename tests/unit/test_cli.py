@@ -24,7 +24,7 @@ import sys
 sys.argv[0] = "tandem"
 code = 0
 try:
-    from tandem.cli import main
+    from tandem.cli.main import main
     main()
 except SystemExit as end:
     code = end.code or 0

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tandem import cli
+from tandem.cli.main import app
 from tandem.errors import RunError
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.runs.compare import compare_runs, compare_text
-from tandem.runs.evals import StoredEval, store_eval
+from tandem.runs.eval_files import StoredEval, store_eval
 
 
 def made_run(directory: Path, lr: float, right: int, *, seed: int = 0) -> Path:
@@ -72,6 +72,6 @@ def test_a_run_of_which_little_is_left_is_shown_with_gaps(tmp_path: Path):
 
 def test_the_command_prints_text_or_json(tmp_path: Path):
     runs = [str(made_run(tmp_path / "a", 0.001, 10)), str(made_run(tmp_path / "b", 0.01, 30))]
-    assert "train.lr" in CliRunner().invoke(cli.app, ["compare", *runs]).stdout
-    told = json.loads(CliRunner().invoke(cli.app, ["compare", *runs, "--json"]).stdout)
+    assert "train.lr" in CliRunner().invoke(app, ["compare", *runs]).stdout
+    told = json.loads(CliRunner().invoke(app, ["compare", *runs, "--json"]).stdout)
     assert told["pairings"][0]["verdict"]["verdict"] == "improved"

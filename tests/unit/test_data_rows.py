@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tandem.data.conversation import BadRow, parse_row
-from tandem.data.report import ValidationReport
+from tandem.data.row_report import ValidationReport
 
 USER = {"role": "user", "content": "hi"}
 BOT = {"role": "assistant", "content": "hello"}

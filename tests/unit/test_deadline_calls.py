@@ -9,7 +9,7 @@ import time
 import pytest
 
 from stopwatch import Stopwatch
-from tandem.bridge.deadline import Deadline
+from tandem.bridge.common.deadline import Deadline
 from tandem.errors import SyncTimeout
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tandem.errors import SyncError
 from tandem.ops import digest
-from tandem.ops.base import check_base
-from tandem.ops.phases import Phases
+from tandem.ops.adapter_base_check import check_base
+from tandem.ops.phase_timer import Phases
 
 DTYPES = ["bfloat16", "float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool", "float8_e4m3fn"]
 WHOLE = 2**64

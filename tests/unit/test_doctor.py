@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cli import app
+from tandem.cli.main import app
 from tandem.runs import doctor
 from tandem.runs.doctor import Finding, Health, health_text
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import StoreBroken, StoreError, StoreFull, StoreOwned
-from tandem.io.durable import Durable
-from tandem.io.segments import Place, Segments
+from tandem.io.append_only_segments import Place, Segments
+from tandem.io.sqlite_store import Durable
 
 SCHEMA = ("CREATE TABLE rows (id INTEGER PRIMARY KEY, text TEXT)",)
 
@@ -148,8 +148,8 @@ def test_what_is_read_is_what_is_committed(tmp_path: Path):
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from tandem.io.durable import Durable
-from tandem.io.segments import Segments
+from tandem.io.sqlite_store import Durable
+from tandem.io.append_only_segments import Segments
 
 async def main():
     files = Segments(Path(sys.argv[1]) / "segments", reserve_bytes=0, roll_bytes=20000)

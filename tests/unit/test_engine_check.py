@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tandem.build import standalone_engines
 from tandem.errors import EngineError
-from tandem.obs.sync_bench import Bench, Row
-from tandem.recipes import build_alone, engines, sync_bench
-from tandem.recipes.engines import Check, check_engine
+from tandem.obs.sync_bench_report import Bench, Row
+from tandem.recipes import engine_commands, sync_bench
+from tandem.recipes.engine_commands import Check, check_engine
 from tandem.types import Completion, Sampling, Span
 
 END, VERSION = 99, 2
@@ -42,10 +43,10 @@ class Scripted:
 
 def outcomes(engine: Any) -> list[Check]:
     prompts = [[5, 7, 9], [1, 2, 3, 4]]
-    asked = engines._Asked(engine, engine, prompts, frozenset({END}), 0.01)
+    asked = engine_commands._Asked(engine, engine, prompts, frozenset({END}), 0.01)
 
     async def all_of_them() -> list[Check]:
-        return [await engines._outcome(name, check, asked) for name, check in engines._CHECKS.items()]
+        return [await engine_commands._outcome(name, check, asked) for name, check in engine_commands._CHECKS.items()]
 
     return asyncio.run(all_of_them())
 
@@ -124,9 +125,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append(checks)
         return Path("record.json")
 
-    monkeypatch.setattr(build_alone, "record_passed", record)
-    monkeypatch.setattr(build_alone, "vllm_version", lambda python: "9.9.9")
-    monkeypatch.setattr(engines, "_request_checks", lambda python, device: [Check("requests", "passed")])
+    monkeypatch.setattr(standalone_engines, "record_passed", record)
+    monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
+    monkeypatch.setattr(engine_commands, "_request_checks", lambda python, device: [Check("requests", "passed")])
     return found
 
 
@@ -151,7 +152,7 @@ def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
     assert recorded == [["requests", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"]]
     assert {(each["python"], each["unchecked"], each["engine"]) for each in asked} == {("/p/python", True, "vllm")}
     assert "shared: not here: no GPU" in told
-    assert len(told) == 1 + len(engines._BRIDGES) + 1 + 1
+    assert len(told) == 1 + len(engine_commands._BRIDGES) + 1 + 1
 
 
 @pytest.mark.parametrize("row", [Row("disk", "vllm", error="SyncError: torn"), Row("disk", "vllm", rounds=2)], ids=str)

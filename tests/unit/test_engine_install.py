@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tandem.engine import vllm_install
-from tandem.engine.vllm_install import execute, install
+from tandem.engine.vllm import install as vllm_install
+from tandem.engine.vllm.install import execute, install
 from tandem.errors import EngineError, SpecError
 
 TANDEM = Path(sys.executable).with_name("tandem")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.recipes.build_engine import sleeps
+from tandem.build.joined_engines import sleeps
 from tandem.recipes.rl import RlRun
 from tandem.spec.load import parse_spec
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import EngineError
 from tandem.model.presets import make_model
 from tandem.text.tokenizer import byte_tokenizer

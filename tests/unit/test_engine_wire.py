@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from tandem.io.engine_wire import Tokens, decoded, encoded, line
+from tandem.io.engine_messages import Tokens, decoded, encoded, line
 
 NESTED = {
     "ids": [1, 2**63],

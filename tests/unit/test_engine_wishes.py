@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import votes
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.engine.hf import EmbeddedEngine
-from tandem.inside.sources import open_source
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.publish import Publisher
 from tandem.types import Completion, Sampling
+from tandem.vllm_worker.weight_sources import open_source
 
 TOKENS = 240
 

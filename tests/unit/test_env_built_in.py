@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import tandem.env
-from tandem.env.arithmetic import Arithmetic
-from tandem.env.check import check_environment
-from tandem.env.guess import Guess
-from tandem.env.replies import last_number
-from tandem.env.sort import Sort
+from tandem.env.builtin.arithmetic import Arithmetic
+from tandem.env.builtin.guess import Guess
+from tandem.env.builtin.reply_parsing import last_number
+from tandem.env.builtin.sort import Sort
+from tandem.env.protocol_check import check_environment
 from tandem.errors import SpecError
 from tandem.types import Outcome, Task
 
@@ -72,7 +72,7 @@ def test_no_held_out_pair_is_in_training_in_either_order():
 
 
 def test_tasks_are_the_same_in_another_process():
-    code = "from tandem.env.sort import Sort; print(','.join(t.id for t in Sort().tasks('eval')[:50]))"
+    code = "from tandem.env.builtin.sort import Sort; print(','.join(t.id for t in Sort().tasks('eval')[:50]))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert other.stdout.strip() == ",".join(task.id for task in Sort().tasks("eval")[:50])
 

@@ -139,7 +139,7 @@ def test_two_environments_in_a_file_must_be_told_apart(good):
 
 
 def test_an_imported_environment_is_not_counted(good):
-    good.write_text(GOOD.replace("from dataclasses", "from tandem.env.sort import Sort\nfrom dataclasses"))
+    good.write_text(GOOD.replace("from dataclasses", "from tandem.env.builtin.sort import Sort\nfrom dataclasses"))
     assert type(load_environment(str(good))).__name__ == "Mine"
 
 
@@ -189,7 +189,7 @@ class Endless:
 
 def test_loading_needs_no_torch():
     code = (
-        "import sys; from tandem.env.load import load_environment; from tandem.env import scaffold, human; "
+        "import sys; from tandem.env.load import load_environment; from tandem.env import human_player, scaffold; "
         "load_environment('sort'); print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

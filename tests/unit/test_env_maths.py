@@ -19,8 +19,8 @@ from tandem.env.adapters.maths import last_boxed
 from tandem.env.adapters.maths_made import word_problems
 from tandem.env.load import load_environment
 from tandem.errors import EnvironmentFailed, SpecError
-from tandem.rollout.nursery import Order
-from tandem.rollout.workers import WorkerEnvironment
+from tandem.rollout.workers.forkserver_client import Order
+from tandem.rollout.workers.pool import WorkerEnvironment
 from tandem.types import Outcome
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'tandem-rl[math]'")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.env.human import HumanChat, try_environment
+from tandem.env.human_player import HumanChat, try_environment
 from tandem.env.load import load_environment
 from tandem.env.scaffold import new_environment
 from tandem.errors import EpisodeFailed, SpecError

@@ -13,11 +13,11 @@ import pytest
 from chat_tokenizers import CHATML, chatml_tokenizer
 from typing_extensions import TypedDict
 
-from tandem.env.human import HumanChat
+from tandem.env.human_player import HumanChat
 from tandem.env.tools import MAX_CALLS, MAX_CHARS, Tools, schema_of
 from tandem.errors import EpisodeFailed, SpecError, TemplateError
 from tandem.io.tool_calls import parse_calls
-from tandem.rollout.guard import Clock
+from tandem.rollout.deadlines import Clock
 from tandem.rollout.recorder import Recorder
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer

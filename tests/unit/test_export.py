@@ -16,7 +16,7 @@ import huggingface_hub.constants
 import pytest
 
 from tandem.errors import ArtifactError, CheckpointDamaged, RunError
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.recipes.export import export_run, push_folder
 from tandem.runs.checkpoints import Checkpoints
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import CheckpointDamaged, CheckpointError, EngineError, ProducerDied, SpecError, StoreTimeout
-from tandem.runs.failures import Failure, classify_end, classify_error, exits_by_class, kinds, rules
+from tandem.runs.failure_diagnosis import Failure, classify_end, classify_error, exits_by_class, kinds, rules
 
 DATA = Path(__file__).with_name("data")
 Labelled = tuple[str, dict[str, Any]]

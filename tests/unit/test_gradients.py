@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from trainers import PlainDescent
 
-from tandem.optim import master as masters
+from tandem.optim import master_weights as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
-from tandem.optim.rule import Slot
+from tandem.optim.update_rule import Slot
 from tandem.spec.optim import AdamWSpec
-from tandem.train.gradients import Collected, Released
+from tandem.train.gradient_release import Collected, Released
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.ops import host_memory
-from tandem.recipes import build
+from tandem.build import training
+from tandem.ops import release_host_memory
 from tandem.spec.load import parse_spec
-from tandem.train import memory
+from tandem.train import memory_accounting
 
 _CHILD = "from tandem.ops import host_memory; print(host_memory.peak_bytes())"
 
@@ -20,7 +20,7 @@ _CHILD = "from tandem.ops import host_memory; print(host_memory.peak_bytes())"
 def test_a_process_that_a_large_one_starts_is_not_counted_as_large():
     large = bytearray(2**29)
     large[::4096] = b"1" * len(range(0, len(large), 4096))
-    assert host_memory.peak_bytes() > 2**29
+    assert release_host_memory.peak_bytes() > 2**29
     told = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True)
     assert 2**20 < int(told.stdout) < 2**29
 
@@ -39,14 +39,14 @@ def test_what_is_given_back_still_counts():
 def test_a_run_says_whether_free_memory_is_given_back(
     monkeypatch: pytest.MonkeyPatch, libc: str, worth_bytes: int, told: list[tuple[bool, str]]
 ):
-    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: (libc, ""))
-    monkeypatch.setattr(memory, "GIVEN_BACK_BYTES", worth_bytes)
+    monkeypatch.setattr(release_host_memory.platform, "libc_ver", lambda: (libc, ""))
+    monkeypatch.setattr(memory_accounting, "GIVEN_BACK_BYTES", worth_bytes)
     data = {"kind": "file", "path": "a.jsonl"}
     spec: Any = parse_spec(
         {"recipe": "sft", "model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "lr": 1e-3}}
     )
-    model = build.model(spec.model, spec.precision, 0, torch.device("cpu"))
-    trainer = build.trainer(spec.train, model, build.sft_algorithm(), 0, 0)
+    model = training.model(spec.model, spec.precision, 0, torch.device("cpu"))
+    trainer = training.trainer(spec.train, model, training.sft_algorithm(), 0, 0)
     options: list[tuple[str, Any, bool, str]] = []
-    build.show_life(trainer, lambda: None, lambda *option: options.append(option))
+    training.show_life(trainer, lambda: None, lambda *option: options.append(option))
     assert options == [("free memory given back", True, *each) for each in told]

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import TandemError
-from tandem.io import manifest
+from tandem.io import sealed_directory
 from tandem.io.jsonl import read_jsonl
-from tandem.obs.history import read_status
 from tandem.obs.rollouts_status import rollouts_status
+from tandem.obs.run_history import read_status
 from tandem.obs.sync_status import sync_status
-from tandem.rollout.session_tree import link
+from tandem.rollout.sessions.tree import link
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.evals import read_evals
+from tandem.runs.eval_files import read_evals
 from tandem.runs.lease import Lease
 from tandem.runs.liveness import read_sign
-from tandem.runs.resume import finished
+from tandem.runs.run_ending import finished
 from tandem.runs.sweep import read_seed
 from tandem.runs.watch import look
 
@@ -61,7 +61,7 @@ def test_a_manifest_of_any_kind_gives_way_to_the_checkpoint_before(tmp_path: Pat
     checkpoints = Checkpoints(tmp_path)
     for version in (1, 2):
         checkpoints.write(version, lambda directory: (directory / "weights").touch(), {"stage": "rl"})
-    hostile(checkpoints.path(2) / manifest.NAME)
+    hostile(checkpoints.path(2) / sealed_directory.NAME)
     found = Checkpoints(tmp_path).newest()
     assert found is not None
     assert found.version == 1

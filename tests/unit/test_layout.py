@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tandem.errors import SyncError
-from tandem.inside.apply import Served
-from tandem.inside.layout import layout_of
+from tandem.vllm_worker.overwrite import Served
+from tandem.vllm_worker.tensor_layout import layout_of
 
 
 class Attention(torch.nn.Module):

@@ -18,10 +18,10 @@ from rich.console import Console
 from stopwatch import Stopwatch
 from tandem.errors import RunError, RunFenced, RunOwned
 from tandem.io.jsonl import JsonlWriter, cut_back, read_jsonl
-from tandem.obs.live import LiveView
+from tandem.obs.live_view import LiveView
 from tandem.runs.lease import Lease, begin
-from tandem.runs.resume import finished
 from tandem.runs.run import Run
+from tandem.runs.run_ending import finished
 
 HOLDS = """
 import sys, time
@@ -121,7 +121,7 @@ import io, logging, sys
 from pathlib import Path
 from rich.console import Console
 from tandem.errors import RunFenced
-from tandem.obs.live import LiveView
+from tandem.obs.live_view import LiveView
 from tandem.runs.lease import Lease
 from tandem.runs.run import Run
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from rich.console import Console
 
-from tandem.obs.live import LiveView
+from tandem.obs.live_view import LiveView
 from tandem.obs.text_charts import sparkline
 
 

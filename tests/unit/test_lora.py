@@ -13,9 +13,9 @@ from torch import Tensor
 from trainers import LORA, TOKENIZER, llama, logits, make_group, make_policy, make_step, make_trainer, same, snapshot
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import SpecError
-from tandem.model.checkpoint import load_model
+from tandem.model.load_checkpoint import load_model
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.spec.model import LoraSpec

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.inside import lora_layers
-from tandem.inside.lora_layers import BESIDE_TOKENS, FEW_TOKENS, compute_beside, fit_blocks, fitting
-from tandem.inside.sampling import Unfit
+from tandem.vllm_worker import lora_layers
+from tandem.vllm_worker.lora_layers import BESIDE_TOKENS, FEW_TOKENS, compute_beside, fit_blocks, fitting
+from tandem.vllm_worker.token_recorder import Unfit
 
 THEIRS = {"block_m": 7, "block_n": 16, "block_k": 256, "split_k": 64, "num_warps": 4}
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.inside.layout import Layout, Piece
-from tandem.inside.lora_slots import SCHEME, LoraSlots
-from tandem.inside.worker import Worker
 from tandem.ops import digest
-from tandem.ops.copying import Copying
+from tandem.ops.batched_copy import Copying
 from tandem.ops.digest import fingerprints
 from tandem.types import Weights
+from tandem.vllm_worker.lora_slots import SCHEME, LoraSlots
+from tandem.vllm_worker.tensor_layout import Layout, Piece
+from tandem.vllm_worker.worker import Worker
 
 RANK, ROWS, COLS, MOST = 2, 5, 7, 4
 A, B = "base_model.model.layer.q.lora_A.weight", "base_model.model.layer.q.lora_B.weight"

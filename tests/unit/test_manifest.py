@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import CheckpointDamaged, CheckpointError
-from tandem.io import manifest
+from tandem.io import sealed_directory
 from tandem.runs.checkpoints import Checkpoints
 
 FILES = ("weights.safetensors", "optimizer.safetensors", "trainer.json", "state.json")
@@ -38,19 +38,19 @@ def shelf(home: Path, *versions: int) -> Checkpoints:
 
 
 def truncated(path: Path, rng: random.Random) -> None:
-    file = path / rng.choice([*FILES, manifest.NAME])
+    file = path / rng.choice([*FILES, sealed_directory.NAME])
     os.truncate(file, rng.randrange(file.stat().st_size))
 
 
 def flipped(path: Path, rng: random.Random) -> None:
-    file = path / rng.choice([*FILES, manifest.NAME])
+    file = path / rng.choice([*FILES, sealed_directory.NAME])
     content = bytearray(file.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     file.write_bytes(content)
 
 
 def deleted(path: Path, rng: random.Random) -> None:
-    (path / rng.choice([*FILES, manifest.NAME])).unlink()
+    (path / rng.choice([*FILES, sealed_directory.NAME])).unlink()
 
 
 def swapped(path: Path, rng: random.Random) -> None:
@@ -64,7 +64,7 @@ def swapped(path: Path, rng: random.Random) -> None:
 
 
 def stale(path: Path, rng: random.Random) -> None:
-    shutil.copy(path.with_name(f"step-{rng.choice((1, 2))}") / manifest.NAME, path / manifest.NAME)
+    shutil.copy(path.with_name(f"step-{rng.choice((1, 2))}") / sealed_directory.NAME, path / sealed_directory.NAME)
 
 
 @pytest.mark.parametrize("damage", [truncated, flipped, deleted, swapped, stale])
@@ -105,7 +105,7 @@ def test_a_state_of_another_format_is_refused_and_stays_where_it_is(tmp_path: Pa
 
 
 def test_a_manifest_of_another_format_is_refused_and_stays_where_it_is(tmp_path: Path) -> None:
-    path = shelf(tmp_path, 1, 2).path(2) / manifest.NAME
+    path = shelf(tmp_path, 1, 2).path(2) / sealed_directory.NAME
     body = json.loads(path.read_text()) | {"format": 2}
     del body["seal"]
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -150,7 +150,7 @@ def test_a_crash_at_any_call_to_the_disk_leaves_whole_checkpoints_alone(
         if calls < failed_at:
             break
         if newest.version == 2:
-            manifest.remove(newest.path)
+            sealed_directory.remove(newest.path)
     assert failed_at > 1
     assert newest.version == 2
 

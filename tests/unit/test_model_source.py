@@ -13,7 +13,7 @@ import pytest
 import tandem
 from stopwatch import Stopwatch
 from tandem.errors import DataError, RunError, SpecError
-from tandem.io.model_source import refuse_no_model
+from tandem.io.model_path_check import refuse_no_model
 
 
 def gguf(place: Path) -> Path:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tandem.bridge import notes
+from tandem.bridge.collective import control_channel
 
 
 @pytest.mark.parametrize("text", ["", "{}", "=", "ü" * 100, "x" * (2**16 - 1), "x" * 2**16, '{"a": 1}' * 100_000])
 def test_a_note_is_read_as_it_was_written(text: str) -> None:
-    packed = notes._packed(text)
-    assert notes._unpacked(packed.encode()) == text
+    packed = control_channel._packed(text)
+    assert control_channel._unpacked(packed.encode()) == text
     assert len(packed) < 2**17
 
 
@@ -24,14 +24,14 @@ def test_a_store_of_this_process_is_reached_however_short_the_others_deadline_is
     """On a busy machine that took longer than 1.5 s: a meeting failed that nobody had come to yet."""
     asked = list[timedelta]()
 
-    class Store(notes.TCPStore):
+    class Store(control_channel.TCPStore):
         def __init__(self, *args: Any, timeout: timedelta, **options: Any) -> None:
             asked.append(timeout)
             super().__init__(*args, timeout=timeout, **options)
 
-    monkeypatch.setattr(notes, "TCPStore", Store)
+    monkeypatch.setattr(control_channel, "TCPStore", Store)
     listening = socket.create_server(("127.0.0.1", 0))
-    meeting = notes.Meeting("broadcast", "127.0.0.1", listening.getsockname()[1], "token", 1, 2, "cpu", 1.5)
+    meeting = control_channel.Meeting("broadcast", "127.0.0.1", listening.getsockname()[1], "token", 1, 2, "cpu", 1.5)
     store = meeting.host_it(listening)
     assert asked[0] >= timedelta(seconds=10)
     assert store.timeout == timedelta(seconds=1.5)

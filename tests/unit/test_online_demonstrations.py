@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import votes
 from tandem.algo import self_distill
-from tandem.engine.hf import EmbeddedEngine
-from tandem.online.demonstrations import ANSWERS, Judged, answered, most_tokens
-from tandem.online.wire import Sequence1, groups_from_wire
+from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.online.messages import Sequence1, groups_from_wire
+from tandem.online.self_distillation import ANSWERS, Judged, answered, most_tokens
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.build import online, training
 from tandem.errors import CheckpointError, RunError
-from tandem.online.jobs import JobStore
-from tandem.online.versions import VersionStore
-from tandem.recipes import build, build_online
+from tandem.online.job_store import JobStore
+from tandem.online.version_store import VersionStore
 from tandem.recipes.export import export_run
-from tandem.recipes.export_online import find_learned, keep_spec
+from tandem.recipes.online_export import find_learned, keep_spec
 from tandem.recipes.serve import find_model
 from tandem.spec.model import PresetModel
 from tandem.spec.online import OnlineSpec, parse_online_spec
@@ -28,15 +28,17 @@ IDS = torch.arange(24)[None]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base") / "model"
-    build.export(build.model(PresetModel(preset="tiny"), Float32Precision(), 0, build.pick_device("cpu")), path)
+    training.export(
+        training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu")), path
+    )
     return path
 
 
 def taught(home: Path, spec: OnlineSpec) -> torch.Tensor:
     """A data directory with version 0, whose weights are no longer those of the base; its logits."""
     keep_spec(spec, home)
-    model = build.model(spec.model, spec.precision, spec.seed, build.pick_device("cpu"))
-    build_online.choose_trained(spec, model)
+    model = training.model(spec.model, spec.precision, spec.seed, training.pick_device("cpu"))
+    online.choose_trained(spec, model)
     live = dict(model.policy.trainable())
     torch.manual_seed(1)
     with torch.no_grad():

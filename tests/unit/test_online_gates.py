@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tandem.online import gates
-from tandem.online.updates import Change
-from tandem.online.watch import Watch
+from tandem.online.regression_watch import Watch
+from tandem.online.weight_deltas import Change
 from tandem.spec.online_gates import WatchSpec
 
 NAN, INF = float("nan"), float("inf")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import Conflict, KeyReused, NotKnown, QueueFull
-from tandem.online.jobs import JobStore, Once
-from tandem.online.wire import Sequence1, Teaching
+from tandem.online.job_store import JobStore, Once
+from tandem.online.messages import Sequence1, Teaching
 
 TEACHING = Teaching("sft", 1e-3, 2, "full", 0)
 GROUPS = [[Sequence1([1, 2, 3], 2, "1")]]

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.online.jobs import Job, JobStore, Once
-from tandem.online.memory import JobMemory
-from tandem.online.wire import Sequence1, Teaching
+from tandem.online.job_store import Job, JobStore, Once
+from tandem.online.messages import Sequence1, Teaching
+from tandem.online.replay_memory import JobMemory
 from tandem.spec.online_gates import ReplaySpec
 
 SPEC = ReplaySpec(share=0.5, per_source=1.0)

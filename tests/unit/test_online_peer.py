@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from tandem.errors import CheckpointDamaged, SyncTimeout
-from tandem.io import frames
-from tandem.online.peer import HalfLost, Peer
-from tandem.online.wire import Asked, Cancel, Load, Progress, Question, Sequence1, decode, from_wire, to_wire
+from tandem.io import json_frames
+from tandem.online.messages import Asked, Cancel, Load, Progress, Question, Sequence1, decode, from_wire, to_wire
+from tandem.online.rpc import HalfLost, Peer
 from tandem.types import NO_VERSION, Trajectory
 
 
@@ -113,7 +113,7 @@ def test_a_frame_without_end_is_not_waited_for():
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         peer = Peer(nothing, "odd half")
         await peer.start(ours)
-        theirs.sendall((frames.MAX_BYTES + 1).to_bytes(4, "big"))
+        theirs.sendall((json_frames.MAX_BYTES + 1).to_bytes(4, "big"))
         await asyncio.wait_for(peer.gone.wait(), 5)
         theirs.close()
 

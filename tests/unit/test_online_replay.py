@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from tandem.online.replay import Reservoir, content_key
+from tandem.online.sample_replay import Reservoir, content_key
 
 
 def filled(count: int, capacity: int, *, seed: int = 0, order: int | None = None, **options: float) -> Reservoir[int]:

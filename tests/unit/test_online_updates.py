@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
-from tandem.online import pieces, planes
-from tandem.online.updates import Held, Update, digest_of_all, make, size_of_change, walk
+from tandem.online import bit_planes, delta_codec
+from tandem.online.weight_deltas import Held, Update, digest_of_all, make, size_of_change, walk
 from tandem.ops import digest
 
 Tensors = dict[str, Tensor]
@@ -132,10 +132,10 @@ def test_the_entropy_of_places_is_met_within_half_a_bit():
         index_N = (torch.rand(400_000, generator=generator) < share).nonzero().squeeze(1)
         p = torch.tensor(share, dtype=torch.float64)
         ideal_bits = (-(p * p.log2() + (1 - p) * (1 - p).log2()) / p).item()
-        coded = planes.rising("at", index_N)
+        coded = bit_planes.rising("at", index_N)
         bits = 8 * sum(len(plane) for plane in coded.values()) / len(index_N)
         assert bits < ideal_bits + (0.65 if share < 0.5 else 1.1), (share, bits, ideal_bits)
-        assert torch.equal(planes.read_rising(coded, "at", torch.device("cpu")), index_N)
+        assert torch.equal(bit_planes.read_rising(coded, "at", torch.device("cpu")), index_N)
 
 
 COLUMNS = {
@@ -153,8 +153,8 @@ COLUMNS = {
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_of_any_kind_come_back(name: str):
     column_N, cpu = torch.tensor(COLUMNS[name]), torch.device("cpu")
-    coded = planes.words("size", column_N)
-    assert torch.equal(planes.read_words(coded, "size", len(column_N), cpu).long() & 0xFFFFFFFF, column_N)
+    coded = bit_planes.words("size", column_N)
+    assert torch.equal(bit_planes.read_words(coded, "size", len(column_N), cpu).long() & 0xFFFFFFFF, column_N)
     most = max(COLUMNS[name]).bit_length()
     assert sum(len(plane) for plane in coded.values()) <= most * -(-len(column_N) // 8)
 
@@ -162,7 +162,7 @@ def test_columns_of_any_kind_come_back(name: str):
 def test_what_is_large_and_rare_is_kept_apart():
     column_N = torch.zeros(80_000, dtype=torch.int64)
     column_N[::1000] = torch.arange(80) + 1000
-    coded = planes.words("size", column_N)
+    coded = bit_planes.words("size", column_N)
     assert sum(len(plane) for plane in coded.values()) < 80 * 24 // 8 < 80_000 * 10 // 8
 
 
@@ -176,7 +176,7 @@ def test_a_plane_that_is_cut_is_refused(name: str):
     cut = {key: plane[:-1] if key.startswith(name) else plane for key, plane in whole.items()}
     assert [len(plane) for plane in cut.values()] != [len(plane) for plane in whole.values()]
     with pytest.raises(CheckpointDamaged, match="plane"):
-        pieces.move(piece, cut, dict(after), {"w": 0}, forward=False)
+        delta_codec.move(piece, cut, dict(after), {"w": 0}, forward=False)
 
 
 def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_second():
@@ -208,8 +208,8 @@ def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
 
 def test_large_tensors_are_taken_in_parts_of_different_kinds(monkeypatch: pytest.MonkeyPatch):
     """Of each part another share changes: none, single elements, half of them, all."""
-    monkeypatch.setattr(pieces, "_PART", 500)
-    monkeypatch.setattr(pieces, "_PIECE", 300)
+    monkeypatch.setattr(delta_codec, "_PART", 500)
+    monkeypatch.setattr(delta_codec, "_PIECE", 300)
     start = {"a": torch.randn(4, 3, 500), "b": torch.randn(2000).to(torch.bfloat16), "c": torch.randn(30)}
 
     def nudge(live: Tensors, version: int) -> None:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
-from tandem.io import manifest
-from tandem.online.updates import Held
-from tandem.online.versions import VersionStore
+from tandem.io import sealed_directory
+from tandem.online.version_store import VersionStore
+from tandem.online.weight_deltas import Held
 
 Tensors = dict[str, Tensor]
 
@@ -124,8 +124,8 @@ def test_what_was_written_in_another_format_is_neither_damaged_nor_passed_over(r
     path = rig.store.directory / "update-000005-from-000004"
     head = json.loads((path / "version.json").read_text())
     planes = (path / "update.safetensors").read_bytes()
-    manifest.remove(path)
-    with manifest.sealed(path) as directory:
+    sealed_directory.remove(path)
+    with sealed_directory.sealed(path) as directory:
         (directory / "update.safetensors").write_bytes(planes)
         (directory / "version.json").write_text(json.dumps({**head, "format": 1}))
     store = VersionStore(rig.store.directory)
@@ -173,7 +173,7 @@ def test_what_is_written_is_counted(tmp_path: Path):
 def test_writing_to_loaded_weights_changes_no_file(rig: Rig):
     held = rig.store.load(0).held
     held.tensors["w"].zero_()
-    manifest.verify(rig.store.directory / "anchor-000000")
+    sealed_directory.verify(rig.store.directory / "anchor-000000")
     assert rig.is_at(rig.store.load(0).held, 0)
 
 
@@ -184,7 +184,7 @@ def test_a_number_is_never_used_twice(rig: Rig):
     for taken in (7, 3):
         with pytest.raises(CheckpointError, match="version 7 was there before"):
             rig.store.update(taken, rig.held, rig.live)
-    manifest.quarantine(rig.store.directory / "update-000007-from-000006")
+    sealed_directory.quarantine(rig.store.directory / "update-000007-from-000006")
     with pytest.raises(CheckpointError, match="version 7 was there before"):
         VersionStore(rig.store.directory).update(7, rig.store.load(6).held, rig.live)
 
@@ -203,8 +203,8 @@ def test_an_anchor_of_other_weights_than_the_version_s_is_refused(rig: Rig):
 def test_an_anchor_that_holds_other_weights_than_it_says_is_refused(rig: Rig):
     """Sealed all the same: whoever wrote it made the mistake."""
     path = rig.store.directory / "anchor-000000"
-    manifest.remove(path)
-    with manifest.sealed(path) as directory:
+    sealed_directory.remove(path)
+    with sealed_directory.sealed(path) as directory:
         save_file(rig.bits[1], directory / "weights.safetensors")
         save_file(state(0), directory / "state.safetensors")
         (directory / "version.json").write_text(json.dumps({"version": 0, "digest": "0" * 16, "notes": {}}))

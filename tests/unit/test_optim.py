@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointError
-from tandem.optim import master as masters
+from tandem.optim import master_weights as masters
 from tandem.optim import optimizer as optimizers
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from tandem.algo import sft
+from tandem.build import training
 from tandem.errors import SpecError
 from tandem.model import forward
 from tandem.model.presets import make_model
 from tandem.ops import packed_attention
-from tandem.ops.head import Head
+from tandem.ops.byte_sizes import shares_unmasked
+from tandem.ops.lm_head import Head
 from tandem.ops.packed_attention import NAME, attend, pack
-from tandem.ops.sizes import shares_unmasked
-from tandem.recipes import build
 from tandem.spec.load import parse_spec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import NO_VERSION, Spans, Trajectory
 
 
@@ -182,11 +182,11 @@ def quickstart(**model: Any) -> dict[str, Any]:
 
 def test_a_run_says_that_it_was_asked_for_and_is_not_had() -> None:
     spec = parse_spec(quickstart(attention="packed", compile=True))
-    made = build.model(spec.model, spec.precision, 0, build.pick_device("cpu"))
-    told = {name: (asked, engaged, why_not) for name, asked, engaged, why_not in build.options(spec, made)}
+    made = training.model(spec.model, spec.precision, 0, training.pick_device("cpu"))
+    told = {name: (asked, engaged, why_not) for name, asked, engaged, why_not in training.options(spec, made)}
     assert told["model.attention"] == ("packed", False, "the kernel is for GPUs")
     assert told["model.compile"] == (True, False, "the kernel is for GPUs")
-    assert "model.compile" not in {name for name, *_ in build.options(parse_spec(quickstart()), made)}
+    assert "model.compile" not in {name for name, *_ in training.options(parse_spec(quickstart()), made)}
 
 
 def test_compiled_layers_are_packed_ones() -> None:

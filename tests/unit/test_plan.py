@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tandem.cli import app
+from tandem.build import training
+from tandem.cli.main import app
 from tandem.errors import SpecError
-from tandem.ops import sizes
-from tandem.recipes import build
-from tandem.runs.calibration import machine, usd_per_hour
-from tandem.runs.plan import Plan, plan_run
-from tandem.runs.plan_model import BYTE_VOCABULARY, read_shape, trained_tensors
-from tandem.runs.plan_text import plan_text
+from tandem.ops import byte_sizes as sizes
+from tandem.runs.planner.calibration import machine, usd_per_hour
+from tandem.runs.planner.model_shape import BYTE_VOCABULARY, read_shape, trained_tensors
+from tandem.runs.planner.plan import Plan, plan_run
+from tandem.runs.planner.plan_text import plan_text
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.memory import size_bytes
+from tandem.train.memory_accounting import size_bytes
 from tandem.types import Trajectory
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -253,8 +253,8 @@ def test_what_a_step_accounts_for_and_what_is_saved_are_planned(tmp_path, precis
         {"batch_size": rows, "micro_tokens": rows * length, "optimizer": optimizer},
         precision={"weights": precision.weights},
     )
-    model = build.model(spec.model, precision, 0, torch.device("cpu"))
-    trainer = build.trainer(spec.train, model, build.sft_algorithm(), 0, 0)
+    model = training.model(spec.model, precision, 0, torch.device("cpu"))
+    trainer = training.trainer(spec.train, model, training.sft_algorithm(), 0, 0)
     found = trainer.step(batch(spec, model, rows, length))
     plan = plan_run(spec, gpu="cpu", row_tokens=length)
     train = next(each for each in plan.phases if each.name == "train")
@@ -286,20 +286,20 @@ def test_room_for_checkpoints_is_planned_where_they_are_saved_beside_training():
     assert save.peak_gib == pytest.approx(always + copies + CPU.context_gib, rel=0.001)
 
 
-def batch(spec: Any, model: build.Model, rows: int, length: int) -> Any:
+def batch(spec: Any, model: training.Model, rows: int, length: int) -> Any:
     rng = random.Random(0)
     trained, zeros = [False] + [True] * (length - 1), [0.0] * length
     groups = [
         [Trajectory([rng.randrange(256) for _ in range(length)], trained, zeros, [-1] * length)] for _ in range(rows)
     ]
-    return build.batches(spec.train, model, build.sft_algorithm())(groups, 0)
+    return training.batches(spec.train, model, training.sft_algorithm())(groups, 0)
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "medium"])
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=8)])
 def test_every_trained_tensor_is_known_by_its_shape(preset, lora):
     spec = PresetModel(preset=preset, lora=lora)
-    policy = build.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
+    policy = training.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
     ours = sorted(tuple(tensor.shape) for _, tensor in policy.trainable())
     assert sorted(dims for dims, _ in trained_tensors(read_shape(spec), lora)) == ours
     assert len(byte_tokenizer()) == BYTE_VOCABULARY

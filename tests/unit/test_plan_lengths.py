@@ -13,22 +13,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tandem.cli import app
+from tandem.build import training
+from tandem.cli.main import app
 from tandem.errors import SpecError
-from tandem.obs.history import History, read_history
-from tandem.obs.planned import Beside, against_plan
-from tandem.ops.sizes import shares_masked, shares_never
+from tandem.obs.plan_vs_measured import Beside, against_plan
+from tandem.obs.run_history import History, read_history
+from tandem.ops.byte_sizes import shares_masked, shares_never
 from tandem.protocols import Algorithm
-from tandem.recipes import build
-from tandem.recipes.planning import plan_run
-from tandem.recipes.shapes import SHAPES
+from tandem.recipes.plan_run import plan_run
+from tandem.recipes.random_checkpoints import SHAPES
 from tandem.rollout.producer import task_order
-from tandem.runs import plan as plans
-from tandem.runs.plan_lengths import Micro, RecordedGroup, recorded_steps
+from tandem.runs.planner import plan as plans
+from tandem.runs.planner.lengths import Micro, RecordedGroup, recorded_steps
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.preference import DpoSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.types import Group, MicroBatch, Trajectory
 
 WORDS = ("aa", "bbbb", "cc", "dddddddddd", "e", "ff", "ggg", "h")
@@ -68,7 +68,7 @@ def test_adapters_on_short_rows_fit_a_machine_that_full_micro_batches_would_not(
 def test_a_plan_of_rows_and_prompts_leaves_torch_out_of_the_process(tmp_path, smollm2):
     (tmp_path / "spec.toml").write_text(to_toml(sft(rows(tmp_path / "rows.jsonl"), smollm2)))
     script = (
-        "import sys; from tandem.recipes.planning import plan_run; from tandem.spec.load import load_spec; "
+        "import sys; from tandem.recipes.plan_run import plan_run; from tandem.spec.load import load_spec; "
         f"plan = plan_run(load_spec({str(tmp_path / 'spec.toml')!r}), gpu='cpu'); "
         "assert plan.work.lengths == 'read'; assert 'torch' not in sys.modules"
     )
@@ -111,7 +111,7 @@ def test_planned_micro_batches_are_those_that_are_trained_on(pairs, micro_tokens
     planned = recorded_steps(
         read, steps=4, batch_size=5, micro_tokens=micro_tokens, seed=3, shares=shares, together=pairs, packed=False
     )
-    algorithm: Algorithm = build.preference_algorithm(DpoSpec()) if pairs else build.sft_algorithm()
+    algorithm: Algorithm = training.preference_algorithm(DpoSpec()) if pairs else training.sft_algorithm()
     which = task_order(len(groups), 3)
     for step, found in enumerate(planned):
         taken = [groups[which(5 * step + place)] for place in range(5)]

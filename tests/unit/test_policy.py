@@ -25,13 +25,13 @@ from trainers import (
 )
 
 from tandem.algo import dr_grpo
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import SpecError
-from tandem.model import serving
+from tandem.model import served_weights
 from tandem.model.policy import CausalPolicy
 from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.model import LoraSpec
-from tandem.train.pack import plain_row
+from tandem.train.batch_packing import plain_row
 from tandem.types import Batch, MicroBatch, Sampling, Totals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,7 +73,7 @@ def test_an_adapter_is_served_as_the_very_same_tensors_with_the_values_of_now() 
     def expected() -> dict[str, Tensor]:
         return {
             name: tensor
-            for each in serving.adapted(policy.module)
+            for each in served_weights.adapted(policy.module)
             for name, tensor in ((each.a_name, each.a.clone()), (each.b_name, each.b.float() * each.scale))
         }
 

@@ -13,10 +13,10 @@ from trainers import llama
 
 from tandem.bridge.inproc import InprocBridge
 from tandem.engine import pool as pool_module
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost
-from tandem.ops.tensors import live_tensors
+from tandem.ops.module_tensors import live_tensors
 from tandem.publish import Publisher
 from tandem.types import Completion, Proof, Sampling, Served, Weights
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from powercut import Cut, Disk
-from tandem.io import atomic
-from tandem.io.durable import Durable
+from tandem.io import atomic_write
+from tandem.io.append_only_segments import Place, Segments
 from tandem.io.jsonl import JsonlWriter, read_jsonl
-from tandem.io.segments import Place, Segments
+from tandem.io.sqlite_store import Durable
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.lease import Lease, begin
@@ -49,7 +49,7 @@ def newest(acked: list[Any]) -> int:
 
 def test_a_file_that_is_written_whole_is_the_last_that_was_acknowledged_or_the_next(disk: Disk, tmp_path: Path):
     for number in range(1, 4):
-        atomic.write_text(disk.root / "file", f"{number}" * 5000)
+        atomic_write.write_text(disk.root / "file", f"{number}" * 5000)
         disk.ack(number)
 
     def check(place: Path, cut: Cut) -> None:
@@ -61,7 +61,7 @@ def test_a_file_that_is_written_whole_is_the_last_that_was_acknowledged_or_the_n
 
 
 def test_a_directory_that_is_written_whole_is_there_with_all_that_is_in_it(disk: Disk, tmp_path: Path):
-    with atomic.directory(disk.root / "export") as directory:
+    with atomic_write.directory(disk.root / "export") as directory:
         (directory / "weights").write_bytes(b"w" * 5000)
         (directory / "tokenizer").mkdir()
         (directory / "tokenizer" / "vocabulary").write_text("words")
@@ -207,4 +207,4 @@ def test_nothing_else_opens_a_database():
     opens = {
         path.relative_to(package).as_posix() for path in package.rglob("*.py") if "sqlite3.connect(" in path.read_text()
     }
-    assert opens == {"io/durable.py"}
+    assert opens == {"io/sqlite_store.py"}

@@ -14,9 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from tandem.data.conversation import BadRow
-from tandem.data.preference import Pair, load_pairs, parse_pair
+from tandem.data.preference_pairs import Pair, load_pairs, parse_pair
 from tandem.errors import DataError, SpecError
-from tandem.rollout.recorded import record_pair
+from tandem.rollout.recorded_producer import record_pair
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.preference import DpoSpec

@@ -12,17 +12,17 @@ import pytest
 from queue_rig import Rig, rigged
 
 from privacy import readable_by_others
-from tandem.io import atomic
+from tandem.io import atomic_write
 from tandem.io.jsonl import append_jsonl
-from tandem.online.child import TrainerProcess
-from tandem.online.jobs import JobStore
-from tandem.rollout.session_store import SessionStore
-from tandem.rollout.session_tree import Session
+from tandem.online.job_store import JobStore
+from tandem.online.trainer_process import TrainerProcess
+from tandem.rollout.sessions.store import SessionStore
+from tandem.rollout.sessions.tree import Session
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.lease import Lease, begin
-from tandem.serve.online_keys import Keys
-from tandem.serve.run import Listen
+from tandem.serve.http.run import Listen
+from tandem.serve.online.keys import Keys
 
 
 @pytest.fixture
@@ -105,4 +105,4 @@ def test_a_directory_that_is_a_file_is_refused(shared: Path):
     (shared / "file").touch()
     for path in (shared / "file", shared / "file" / "below"):
         with pytest.raises(NotADirectoryError):
-            atomic.make_directory(path)
+            atomic_write.make_directory(path)

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import make_group, make_step
 
-from tandem.engine.hf import EmbeddedEngine
+from tandem.build import training
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import SpecError
-from tandem.model import quantized
+from tandem.model import quantized_base
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
-from tandem.recipes import build
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PathModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
@@ -50,9 +50,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def built(path: str, base: Any, precision: Any = None, **options: Any) -> build.Model:
+def built(path: str, base: Any, precision: Any = None, **options: Any) -> training.Model:
     lora = LoraSpec(rank=4, base=base)
-    return build.model(PathModel(path=path, lora=lora, **options), precision or Float32Precision(), 0, CPU)
+    return training.model(PathModel(path=path, lora=lora, **options), precision or Float32Precision(), 0, CPU)
 
 
 def refusal(path: str, base: Base, **options: Any) -> str:
@@ -102,11 +102,11 @@ def test_logits_are_near_the_exact_model_s(saved: str, base: Base, error: float,
 def test_linear_layers_take_a_quarter_and_an_eighth_of_their_memory(saved: str, base: Base, at_most: float):
     exact, few = built(saved, "exact").policy, built(saved, base).policy
     assert size_bytes(few) <= at_most * size_bytes(exact)
-    assert len(quantized.quantized_parts(few.module)) == 28
+    assert len(quantized_base.quantized_parts(few.module)) == 28
     linear = 4 * (4 * 128 * 128 + 3 * 128 * 512)
     other = sum(tensor.numel() for name, tensor in few.module.named_parameters() if "base_layer" not in name)
-    assert quantized.share(few.module) == pytest.approx(linear / (linear + other))
-    assert quantized.share(exact.module) == 0
+    assert quantized_base.share(few.module) == pytest.approx(linear / (linear + other))
+    assert quantized_base.share(exact.module) == 0
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -119,7 +119,7 @@ def test_16_bits_for_the_rest_where_the_weights_have_16(saved: str, base: Base):
 @pytest.mark.parametrize("base", BASES)
 def test_gradients_are_those_of_a_plain_model_with_the_weights_that_the_bits_stand_for(saved: str, base: Base):
     few = built(saved, base).policy
-    plain = quantized.merged(few.module)  # its adapter is zero yet
+    plain = quantized_base.merged(few.module)  # its adapter is zero yet
     reference = CausalPolicy(plain, TOKENIZER, lora=LoraSpec(rank=4))
     for policy in (few, reference):
         move_adapter(policy)
@@ -210,7 +210,7 @@ def test_an_export_has_all_its_bits_and_the_policy_s_logits(saved: str, base: Ba
     assert (expected - zero).abs().max() > 0.1
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(Path(saved) / "model.safetensors").keys()
-    served = build.model(PathModel(path=str(tmp_path)), Float32Precision(), 0, CPU).policy.module  # as `serve` does
+    served = training.model(PathModel(path=str(tmp_path)), Float32Precision(), 0, CPU).policy.module  # as `serve` does
     torch.testing.assert_close(logits(served), expected, atol=1e-3, rtol=0)
     assert torch.equal(logits(policy.module), expected), "exporting leaves the policy as it was"
 
@@ -233,7 +233,7 @@ def test_a_full_warm_start_cannot_be_loaded_over_few_bits(saved: str, tmp_path: 
 
 
 def test_without_the_package_the_way_out_is_told(saved: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized_base, "find_spec", lambda name: None)
     assert refusal(saved, "nf4") == (
         "model.lora.base = 'nf4': bitsandbytes is not installed; pip install 'tandem-rl[quantized]', or set "
         "model.lora.base = 'exact'"
@@ -242,7 +242,7 @@ def test_without_the_package_the_way_out_is_told(saved: str, monkeypatch: pytest
 
 
 def test_a_model_without_a_layer_in_few_bits_is_refused(saved: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(quantized, "quantized_parts", lambda module: [])
+    monkeypatch.setattr(quantized_base, "quantized_parts", lambda module: [])
     assert "has no linear layer that bitsandbytes could take" in refusal(saved, "int8")
 
 

@@ -12,8 +12,8 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged, settle
 
 from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, QueueFull, Starved, StoreFull
-from tandem.rollout import wire
-from tandem.rollout.queue_types import EnvironmentSpec, Once, TrainerSpec
+from tandem.rollout.queue.types import EnvironmentSpec, Once, TrainerSpec
+from tandem.rollout.wire import codec
 
 SEQUENCES = TrainerSpec("run", sequences_per_step=8, max_lag=-1)
 
@@ -154,12 +154,12 @@ def test_the_oldest_token_counts_and_recorded_data_is_never_old(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         await rig.queue.announce_version(rig.epoch, 9)
-        mixed = wire.decode(group(9).frame)
+        mixed = codec.decode(group(9).frame)
         mixed[1].versions = [-1, 9, 7, 9]
-        recorded = wire.decode(group(0).frame)
+        recorded = codec.decode(group(0).frame)
         for each in recorded:
             each.versions, each.status = [-1] * 4, "recorded"
-        put = await rig.queue.put([wire.encode(mixed), wire.encode(recorded)], environment=rig.environments["a"])
+        put = await rig.queue.put([codec.encode(mixed), codec.encode(recorded)], environment=rig.environments["a"])
         assert [each.outcome for each in put] == ["stale", "queued"]
         lease = await rig.take(1)
         assert lease is not None
@@ -426,10 +426,10 @@ def test_a_group_is_held_to_what_trainer_and_environment_said(tmp_path: Path):
             with pytest.raises(GroupRefused) as refused:
                 await rig.put(**options)
             assert refused.value.field == field
-        bad = wire.decode(group().frame)
+        bad = codec.decode(group().frame)
         bad[1].ids[2] = 5
         with pytest.raises(GroupRefused, match="id 5, but the model has 5"):
-            await rig.queue.put([group(), wire.encode(bad)], environment=rig.environments["a"])
+            await rig.queue.put([group(), codec.encode(bad)], environment=rig.environments["a"])
         assert rig.queue.queued == 0
         await rig.put()
         assert rig.queue.queued == 1

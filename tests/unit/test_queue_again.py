@@ -10,8 +10,8 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged
 
 from tandem.errors import Conflict, KeyReused, StoreOwned
-from tandem.rollout.queue import RolloutQueue
-from tandem.rollout.queue_types import EnvironmentSpec, Once
+from tandem.rollout.queue.queue import RolloutQueue
+from tandem.rollout.queue.types import EnvironmentSpec, Once
 
 
 def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp_path: Path):

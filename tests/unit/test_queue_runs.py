@@ -13,8 +13,8 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged, settle
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, QueueFull
-from tandem.rollout.queue_state import EnvironmentState
-from tandem.rollout.queue_types import EnvironmentSpec, Once
+from tandem.rollout.queue.state import EnvironmentState
+from tandem.rollout.queue.types import EnvironmentSpec, Once
 
 
 async def _another_run(rig: Rig, how: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from chat_tokenizers import chatml_tokenizer, written
 
 from tandem.errors import EpisodeFailed
-from tandem.rollout.guard import Clock
+from tandem.rollout.deadlines import Clock
 from tandem.rollout.recorder import Recorder
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer

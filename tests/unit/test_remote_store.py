@@ -10,9 +10,9 @@ import pytest
 from queue_rig import RUN, group
 
 from tandem.errors import StoreError
-from tandem.rollout import wire_lease
-from tandem.rollout.queue_types import Lease, Taken
-from tandem.rollout.remote_store import RemoteStore, run_id_of
+from tandem.rollout.queue.types import Lease, Taken
+from tandem.rollout.remote import lease_codec
+from tandem.rollout.remote.trainer_store import RemoteStore, run_id_of
 
 
 def test_two_run_directories_of_one_name_are_two_runs_and_a_resume_is_the_same(tmp_path: Path):
@@ -41,7 +41,7 @@ class _Service:
     async def post_for_bytes(self, path: str, body: Any, accept: str, *, wait_s: float = 0.0) -> bytes:
         self.leases += 1
         frame = bytes(group().frame)
-        return bytes(wire_lease.encode_lease(Lease(self.leases, 0, 600.0, (Taken(7, 1, 1, 2, 8, 0, frame),))))
+        return bytes(lease_codec.encode_lease(Lease(self.leases, 0, 600.0, (Taken(7, 1, 1, 2, 8, 0, frame),))))
 
 
 def test_a_group_that_is_handed_out_again_before_its_checkpoint_ends_the_run():

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from tandem.errors import RunError
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
-from tandem.obs.history import drops, evaluations, read_history, timing
+from tandem.obs.claims import caveat, evidence, headline
+from tandem.obs.closing_summary import closing_text
 from tandem.obs.report import write_report
-from tandem.obs.summary import closing_text
-from tandem.obs.wording import caveat, evidence, headline
+from tandem.obs.run_history import drops, evaluations, read_history, timing
 
 RL_EVAL = {
     "before": 0.0,

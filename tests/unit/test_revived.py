@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tandem.engine.null import NullEngine
-from tandem.engine.revived import RevivedEngine, Under
+from tandem.engine.restartable import RevivedEngine, Under
 from tandem.errors import EngineError
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.engine.vllm_sampled import SampledReader
+from tandem.engine.vllm.token_reader import SampledReader
 from tandem.errors import EngineError, EngineLost
-from tandem.inside.sampling import Kept, Unfit, keep_sampled
-from tandem.ops.sampled import MARK, unpacked
+from tandem.ops.vllm_token_protocol import MARK, unpacked
 from tandem.types import Span
+from tandem.vllm_worker.token_recorder import Kept, Unfit, keep_sampled
 
 
 def new(name: str, mark: str | None) -> Any:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tandem.errors import StoreError, StoreFull
-from tandem.io.durable import Durable
-from tandem.io.segments import Segments
+from tandem.io.append_only_segments import Segments
+from tandem.io.sqlite_store import Durable
 
 
 def files(segments: Segments) -> list[str]:

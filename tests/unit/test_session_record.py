@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tandem.rollout.session_record import Proven, SessionRecord
-from tandem.rollout.session_tree import Session, Turn
+from tandem.rollout.sessions.token_versions import Proven, SessionRecord
+from tandem.rollout.sessions.tree import Session, Turn
 from tandem.types import NO_VERSION, UNKNOWN_VERSION, Span
 
 N, U = NO_VERSION, UNKNOWN_VERSION

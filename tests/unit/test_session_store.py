@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import StoreFull
-from tandem.rollout import session_store
-from tandem.rollout.session_store import Once, SessionStore
-from tandem.rollout.session_tree import Session, Turn
+from tandem.rollout.sessions import store as session_store
+from tandem.rollout.sessions.store import Once, SessionStore
+from tandem.rollout.sessions.tree import Session, Turn
 from tandem.types import Span
 
 

@@ -9,8 +9,8 @@ import pytest
 from chat_tokenizers import chatml_tokenizer
 
 from tandem.errors import Conflict, NotKnown, QueueFull
-from tandem.rollout.session_tree import Session, Turn, trajectory_row, turn_of, turn_row
-from tandem.rollout.sessions import Bounds, Sessions
+from tandem.rollout.sessions.sessions import Bounds, Sessions
+from tandem.rollout.sessions.tree import Session, Turn, trajectory_row, turn_of, turn_row
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.model.presets import make_model
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer

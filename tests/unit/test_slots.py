@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.slots import SlotCache
+from tandem.engine.hf.kv_cache import SlotCache
 
 BUDGET = 4096
 

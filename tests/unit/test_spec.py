@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from tandem.build.joined_engines import _environment
 from tandem.errors import SpecError
-from tandem.recipes.build_engine import _environment
 from tandem.spec.base import Spec
 from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.load import json_schema, load_spec, parse_overrides, parse_spec, to_toml

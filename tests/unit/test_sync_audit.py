@@ -15,11 +15,11 @@ import pytest
 
 import tandem
 from tandem.errors import NothingLearned
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter, read_jsonl
-from tandem.obs.audit import RULES, audit_sync, proof_of
-from tandem.obs.live import LiveView
-from tandem.obs.sync_text import audit_json, audit_text
+from tandem.obs.live_view import LiveView
+from tandem.obs.sync_audit import RULES, audit_sync, proof_of
+from tandem.obs.sync_report import audit_json, audit_text
 from tandem.runs.lease import Lease, begin
 from tandem.runs.run import Run
 from tandem.spec.load import parse_spec
@@ -305,7 +305,7 @@ def test_what_is_worth_knowing_is_a_note_and_no_failure(tmp_path: Path, name: st
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__.strip("_"))
 def test_no_rule_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any):
     """Without it, some fault of the tables above would pass unseen."""
-    monkeypatch.setattr("tandem.obs.audit.RULES", tuple(each for each in RULES if each is not rule))
+    monkeypatch.setattr("tandem.obs.sync_audit.RULES", tuple(each for each in RULES if each is not rule))
     unseen: list[str] = []
     for name, (plant, *_) in {**FAILURES, **NOTES}.items():
         run = Files()

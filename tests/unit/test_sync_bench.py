@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from tandem.errors import SpecError, SyncError
-from tandem.obs.sync_bench import Bench, Row, bench_json, bench_png, bench_text
-from tandem.obs.sync_text import AT_THE_TRAINER, ONE_AFTER_THE_OTHER, PHASES
-from tandem.ops.footprint import ProcessMemory, copy_bytes_per_s
+from tandem.obs.sync_bench_report import Bench, Row, bench_json, bench_png, bench_text
+from tandem.obs.sync_report import AT_THE_TRAINER, ONE_AFTER_THE_OTHER, PHASES
+from tandem.ops.memory_meter import ProcessMemory, copy_bytes_per_s
 from tandem.recipes import sync_bench
 from tandem.recipes.sync_bench import BRIDGES, bench_sync
 from tandem.types import Proof
@@ -145,7 +145,7 @@ def test_a_way_that_breaks_is_a_row_with_its_error(monkeypatch: pytest.MonkeyPat
     def broken(*_: Any, **options: Any) -> Any:
         raise SyncError("disk: no space left")
 
-    monkeypatch.setattr("tandem.recipes.build_engine.join", broken)
+    monkeypatch.setattr("tandem.build.joined_engines.join", broken)
     bench = bench_sync(bridges=["inproc"], device="cpu", rounds=1)
     assert bench.rows[0].error == "SyncError: disk: no space left"
     assert bench.failed

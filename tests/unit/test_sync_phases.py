@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import tandem
-from tandem.obs import sync_bench
-from tandem.obs.sync_text import AROUND, AT_THE_TRAINER, ONE_AFTER_THE_OTHER, PHASES
+from tandem.obs import sync_bench_report
+from tandem.obs.sync_report import AROUND, AT_THE_TRAINER, ONE_AFTER_THE_OTHER, PHASES
 
 PACKAGE = Path(tandem.__file__).parent
 
@@ -40,4 +40,4 @@ def test_the_docs_name_them_all():
 
 
 def test_what_follows_one_another_is_drawn():
-    assert sync_bench._COLORS.keys() == {*ONE_AFTER_THE_OTHER, "rest"}
+    assert sync_bench_report._COLORS.keys() == {*ONE_AFTER_THE_OTHER, "rest"}

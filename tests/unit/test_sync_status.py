@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_process import VllmOptions
+from tandem.engine.vllm.engine import VllmEngine
+from tandem.engine.vllm.process import VllmOptions
 from tandem.errors import EngineError, RunError, SpecError
-from tandem.inside.layout import Layout, Piece
-from tandem.inside.worker import Worker
-from tandem.io.atomic import write_json
+from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
+from tandem.obs.sync_report import status_text
 from tandem.obs.sync_status import sync_status
-from tandem.obs.sync_text import status_text
+from tandem.vllm_worker.tensor_layout import Layout, Piece
+from tandem.vllm_worker.worker import Worker
 
 TANDEM = Path(sys.executable).with_name("tandem")
 LAYOUT = {f"model.layers.{number}.weight": ["float32", [4, 4]] for number in range(10)}
@@ -97,10 +97,10 @@ class Workers:
     why_not_found_again = why_not_in_bulk = ""
 
     def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("tandem.inside.worker.layout_of", lambda model: layouts[model])
+        monkeypatch.setattr("tandem.vllm_worker.worker.layout_of", lambda model: layouts[model])
         source = SimpleNamespace(carries="full")
-        monkeypatch.setattr("tandem.inside.worker.open_source", lambda link, device: source)
-        monkeypatch.setattr("tandem.inside.worker._vllm_version", lambda: "0")
+        monkeypatch.setattr("tandem.vllm_worker.worker.open_source", lambda link, device: source)
+        monkeypatch.setattr("tandem.vllm_worker.worker._vllm_version", lambda: "0")
         parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2)
         self._workers = [
             Worker(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tandem.text.renderer import Renderer
-from tandem.text.thoughts import ThoughtStream
+from tandem.text.thinking_stream import ThoughtStream
 from tandem.text.tokenizer import byte_tokenizer
 
 SAID = [

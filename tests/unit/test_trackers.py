@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from stopwatch import Stopwatch
-from tandem.obs.trackers.feed import Feed
-from tandem.obs.trackers.process import Place, openers
+from tandem.obs.trackers.tracker_process import Place, openers
+from tandem.obs.trackers.tracker_queue import Feed
 
 
 class Kept:
@@ -95,8 +95,8 @@ def test_one_that_hangs_holds_nobody_up_and_takes_bounded_memory(caplog: pytest.
 # Trackers run in processes of their own: the main thread imports torch while they open, as a run's does.
 TENSORBOARD = """
 import sys
-from tandem.obs.trackers.feed import Feed
-from tandem.obs.trackers.process import Place, openers
+from tandem.obs.trackers.tracker_queue import Feed
+from tandem.obs.trackers.tracker_process import Place, openers
 feed = Feed(openers(["tensorboard"], Place(sys.argv[1], "r", "p", "")), tell=print)
 import torch
 assert "tensorboard" not in sys.modules
@@ -167,7 +167,7 @@ def test_a_tracker_ends_with_the_process_of_its_run(tmp_path: Path, monkeypatch:
     (tmp_path / "wandb.py").write_text(WANDB.format(at_import="", at_log="pass", at_close="print('over')", at_init=""))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = (
-        "import os, sys, time; from tandem.obs.trackers.process import *\n"
+        "import os, sys, time; from tandem.obs.trackers.tracker_process import *\n"
         "one = TrackerProcess('wandb', Place(sys.argv[1], 'r', 'p', ''))\n"
         "one.log(1, {'loss': 2.0}); os.kill(os.getpid(), 9)"
     )

@@ -21,7 +21,7 @@ from trainers import (
     snapshot,
 )
 
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import LogprobGap, NonFinite
 from tandem.optim.schedule import lr_share
 from tandem.spec.optim import CosineSchedule

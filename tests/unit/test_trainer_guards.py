@@ -26,10 +26,10 @@ from trainers import (
 
 from tandem.algo import dr_grpo
 from tandem.errors import LogprobGap, NonFinite, NothingLearned, SpecError
-from tandem.optim import master as masters
-from tandem.optim.rule import Slot
+from tandem.optim import master_weights as masters
+from tandem.optim.update_rule import Slot
 from tandem.spec.algorithm import DrGrpoSpec
-from tandem.train.guard import Guard
+from tandem.train.no_learning_check import Guard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

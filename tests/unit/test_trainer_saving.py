@@ -27,7 +27,7 @@ from trainers import (
 from tandem.errors import CheckpointError
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
-from tandem.optim import master as masters
+from tandem.optim import master_weights as masters
 from tandem.optim.schedule import lr_share
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import CosineSchedule

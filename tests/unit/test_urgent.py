@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 import votes
-from tandem.engine.hf import EmbeddedEngine
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.types import Sampling
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.vllm_name import ModelName, package_path
+from tandem.engine.vllm.compile_cache import ModelName, package_path
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_while_one_is_used_nobody_turns_it_to_other_weights(tmp_path: Path):
 
 HOLD = """
 import sys
-from tandem.engine.vllm_name import ModelName
+from tandem.engine.vllm.compile_cache import ModelName
 name = ModelName(sys.argv[1])
 print(name.path, flush=True)
 input()

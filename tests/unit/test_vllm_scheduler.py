@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
-from tandem.engine.vllm_versions import PASSED
-from tandem.inside.going_on import COMPARED, going_on
-from tandem.inside.sampling import Unfit
-from tandem.ops.sampled import SCHEDULER_TOLD
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.tested_versions import PASSED
+from tandem.ops.vllm_token_protocol import SCHEDULER_TOLD
+from tandem.vllm_worker.bulk_scheduling import COMPARED, going_on
+from tandem.vllm_worker.token_recorder import Unfit
 
 
 def test_one_that_was_not_compared_is_left_as_it_is():

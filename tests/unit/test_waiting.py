@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.waiting import Request, Waiting
-from tandem.serve.openai_request import ChatRequest
+from tandem.engine.hf.admission_queue import Request, Waiting
+from tandem.serve.openai.requests import ChatRequest
 from tandem.types import Sampling
 
 

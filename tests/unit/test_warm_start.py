@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import make_group, make_step
 
+from tandem.build import training
 from tandem.errors import SpecError
-from tandem.model.checkpoint import load_model
+from tandem.model.load_checkpoint import load_model
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
-from tandem.recipes import build
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import LoraSpec, ModelSpec, PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -32,8 +32,8 @@ LORA = LoraSpec(rank=4, alpha=8.0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def built(spec: ModelSpec, precision: PrecisionSpec | None = None) -> build.Model:
-    return build.model(spec, precision or Float32Precision(), 0, CPU)
+def built(spec: ModelSpec, precision: PrecisionSpec | None = None) -> training.Model:
+    return training.model(spec, precision or Float32Precision(), 0, CPU)
 
 
 def logits(module: Any) -> Tensor:
@@ -351,7 +351,7 @@ def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Pat
 def test_a_teacher_without_a_tokenizer_is_refused_under_its_own_field(tmp_path: Path):
     model = built(PresetModel(preset="tiny"))
     with pytest.raises(SpecError, match=r"^algorithm.teacher = '.*': there is no such directory"):
-        build.reference(DistillSpec(teacher=str(tmp_path / "nowhere")), model, Float32Precision())
+        training.reference(DistillSpec(teacher=str(tmp_path / "nowhere")), model, Float32Precision())
     with pytest.raises(SpecError, match=r"^model.path = '.*': there is no such directory"):
         built(PathModel(path=str(tmp_path / "nowhere")))
 

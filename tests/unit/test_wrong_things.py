@@ -98,7 +98,7 @@ def test_a_wrong_thing_is_named_and_nothing_is_left(
 
 HEAD = """
 import sys
-from tandem.obs.live import LiveView
+from tandem.obs.live_view import LiveView
 view = LiveView()
 for number in range(2000):
     view.say("a line that nobody reads " * 40)

@@ -11,19 +11,19 @@ import transformers
 from torch import Tensor
 
 from tandem.algo import dr_grpo
+from tandem.model.cast_precision import narrow
 from tandem.model.policy import CausalPolicy
-from tandem.model.precision import narrow
-from tandem.ops.sizes import shares_never
-from tandem.optim import master as masters
+from tandem.ops.byte_sizes import shares_never
+from tandem.optim import master_weights as masters
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
-from tandem.optim.rule import ByParts, Slot
+from tandem.optim.update_rule import ByParts, Slot
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import AdamWSpec
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.train.pack import make_batch
+from tandem.train.batch_packing import make_batch
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import Batch, Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
 

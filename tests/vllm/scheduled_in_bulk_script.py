@@ -32,9 +32,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tandem.inside.going_on import going_on
-from tandem.inside.urgent import QUEUES, Urgent
-from tandem.ops.sampled import URGENT, URGENT_PLACES
+from tandem.ops.vllm_token_protocol import URGENT, URGENT_PLACES
+from tandem.vllm_worker.bulk_scheduling import going_on
+from tandem.vllm_worker.urgent_first import QUEUES, Urgent
 from vllm import __version__
 
 BLOCK, CONTEXT, EOS = 16, 128, 50

@@ -10,11 +10,11 @@ import pytest
 import torch
 from vllm_cpu import Vllm, adapted, gap, small_model
 
-from tandem.bridge.adapter.trainer import AdapterBridge
-from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
-from tandem.bridge.lent import Lending
-from tandem.engine.pieces import whole
-from tandem.model import serving
+from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.shared_buffers import Lending
+from tandem.bridge.files.adapter import AdapterBridge
+from tandem.engine.vllm.shard_digests import whole
+from tandem.model import served_weights
 from tandem.types import Weights
 
 PROMPT = [5, 17, 33, 90, 121, 7, 64]
@@ -37,7 +37,9 @@ class Pair:
     def send(self, wrapped: Any) -> tuple[Any, Any]:
         self.version += 1
         inner = wrapped.base_model.model
-        weights = Weights(self.version, "adapter", lambda: serving.adapter(inner), serving.adapter_config(wrapped))
+        weights = Weights(
+            self.version, "adapter", lambda: served_weights.adapter(inner), served_weights.adapter_config(wrapped)
+        )
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(self.vllm.call, "tandem_load", self.version)
             return self.bridge.send(weights), answer.result()
@@ -57,7 +59,7 @@ def test_the_base_under_the_adapters_is_the_trainers(pair: Pair):
     from tandem.ops.digest import fingerprints
 
     shapes = {name: shape for name, (_, shape) in pair.reply["layout"].items()}
-    ours = fingerprints(dict(serving.base(pair.module)))
+    ours = fingerprints(dict(served_weights.base(pair.module)))
     assert whole(pair.reply["pieces"], shapes) == ours
 
 

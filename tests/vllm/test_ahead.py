@@ -13,7 +13,7 @@ import pytest
 from vllm_cpu import PYTHON, small_model
 
 from leashed import program_of
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import EngineError
 
 OPTIONS = VllmOptions(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from vllm_cpu import PYTHON
 
-from tandem.recipes import build_alone, engines
+from tandem.build import standalone_engines
+from tandem.recipes import engine_commands
 
 REQUESTS, BRIDGES = 5, ["broadcast", "adapter", "adapter_broadcast", "disk", "restart"]
 
@@ -20,8 +21,8 @@ def test_it_passes_all_that_a_cpu_allows_and_is_recorded(tmp_path: Path, monkeyp
         recorded.append((python, version, checks))  # not in the environment: others use it
         return tmp_path / "record.json"
 
-    monkeypatch.setattr(build_alone, "record_passed", record)
-    found = engines.check_engine(str(PYTHON), device="cpu", tell=print)
+    monkeypatch.setattr(standalone_engines, "record_passed", record)
+    found = engine_commands.check_engine(str(PYTHON), device="cpu", tell=print)
     assert [str(check) for check in found.checks if check.state == "failed"] == []
     assert [check.name for check in found.checks if check.state == "not here"] == ["shared"]
     ((python, version, checks),) = recorded

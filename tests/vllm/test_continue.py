@@ -14,12 +14,12 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, adapted, changed, logprobs_of, publish, small_model
 
-from tandem.bridge.adapter.trainer import AdapterBridge
-from tandem.bridge.disk.trainer import DiskBridge
-from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.bridge.files.adapter import AdapterBridge
+from tandem.bridge.files.disk import DiskBridge
+from tandem.engine.vllm.engine import VllmEngine
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import EngineLost, SyncError
-from tandem.model import serving
+from tandem.model import served_weights
 from tandem.types import Completion, Sampling, Weights
 
 PROMPTS = [[*[5, 17, 33, 90, 121, 7, 64] * 6, number // 2] for number in range(8)]
@@ -41,7 +41,7 @@ class Rig:
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("tandem.engine.vllm_process._LEAST_STREAMS", 2)  # twelve at a time
+            patched.setattr("tandem.engine.vllm.process._LEAST_STREAMS", 2)  # twelve at a time
             process = VllmProcess(options, path)
         process.wait_ready(300)
         self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=200, version=0)
@@ -226,7 +226,10 @@ def test_under_an_adapter_requests_end_with_the_one_that_they_began_with(rig: Ri
     async def give(number: int) -> None:
         module = trained[number]
         weights = Weights(
-            first + number, "adapter", lambda: serving.adapter(module.base_model.model), serving.adapter_config(module)
+            first + number,
+            "adapter",
+            lambda: served_weights.adapter(module.base_model.model),
+            served_weights.adapter_config(module),
         )
         await asyncio.gather(asyncio.to_thread(bridge.send, weights), rig.engine.load(first + number))
         rig.modules[first + number] = module

@@ -9,8 +9,8 @@ import pytest
 import torch
 from vllm_cpu import Vllm, full, gap, small_model
 
-from tandem.bridge.disk.trainer import DiskBridge
-from tandem.engine.pieces import whole
+from tandem.bridge.files.disk import DiskBridge
+from tandem.engine.vllm.shard_digests import whole
 from tandem.types import Weights
 
 PROMPT = [5, 17, 33, 90, 121, 7, 64]
@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest, start: Callable[..., Vllm], tmp_path_fa
 
 
 def test_every_name_of_the_trainer_is_found_and_no_other(pair: Pair):
-    from tandem.model.serving import whole as all_of
+    from tandem.model.served_weights import whole as all_of
 
     theirs = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in all_of(pair.module)}
     assert pair.reply["layout"] == theirs
@@ -92,7 +92,7 @@ def test_new_weights_are_served_and_read_back(pair: Pair):
 def test_a_version_that_does_not_fit_is_refused_before_a_byte_is_written(pair: Pair, fault: str):
     pair.vllm.call("tandem_remember")
     plant = f"""
-from tandem.inside import apply
+from tandem.vllm_worker import apply
 whole_check = apply.check
 def check(layout, arrived):
     {fault}
@@ -113,7 +113,7 @@ def test_a_write_that_breaks_off_leaves_the_engine_torn_until_a_whole_version_ca
     pair.vllm.do(
         "plant",
         code="""
-from tandem.inside import apply
+from tandem.vllm_worker import apply
 right = apply.write
 def write(layout, *_):
     apply.write = right

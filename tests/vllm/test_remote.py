@@ -17,11 +17,11 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, adapted, gap, small_model
 
-from tandem.bridge.adapter.trainer import AdapterBridge
+from tandem.bridge.files.adapter import AdapterBridge
 from tandem.engine.pool import EnginePool
-from tandem.engine.remote import RemoteEngine
+from tandem.engine.remote.engine import RemoteEngine
 from tandem.errors import EngineError, SyncError
-from tandem.model import serving
+from tandem.model import served_weights
 from tandem.publish import Canary, Publisher
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Proof, Sampling, Weights
@@ -98,8 +98,8 @@ class Teacher:
         self.version, self.module = 1, module
 
     def export(self, kind: Any) -> Weights:
-        config = serving.adapter_config(self.module)
-        return Weights(self.version, "adapter", lambda: serving.adapter(self.module.base_model.model), config)
+        config = served_weights.adapter_config(self.module)
+        return Weights(self.version, "adapter", lambda: served_weights.adapter(self.module.base_model.model), config)
 
     @torch.no_grad()
     def score(self, ids: Any, first: int) -> list[float]:
@@ -107,7 +107,7 @@ class Teacher:
         return logits[torch.arange(len(ids) - first), torch.tensor(ids[first:])].tolist()
 
     def base(self) -> Any:
-        return serving.base(self.module)
+        return served_weights.base(self.module)
 
     def live_in(self, storage: Any) -> None: ...
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, gap, publish, small_model
 
-from tandem.bridge.disk.trainer import DiskBridge
-from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.bridge.files.disk import DiskBridge
+from tandem.engine.vllm.engine import VllmEngine
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import EngineError
 from tandem.types import Completion, Sampling
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, adapted, changed, full, gap, small_model
 
-from tandem.bridge.adapter.trainer import AdapterBridge
-from tandem.bridge.adapter_broadcast.trainer import AdapterBroadcastBridge
-from tandem.bridge.broadcast.trainer import BroadcastBridge
-from tandem.bridge.disk.trainer import DiskBridge
-from tandem.bridge.lent import Lending
-from tandem.engine.vllm import VllmEngine
-from tandem.engine.vllm_process import VllmOptions, VllmProcess
+from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.shared_buffers import Lending
+from tandem.bridge.files.adapter import AdapterBridge
+from tandem.bridge.files.disk import DiskBridge
+from tandem.engine.vllm.engine import VllmEngine
+from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import SyncError
-from tandem.model import serving
+from tandem.model import served_weights
 from tandem.types import Completion, Sampling, Sent, Served, Weights
 
 PROMPT = [5, 17, 33, 90, 121, 7, 64]
@@ -76,8 +76,8 @@ class Rig:
     def publish(self, bridge: Any, trained: Any) -> tuple[Sent, Served]:
         self.version += 1
         if bridge.carries == "adapter":
-            config = serving.adapter_config(trained)
-            weights = Weights(self.version, "adapter", lambda: serving.adapter(trained.base_model.model), config)
+            config = served_weights.adapter_config(trained)
+            weights = Weights(self.version, "adapter", lambda: served_weights.adapter(trained.base_model.model), config)
         else:
             weights = full(trained, self.version)
 
@@ -216,7 +216,7 @@ def test_the_base_that_adapters_stand_upon_is_told(rig: Rig):
     bridge = AdapterBridge(deadline_s=20)
     source = bridge.source()
     rig.run(rig.engine.attach(source))
-    assert source.reply["base"] == fingerprints(dict(serving.base(rig.module)))
+    assert source.reply["base"] == fingerprints(dict(served_weights.base(rig.module)))
     assert not {"compiled", "beside", "blocks"} & set(source.reply), "on a CPU there is nothing of the kind"
     assert source.reply["scheduler"] == {"requested": "in bulk", "engaged": True, "why_not": ""}
     bridge.close()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import tandem
-from tandem.engine.vllm import VllmEngine
+from tandem.engine.vllm.engine import VllmEngine
 from tandem.types import Weights
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,7 @@ def changed(module: Any, seed: int = 1) -> Any:
 
 
 def full(module: Any, version: int) -> Weights:
-    from tandem.model.serving import whole
+    from tandem.model.served_weights import whole
 
     return Weights(version, "full", lambda: whole(module))
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.algo import policy_gradient, ratio
-from tandem.algo.credit import by_group, standardised
+from tandem.algo import importance_ratio, policy_gradient
+from tandem.algo.advantages import by_group, standardised
 from tandem.algo.policy_gradient import Objective, pushing
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import CispoSpec
@@ -19,7 +19,7 @@ def make(spec: CispoSpec) -> Algorithm:
         return standardised(rewards_G, spec.spread_floor)
 
     def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
-        ratio_N = ratio.exp(ratio.log_ratio(logprobs_N, micro))
+        ratio_N = importance_ratio.exp(importance_ratio.log_ratio(logprobs_N, micro))
         weight_N = ratio_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
         metrics = {
             "loss/clip_fraction": (weight_N != ratio_N).float().sum().item(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from tandem.algo import policy_gradient
-from tandem.algo.credit import compared, standardised
+from tandem.algo.advantages import compared, standardised
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import DapoSpec
 from tandem.types import Group, Trajectory

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.algo import ratio
-from tandem.algo.credit import centred, compared, has_tokens, spread_over_tokens
+from tandem.algo import importance_ratio
+from tandem.algo.advantages import centred, compared, has_tokens, spread_over_tokens
 from tandem.algo.policy_gradient import pushing, token_mean
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import DistillSpec
@@ -26,7 +26,7 @@ def make(spec: DistillSpec) -> Algorithm:
         credit_N = micro.credit_N - gap_N
         if spec.advantage_clip:
             credit_N = credit_N.clamp(-spec.advantage_clip, spec.advantage_clip)
-        found = ratio.corrected(scored.logprobs_N, micro, spec.correction)
+        found = importance_ratio.corrected(scored.logprobs_N, micro, spec.correction)
         value_N = pushing(found.weight_N, scored.logprobs_N) * credit_N
         sums = {
             **found.metrics,

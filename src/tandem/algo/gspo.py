@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.algo import policy_gradient, ratio
-from tandem.algo.credit import by_group, standardised
+from tandem.algo import importance_ratio, policy_gradient
+from tandem.algo.advantages import by_group, standardised
 from tandem.algo.policy_gradient import Objective
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import GspoSpec
@@ -20,8 +20,8 @@ def make(spec: GspoSpec) -> Algorithm:
 
     def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
         """Each token of a sequence has a share of 1 / length, so together they push by ratio * A * mean d logprob."""
-        log_ratio_N = ratio.log_ratio(logprobs_N, micro)
-        ratio_N = ratio.exp(ratio.sequence_sum(log_ratio_N, micro) / micro.length_N)
+        log_ratio_N = importance_ratio.log_ratio(logprobs_N, micro)
+        ratio_N = importance_ratio.exp(importance_ratio.sequence_sum(log_ratio_N, micro) / micro.length_N)
         return policy_gradient.surrogate(logprobs_N, ratio_N, ratio_N, credit_N, spec)
 
     return policy_gradient.make("gspo", spec, by_group(advantages), objective, policy_gradient.sequence_mean)

@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from tandem.algo import ratio
-from tandem.algo.credit import Advantages, has_signal, spread_over_tokens
+from tandem.algo import importance_ratio
+from tandem.algo.advantages import Advantages, has_signal, spread_over_tokens
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import ClippedSpec, RewardSpec
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
@@ -101,7 +101,7 @@ def clipped(spec: ClippedSpec) -> MakeObjective:
     """The clipped surrogate with the spec's correction."""
 
     def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
-        found = ratio.corrected(logprobs_N, micro, spec.correction)
+        found = importance_ratio.corrected(logprobs_N, micro, spec.correction)
         made = surrogate(logprobs_N, found.weight_N, found.drift_N, credit_N * found.inside_N, spec)
         return Objective(made.value_N, made.weight_N, {**made.metrics, **found.metrics})
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tandem.algo import policy_gradient, ratio
-from tandem.algo.credit import by_group, centred
+from tandem.algo import importance_ratio, policy_gradient
+from tandem.algo.advantages import by_group, centred
 from tandem.algo.policy_gradient import Objective
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import PpoSpec
@@ -14,7 +14,7 @@ from tandem.types import MicroBatch
 
 def make(spec: PpoSpec) -> Algorithm:
     def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
-        ratio_N = ratio.exp(ratio.log_ratio(logprobs_N, micro))
+        ratio_N = importance_ratio.exp(importance_ratio.log_ratio(logprobs_N, micro))
         made = policy_gradient.surrogate(logprobs_N, ratio_N, ratio_N, credit_N, spec, dual=spec.dual_clip)
         beyond = ((ratio_N > spec.dual_clip) & (credit_N < 0)).float().sum().item()
         # No clip ends the KL term: it needs a bound of its own.

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from tandem.algo import policy_gradient
-from tandem.algo.credit import centred, compared, has_signal, has_tokens
+from tandem.algo.advantages import centred, compared, has_signal, has_tokens
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import ReinforcePpSpec
 from tandem.types import Group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.algo import policy_gradient
-from tandem.algo.credit import by_group, centred
+from tandem.algo.advantages import by_group, centred
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import RlooSpec
 

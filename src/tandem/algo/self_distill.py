@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tandem.algo import ratio
-from tandem.algo.credit import has_tokens
+from tandem.algo import importance_ratio
+from tandem.algo.advantages import has_tokens
 from tandem.algo.policy_gradient import pushing, token_mean
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import Correction, TruncateToken
@@ -36,7 +36,7 @@ def make(judge: Judge, *, advantage_clip: float = 5.0, correction: Correction = 
         # Its own logprobs move as it learns; the credit moves with them, and is 0 where it says what the judge says.
         moved_N = scored.logprobs_N.detach() - micro.behaviour_N
         credit_N = micro.credit_N - moved_N
-        found = ratio.corrected(scored.logprobs_N, micro, correction)
+        found = importance_ratio.corrected(scored.logprobs_N, micro, correction)
         value_N = pushing(found.weight_N, scored.logprobs_N) * credit_N
         sums = {**found.metrics, "loss/kl": -credit_N.sum().item(), "policy/entropy": scored.entropy_N.sum().item()}
         return -(value_N * token_mean(micro, totals)).sum(), sums

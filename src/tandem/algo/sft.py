@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tandem.algo.credit import has_tokens
+from tandem.algo.advantages import has_tokens
 from tandem.protocols import Algorithm, Credit
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 

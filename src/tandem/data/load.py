@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem.data.conversation import BadRow, Conversation, parse_row
 from tandem.data.datasets_rows import read_dataset
-from tandem.data.files import read_file
-from tandem.data.report import ValidationReport
+from tandem.data.file_rows import read_file
+from tandem.data.row_report import ValidationReport
 from tandem.errors import DataError
 from tandem.spec.data import DatasetData, FileData
 

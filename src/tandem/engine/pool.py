@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
-from tandem.ops.relay import Relay
+from tandem.ops.forwarding_source import Relay
 from tandem.protocols import Engine, OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served, Weights
 

@@ -18,10 +18,10 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from tandem.env.arithmetic import Arithmetic
-from tandem.env.check import check_environment, their_code, wrong
-from tandem.env.guess import Guess
-from tandem.env.sort import Sort
+from tandem.env.builtin.arithmetic import Arithmetic
+from tandem.env.builtin.guess import Guess
+from tandem.env.builtin.sort import Sort
+from tandem.env.protocol_check import check_environment, their_code, wrong
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.protocols import Environment
 

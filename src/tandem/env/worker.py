@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tandem.env import limits
-from tandem.env.outcome import checked
-from tandem.env.worker_wire import FAILURE_KINDS, MAX_TEXT
+from tandem.env import resource_limits
+from tandem.env.outcome_check import checked
+from tandem.env.worker_messages import FAILURE_KINDS, MAX_TEXT
 from tandem.errors import EpisodeFailed, TemplateError
-from tandem.io import frames
+from tandem.io import json_frames
 from tandem.protocols import Environment
 from tandem.types import Message, Task, ToolCall
 
@@ -112,7 +112,7 @@ class FarChat:
 
     def _tell(self, value: dict[str, Any]) -> None:
         if not self.over:
-            self._writer.write(frames.pack(value))
+            self._writer.write(json_frames.pack(value))
 
 
 def work(sock: socket.socket, loaded: Loaded) -> None:
@@ -135,13 +135,13 @@ async def _serve(sock: socket.socket, loaded: Loaded) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     episode: asyncio.Task[None] | None = None
     chat = FarChat(writer)
-    heard = frames.Reader(reader)
+    heard = json_frames.Reader(reader)
     while frame := await heard.read():
         told: dict[str, Any] = json.loads(frame)
         match told["op"]:
             case "play":
                 chat = FarChat(writer)
-                limits.limit_cpu(loaded.episode_timeout_s)
+                resource_limits.limit_cpu(loaded.episode_timeout_s)
                 episode = asyncio.create_task(_play(loaded, chat, writer, told))
             case "cancel":
                 if episode is not None:
@@ -158,7 +158,7 @@ async def _play(loaded: Loaded, chat: FarChat, writer: asyncio.StreamWriter, tol
     try:
         task = loaded.task(told["split"], told["index"], told["id"])
         reward, metrics = checked(task.id, await loaded.environment.run(task, chat))
-        end = frames.pack({"op": "done", "said": chat.said, "reward": reward, "metrics": metrics})
+        end = json_frames.pack({"op": "done", "said": chat.said, "reward": reward, "metrics": metrics})
     except EpisodeFailed as error:
         end = _failed(error.kind if error.kind in FAILURE_KINDS else "raised", str(error))
     except TemplateError as error:
@@ -172,7 +172,7 @@ async def _play(loaded: Loaded, chat: FarChat, writer: asyncio.StreamWriter, tol
 
 
 def _failed(kind: str, text: str) -> bytes:
-    return frames.pack({"op": "failed", "kind": kind, "text": _clean(text)})
+    return json_frames.pack({"op": "failed", "kind": kind, "text": _clean(text)})
 
 
 def _tell_tasks(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
@@ -188,9 +188,9 @@ def _tell_tasks(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, An
             page.append({"id": task.id, "messages": [dict(message) for message in task.messages]})
             chars += 100 + sum(len(str(message.get("content"))) for message in task.messages)
             if chars > _PAGE_CHARS:
-                writer.write(frames.pack({"op": "tasks", "tasks": page, "more": True}))
+                writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": True}))
                 page, chars = [], 0
-        writer.write(frames.pack({"op": "tasks", "tasks": page, "more": False}))
+        writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": False}))
     except Exception as error:  # noqa: BLE001 - somebody else's code: what it raises is told
         _refuse(writer, f"tasks('{told['split']}'): {type(error).__name__}: {error}")
 
@@ -204,13 +204,13 @@ def _tell_demonstration(loaded: Loaded, writer: asyncio.StreamWriter, told: dict
         demonstrate = cast(Any, loaded.environment).demonstrate
         messages = demonstrate(loaded.task(told["split"], told["index"], told["id"]), rng)
         told_messages = [dict(message) for message in messages]
-        writer.write(frames.pack({"op": "demonstrated", "messages": told_messages, "state": rng.getstate()}))
+        writer.write(json_frames.pack({"op": "demonstrated", "messages": told_messages, "state": rng.getstate()}))
     except Exception as error:  # noqa: BLE001 - as above
         _refuse(writer, f"demonstrate(task '{told['id']}'): {type(error).__name__}: {error}")
 
 
 def _refuse(writer: asyncio.StreamWriter, text: str) -> None:
-    writer.write(frames.pack({"op": "refused", "kind": "environment", "text": _clean(text)}))
+    writer.write(json_frames.pack({"op": "refused", "kind": "environment", "text": _clean(text)}))
 
 
 def _clean(text: str) -> str:

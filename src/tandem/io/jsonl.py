@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, TypeAlias, cast
 
 from tandem.errors import RunError
-from tandem.io import atomic
-from tandem.io.json_files import parsed
+from tandem.io import atomic_write
+from tandem.io.bounded_json import parsed
 
 Row: TypeAlias = dict[str, Any]
 
@@ -61,7 +61,7 @@ class JsonlWriter:
     """Appends to a file that it keeps open. A torn last line of an earlier process is cut off first."""
 
     def __init__(self, path: Path) -> None:
-        atomic.make_directory(path.parent)
+        atomic_write.make_directory(path.parent)
         _cut_torn_line(path)
         self._path, self._named = path, path.exists()
         self._file = path.open("a", encoding="utf-8", newline="\n", errors="backslashreplace")  # a lone surrogate
@@ -78,7 +78,7 @@ class JsonlWriter:
         """What was written is on the disk when this returns. On any thread."""
         os.fsync(self._file.fileno())
         if not self._named:
-            atomic.sync(self._path.parent)
+            atomic_write.sync(self._path.parent)
             self._named = True
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def cut_back(path: Path, size_bytes: int | None = None) -> bool:
     writes to nobody. False if it was shorter already."""
     content = path.read_bytes() if path.exists() else b""
     kept = content[:size_bytes]
-    atomic.write_bytes(path, kept[: kept.rfind(b"\n") + 1])
+    atomic_write.write_bytes(path, kept[: kept.rfind(b"\n") + 1])
     return size_bytes is None or len(kept) == size_bytes
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from tandem.ops import masks, packed_attention
-from tandem.ops.head import Head
+from tandem.ops import attention_masks, packed_attention
+from tandem.ops.lm_head import Head
 from tandem.types import MicroBatch, Packed
 
 _log = logging.getLogger(__name__)
@@ -82,14 +82,16 @@ def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: Packed) -> 
 
 def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Tensor) -> tuple[Any, Tensor]:
     """And the positions that go with it."""
-    if masks.plainly_causal(config) and bool((segments_BT <= 0).all()):  # one sequence a row, padding on the right
+    if attention_masks.plainly_causal(config) and bool(
+        (segments_BT <= 0).all()
+    ):  # one sequence a row, padding on the right
         # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
         return None, torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
     order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     keys_B1T = segments_BT[:, None, :]
     seen_BTT = (segments_BT[:, :, None] == keys_B1T) | (parents_BT[:, :, None] == keys_B1T)
     allowed = (seen_BTT & (order_T[:, None] >= order_T))[:, None]
-    mask = masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
+    mask = attention_masks.for_model(config, allowed, positions_BT[:, None, :, None], positions_BT[:, None, None, :])
     return mask, positions_BT
 
 

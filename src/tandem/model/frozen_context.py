@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tandem.ops.head import Head
+from tandem.ops.lm_head import Head
 from tandem.types import MicroBatch, TokenLogprobs
 
 

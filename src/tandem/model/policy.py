@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.model import frozen_context, serving
-from tandem.model.activations import Activations
-from tandem.model.activations import Policy as ActivationPolicy
-from tandem.model.deploy import Deployer
+from tandem.model import frozen_context, served_weights
+from tandem.model.activation_memory import Activations
+from tandem.model.activation_memory import Policy as ActivationPolicy
+from tandem.model.export_copy import Deployer
 from tandem.model.forward import Forward
 from tandem.model.lora import add_lora
-from tandem.model.quantized import merged, quantized_parts
+from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
-from tandem.ops import masks, packed_attention
-from tandem.ops.head import Head
-from tandem.ops.tensors import live_tensors, move_in, stand_on
+from tandem.ops import attention_masks, packed_attention
+from tandem.ops.lm_head import Head
+from tandem.ops.module_tensors import live_tensors, move_in, stand_on
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
@@ -45,12 +45,12 @@ class CausalPolicy:
         compiled: bool = False,
     ) -> None:
         """`adapter`: a saved one that `lora` begins with. `packed`, `compiled`: as model/forward.py says."""
-        masks.check_attention(module.config)
+        attention_masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
-        self._served_adapter = serving.Standing(serving.adapted(module))
+        self._served_adapter = served_weights.Standing(served_weights.adapted(module))
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
         self.context_grad = True
@@ -92,7 +92,7 @@ class CausalPolicy:
 
     def follow(self, teacher: Any) -> None:
         """From now on, `reference_logprobs` speaks for another model with the same vocabulary."""
-        masks.check_attention(teacher.config)
+        attention_masks.check_attention(teacher.config)
         if self.forward.shares_freely and not packed_attention.why_not(teacher):
             packed_attention.engage(teacher)
         self._reference = Head(teacher.requires_grad_(False).eval(), len(self.tokenizer))
@@ -171,18 +171,18 @@ class CausalPolicy:
         if kind == "live":
             return Weights(version, kind, lambda: live_tensors(self.module))
         if kind == "full":
-            return Weights(version, kind, lambda: serving.whole(self.module))
+            return Weights(version, kind, lambda: served_weights.whole(self.module))
         if self._adapter is None:
             raise SyncError("this policy has no adapter to send; set [model.lora], or choose another sync.bridge")
-        return Weights(version, kind, self._served_adapter.tensors, serving.adapter_config(self._adapter))
+        return Weights(version, kind, self._served_adapter.tensors, served_weights.adapter_config(self._adapter))
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """What the adapters stand upon: it must be the engine's, too, and is never sent."""
-        return serving.base(self.module)
+        return served_weights.base(self.module)
 
     def base_in(self, storage: Mapping[str, Tensor]) -> int:
         """The base goes on in memory that holds its very values, and that nobody writes to; so many bytes."""
-        return stand_on(serving.base_parameters(self.module), storage)
+        return stand_on(served_weights.base_parameters(self.module), storage)
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
         move_in(live_tensors(self.module), storage)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
-from tandem.io.model_source import refuse_no_model
-from tandem.model.checkpoint import is_adapter, load_whole, refuse_faults
+from tandem.io.model_path_check import refuse_no_model
+from tandem.model.load_checkpoint import is_adapter, load_whole, refuse_faults
 from tandem.model.lora import attach, on_tables, quiet_bitsandbytes
-from tandem.model.quantized import quantized_parts
+from tandem.model.quantized_base import quantized_parts
 from tandem.spec.model import LoraSpec
 
 _FIELD = "model.warm_start"

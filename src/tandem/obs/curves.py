@@ -9,7 +9,7 @@ from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from tandem.obs.wording import figure_of, printable
+from tandem.obs.claims import figure_of, printable
 from tandem.types import Measure
 
 if TYPE_CHECKING:

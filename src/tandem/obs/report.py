@@ -12,11 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.io.atomic import write_bytes
-from tandem.obs.curves import curves_png
-from tandem.obs.history import History, drops, evaluations, largest, number, read_history, timing, total
-from tandem.obs.planned import against_plan
-from tandem.obs.wording import (
+from tandem.io.atomic_write import write_bytes
+from tandem.obs.claims import (
     caveat,
     change,
     ends,
@@ -27,6 +24,9 @@ from tandem.obs.wording import (
     interval_name,
     interval_text,
 )
+from tandem.obs.curves import curves_png
+from tandem.obs.plan_vs_measured import against_plan
+from tandem.obs.run_history import History, drops, evaluations, largest, number, read_history, timing, total
 
 if TYPE_CHECKING:
     from jinja2 import Template

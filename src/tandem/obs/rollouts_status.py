@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import StoreError
-from tandem.io.json_files import read_json
-from tandem.io.token import named_token
+from tandem.io.bounded_json import read_json
+from tandem.io.token_file import named_token
 
 READY_FILE = "ready.json"
 """In a rollout service's data directory, unless it was told of another place: where it listens."""

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.errors import TandemError
+from tandem.obs.claims import printable
 from tandem.obs.rollouts_status import Asking
-from tandem.obs.sync_text import size
+from tandem.obs.sync_report import size
 from tandem.obs.text_charts import sparkline
-from tandem.obs.wording import printable
 
 _BAR, _TRACE = 24, 24
 _KEPT = 240  # polls behind a sparkline

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.errors import EngineError, SpecError
-from tandem.io.json_files import read_json
+from tandem.io.bounded_json import read_json
 from tandem.io.jsonl import finite, salvage_jsonl
-from tandem.io.token import named_token
-from tandem.obs.audit import proofs_of
-from tandem.obs.history import read_status
+from tandem.io.token_file import named_token
+from tandem.obs.run_history import read_status
+from tandem.obs.sync_audit import proofs_of
 
 MAP_FILE = "sync-map.json"
 TOLD = {

@@ -27,7 +27,7 @@ class Verdict:
 
 
 class Changed(Protocol):
-    """How far weights went (online/updates.py)."""
+    """How far weights went (online/weight_deltas.py)."""
 
     @property
     def norm(self) -> float: ...

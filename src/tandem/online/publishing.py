@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from tandem.errors import NotKnown, SyncError
-from tandem.io.engine_wire import served_as_json
-from tandem.online.needs import EngineEnd
-from tandem.online.wire import Asked, Attach, Load, Sample
+from tandem.io.engine_messages import served_as_json
+from tandem.online.messages import Asked, Attach, Load, Sample
+from tandem.online.orchestrator_needs import EngineEnd
 from tandem.protocols import DigestedEngine
 from tandem.types import Sampling
 

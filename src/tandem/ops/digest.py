@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.ops.finite import Finite
-from tandem.ops.phases import Phases
-from tandem.ops.requested import requested
+from tandem.ops.finite_check import Finite
+from tandem.ops.option_report import requested
+from tandem.ops.phase_timer import Phases
 
 Piece = tuple[str, Tensor, int, int]
 """The name of a tensor, a part of it, and the row and column that the part begins at."""
@@ -147,7 +147,7 @@ class Standing:
     and one wait, after a table that was made once."""
 
     def __init__(self, parts: Iterable[Piece], *, checked: bool = False, alone: bool = False) -> None:
-        """`checked`: `look` will be asked. `alone`: as ops/replay.py has it."""
+        """`checked`: `look` will be asked. `alone`: as ops/cuda_graph.py has it."""
         self._parts = list(parts)
         self._checked = checked
         self._again: Any = None

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.ops.replay import Replay
+from tandem.ops.cuda_graph import Replay
 
 if TYPE_CHECKING:
     from tandem.ops.digest import Matrix, Plain
@@ -87,7 +87,7 @@ class Again:
     """The sums of one table, as often as they are asked for, by one caller at a time."""
 
     def __init__(self, table: Table, *, alone: bool) -> None:
-        """`alone`: as ops/replay.py has it."""
+        """`alone`: as ops/cuda_graph.py has it."""
         self._table = table
         self._out = torch.empty((2, table.num), dtype=torch.int64, device=table.device)
         self._here = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=True)

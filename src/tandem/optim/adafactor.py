@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import ByParts, Slot
+from tandem.ops.byte_sizes import state_shapes
+from tandem.optim.update_rule import ByParts, Slot
 from tandem.spec.optim import AdafactorSpec
 
 _LEAST_SQUARE = 1e-30

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import Slot, Whole
+from tandem.ops.byte_sizes import state_shapes
+from tandem.optim.update_rule import Slot, Whole
 from tandem.spec.optim import AdamWSpec
 
 

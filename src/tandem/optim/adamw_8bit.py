@@ -31,9 +31,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.ops.sizes import ROWS_8BIT, state_shapes
+from tandem.ops.byte_sizes import ROWS_8BIT, state_shapes
 from tandem.optim.adamw import AdamW
-from tandem.optim.rule import Slot, Whole
+from tandem.optim.update_rule import Slot, Whole
 from tandem.spec.optim import AdamWSpec
 
 _BLOCK = ROWS_8BIT

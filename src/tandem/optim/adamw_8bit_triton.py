@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.optim.adamw_triton import numbers_of, places_of, read, stepped, tables, write
-from tandem.optim.rule import Whole
+from tandem.optim.update_rule import Whole
 from tandem.spec.optim import AdamWSpec
 
 BLOCK = 256

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tandem.optim.adamw import AdamW
-from tandem.optim.rule import ByParts, Slot
+from tandem.optim.update_rule import ByParts, Slot
 from tandem.spec.optim import AdamWOffloadSpec
 
 _PIECE = 2**22

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.optim.rule import Whole
+from tandem.optim.update_rule import Whole
 from tandem.spec.optim import AdamWSpec
 
 _BLOCK, _BLOCKS = 1024, 8  # numbers at a time, and how many times

@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import ByParts, Slot
+from tandem.ops.byte_sizes import state_shapes
+from tandem.optim.update_rule import ByParts, Slot
 from tandem.spec.optim import ApolloMiniSpec, ApolloSpec
 
 # Shapes in names: R rank, M smaller side, N larger side (channels); a stack's experts come before them.

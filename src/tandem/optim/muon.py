@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from tandem.ops.sizes import state_shapes
-from tandem.optim.rule import ByParts, Slot
+from tandem.ops.byte_sizes import state_shapes
+from tandem.optim.update_rule import ByParts, Slot
 from tandem.spec.optim import MuonSpec
 
 

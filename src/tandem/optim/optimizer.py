@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.ops import sizes
-from tandem.ops.tensors import check_alike
-from tandem.optim.master import Master, Rows
-from tandem.optim.rule import Rule, Slot, Whole
+from tandem.ops import byte_sizes
+from tandem.ops.module_tensors import check_alike
+from tandem.optim.master_weights import Master, Rows
+from tandem.optim.update_rule import Rule, Slot, Whole
 from tandem.types import Metrics
 
-_CHUNK = sizes.UPDATE_CHUNK
+_CHUNK = byte_sizes.UPDATE_CHUNK
 
 
 class Optimizer:
@@ -72,7 +72,7 @@ class Optimizer:
         named = [each for each in self._parameters.items() if each[0] not in self._whole]
         undivided = [tensor.numel() for name, tensor in named if not self._rules[name].by_rows]
         narrow = any(tensor.dtype != torch.float32 for _, tensor in named)
-        return sizes.update_bytes([tensor.numel() for _, tensor in named], undivided, narrow=narrow)
+        return byte_sizes.update_bytes([tensor.numel() for _, tensor in named], undivided, narrow=narrow)
 
     def drain_metrics(self) -> Metrics:
         """What became of the updates since the last call."""

@@ -13,21 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem.data.files import refuse_no_file
+from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
-from tandem.io.model_source import refuse_missing, refuse_no_model
-from tandem.obs.history import read_status
-from tandem.obs.live import LiveView
+from tandem.io.model_path_check import refuse_missing, refuse_no_model
+from tandem.obs.closing_summary import closing_text
+from tandem.obs.live_view import LiveView
 from tandem.obs.report import write_report
-from tandem.obs.summary import closing_text
-from tandem.obs.trackers.feed import Feed
-from tandem.obs.trackers.process import Place, openers
+from tandem.obs.run_history import read_status
+from tandem.obs.trackers.tracker_process import Place, openers
+from tandem.obs.trackers.tracker_queue import Feed
+from tandem.runs.checkpointer import Keeper
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.failures import chain, classify_error
-from tandem.runs.keeper import Keeper
+from tandem.runs.failure_diagnosis import chain, classify_error
 from tandem.runs.lease import Lease, begin, need_room
-from tandem.runs.resume import finished, say_failed, spec_of
 from tandem.runs.run import Run, StoppedByHand
+from tandem.runs.run_ending import finished, say_failed, spec_of
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
@@ -100,11 +100,11 @@ def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | N
 
 
 def _environment(spec: RunSpec) -> Any:
-    from tandem.recipes import build
+    from tandem.build import training
 
     if not isinstance(spec, RlSpec) or spec.environment is None:
         return None
-    return build.environment(spec.environment)
+    return training.environment(spec.environment)
 
 
 def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
@@ -115,7 +115,7 @@ def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
 def _go(
     spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: LiveView, *, rehearse: bool = False
 ) -> Run:
-    from tandem.recipes import build
+    from tandem.build import training
 
     try:
         shelf = Checkpoints(directory, permit=lease.check)
@@ -156,7 +156,7 @@ def _go(
                 if spec.artifacts is not None:
                     _keep(directory, spec.artifacts, view, keeper.left_s())
     finally:
-        build.close(environment)
+        training.close(environment)
         lease.close()
     return made
 
@@ -196,8 +196,9 @@ def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float
 
 
 async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, rehearse: bool, fresh: bool) -> None:
-    from tandem.recipes import build, rehearsal
-    from tandem.recipes.planning import keep_plan
+    from tandem.build import training
+    from tandem.recipes import rehearsal
+    from tandem.recipes.plan_run import keep_plan
     from tandem.recipes.preference import train_preference
     from tandem.recipes.rl import RlRun
     from tandem.recipes.sft import train_sft
@@ -223,7 +224,7 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
     rl = RlRun(spec, run, environment, keeper)
     try:
         await rl.train()
-        build.export(rl.model, run.directory / "export")
+        training.export(rl.model, run.directory / "export")
     finally:
         await rl.close()
 

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.build import training
 from tandem.errors import SpecError
-from tandem.obs.wording import change_of, figure_of
-from tandem.recipes import build
+from tandem.obs.claims import change_of, figure_of
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
-from tandem.runs.evals import StoredEval, played_as, read_evals, store_eval
+from tandem.runs.eval_files import StoredEval, played_as, read_evals, store_eval
 from tandem.runs.verdict import Verdict, judge
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import AnySpec, as_spec, load_spec
@@ -74,7 +74,7 @@ def evaluate_model(
         raise SpecError(f"recipe = '{spec.recipe}': only an environment can be played; name a spec with recipe = 'rl'")
     is_run = (Path(source) / "status.json").exists()
     place = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
-    environment = build.environment(build.its_spec(spec))
+    environment = training.environment(training.its_spec(spec))
     measure: Measure | None = None
     try:
         tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
@@ -86,7 +86,7 @@ def evaluate_model(
         played = _play(source, spec, environment, tasks, measure)
         found = _stored(played, spec, tasks, version, "eval")
     finally:
-        build.close(environment)
+        training.close(environment)
     if against is None and is_run:
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
     path = store_eval(place, found)
@@ -106,7 +106,7 @@ def _play(
     source: str | Path, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None
 ) -> Evaluation:
     path, _, version = find_model(source)
-    its = build.its_spec(spec)
+    its = training.its_spec(spec)
     model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
     setting = Setting(
         environment,
@@ -117,7 +117,7 @@ def _play(
         spec.engine.deadline_s,
         its.episode_timeout_s,
         0.0,
-        build.judge(its.judge, engine, model.renderer, model.context),
+        training.judge(its.judge, engine, model.renderer, model.context),
         retries=1 if its.workers else 0,
     )
 

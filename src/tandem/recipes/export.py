@@ -7,14 +7,14 @@ import shutil
 import time
 from pathlib import Path
 
+from tandem.build import training
 from tandem.errors import ArtifactError, RunError
-from tandem.io import atomic
-from tandem.recipes import build
-from tandem.recipes.export_online import copy_export, export_learned, find_learned
-from tandem.runs.card import model_card
+from tandem.io import atomic_write
+from tandem.recipes.online_export import copy_export, export_learned, find_learned
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.resume import spec_of
-from tandem.runs.retry import Limits, tried
+from tandem.runs.model_card import model_card
+from tandem.runs.run_ending import spec_of
+from tandem.runs.storage_retry import Limits, tried
 from tandem.spec.model import PresetModel
 from tandem.spec.run import RunSpec
 
@@ -61,7 +61,7 @@ def export_run(
     name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
     target = directory or run_dir / name
     _must_be_free(target)
-    with atomic.directory(target) as place:
+    with atomic_write.directory(target) as place:
         if step is not None and spec.model.lora is not None and merge:
             _merged(spec, source.parent, place)
         elif step is not None:
@@ -89,8 +89,8 @@ def _saved_steps(run_dir: Path) -> str:
 
 
 def _merged(spec: RunSpec, checkpoint: Path, place: Path) -> None:
-    model = build.model(spec.model, spec.precision, spec.seed, build.pick_device(spec.device))
-    build.load_weights(model, checkpoint)
+    model = training.model(spec.model, spec.precision, spec.seed, training.pick_device(spec.device))
+    training.load_weights(model, checkpoint)
     model.policy.export(place)
     shutil.rmtree(place / "adapter")
 

@@ -8,14 +8,14 @@ import json
 import uuid
 from pathlib import Path
 
+from tandem.build import standalone_engines
 from tandem.errors import GroupRefused, NotKnown, SpecError
-from tandem.io import atomic
-from tandem.recipes import build_alone
+from tandem.io import atomic_write
 from tandem.recipes.serve import find_model, load_model
-from tandem.rollout.service_client import ServiceClient
-from tandem.rollout.session_store import Deliver, Leaving, SessionStore
-from tandem.rollout.sessions import Bounds
-from tandem.serve.run import Listen, serve_forever
+from tandem.rollout.remote.client import ServiceClient
+from tandem.rollout.sessions.sessions import Bounds
+from tandem.rollout.sessions.store import Deliver, Leaving, SessionStore
+from tandem.serve.http.run import Listen, serve_forever
 from tandem.spec.engine import HfEngineSpec
 
 _PATIENCE_S = 20.0  # for one attempt; attempts have no end
@@ -35,21 +35,21 @@ def serve_gateway(
 ) -> None:
     """Until SIGTERM or Ctrl-C. `model`: what answers, or with `engine_url` the tokenizer and chat template of what
     answers there. Groups that were rewarded go to the rollout service `rollouts`, or become files in `trajectories`."""
-    from tandem.serve.app import create_app
     from tandem.serve.gateway import gateway_service
+    from tandem.serve.http.service import create_app
 
     path, name, version = find_model(model, field="--model", weights=not engine_url)
     token = listen.token()  # before anything else is put into its data directory, and before a model is loaded
     if engine_url:
         if engine_token_file is None:
             raise SpecError(f"--engine-url = '{engine_url}': it asks for a token; say where with --engine-token-file")
-        alone, name = build_alone.followed(engine_url, Path(engine_token_file), path, thinking=thinking)
+        alone, name = standalone_engines.followed(engine_url, Path(engine_token_file), path, thinking=thinking)
     else:
         # Forward passes leave the event loop: HTTP must answer while the model works.
         loaded, engine = load_model(path, version, HfEngineSpec(), thinking=thinking, inline=False)
-        alone = build_alone.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
+        alone = standalone_engines.Alone(engine, loaded.renderer, loaded.context, loaded.num_ids, loaded)
     directory = Path(trajectories or listen.data_dir / "trajectories")
-    atomic.make_directory(directory, mode=atomic.PRIVATE)
+    atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
 
     deliver = to_files(directory)
     if rollouts:
@@ -74,7 +74,7 @@ def to_files(directory: Path) -> Deliver:
 
     async def deliver(group: Leaving) -> None:
         lines = b"".join(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in group.rows)
-        await asyncio.to_thread(atomic.write_bytes, directory / f"{group.name}.jsonl", lines)
+        await asyncio.to_thread(atomic_write.write_bytes, directory / f"{group.name}.jsonl", lines)
 
     return deliver
 

@@ -7,42 +7,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.io import atomic
-from tandem.io.model_source import refuse_missing
-from tandem.online.child import TrainerProcess
-from tandem.online.conductor import Conductor
-from tandem.online.jobs import JobStore
-from tandem.online.memory import JobMemory
-from tandem.recipes import build_online
-from tandem.recipes.export_online import keep_spec
-from tandem.rollout.session_store import SessionStore
-from tandem.serve.run import Listen, serve_forever
+from tandem.build import online
+from tandem.io import atomic_write
+from tandem.io.model_path_check import refuse_missing
+from tandem.online.job_store import JobStore
+from tandem.online.orchestrator import Conductor
+from tandem.online.replay_memory import JobMemory
+from tandem.online.trainer_process import TrainerProcess
+from tandem.recipes.online_export import keep_spec
+from tandem.rollout.sessions.store import SessionStore
+from tandem.serve.http.run import Listen, serve_forever
 from tandem.spec.online import OnlineSpec, as_online_spec
 
-_TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer")
+_TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer_process")
 
 
 def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: Listen) -> None:
     """Until SIGTERM or Ctrl-C. All state is in the listener's data directory: named again, the server goes on with
     the version that was published last."""
-    from tandem.inside.sources import open_source
-    from tandem.serve.app import create_app
-    from tandem.serve.online import online_service
-    from tandem.serve.online_keys import KeyRing, Keys
-    from tandem.serve.online_past import Past
+    from tandem.serve.http.service import create_app
+    from tandem.serve.online.keys import KeyRing, Keys
+    from tandem.serve.online.past_versions import Past
+    from tandem.serve.online.service import online_service
+    from tandem.vllm_worker.weight_sources import open_source
 
     spec = as_online_spec(spec)
     refuse_missing(spec.model)
-    build_online.held_out_rows(spec)  # what is wrong with files is better said before anything starts
-    build_online.ordinary_prompts(spec)
+    online.held_out_rows(spec)  # what is wrong with files is better said before anything starts
+    online.ordinary_prompts(spec)
     token = listen.token()
     keep_spec(spec, listen.data_dir)
     store = JobStore(listen.data_dir / "jobs")
     log = listen.data_dir / "trainer.log"
     environment = {"OMP_NUM_THREADS": str(spec.trainer_threads)}
-    versions = atomic.make_directory(listen.data_dir / "versions", mode=atomic.PRIVATE)
+    versions = atomic_write.make_directory(listen.data_dir / "versions", mode=atomic_write.PRIVATE)
     waiting = [TrainerProcess(_TRAINER, log, environment)]  # it starts while the engine is built
-    alone = build_online.alone(spec, listen.data_dir)
+    alone = online.alone(spec, listen.data_dir)
     conductor = Conductor(
         spec,
         store,
@@ -51,15 +51,15 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
         lambda: waiting.pop() if waiting else TrainerProcess(_TRAINER, log, environment),
         versions,
         JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
-        build_online.ordinary(spec, alone, listen.data_dir),
-        build_online.revival(alone),
+        online.ordinary(spec, alone, listen.data_dir),
+        online.revival(alone),
     )
     sessions = SessionStore(listen.data_dir / "sessions")
     service = online_service(
         conductor,
         alone.renderer,
         sessions,
-        Past(build_online.past(spec, alone, versions)),
+        Past(online.past(spec, alone, versions)),
         model_id=spec.name,
         context=alone.context,
         num_ids=alone.num_ids,

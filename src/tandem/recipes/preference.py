@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from tandem.data.preference import Pair
+from tandem.build import training
+from tandem.data.preference_pairs import Pair
 from tandem.errors import TemplateError
-from tandem.recipes import build
-from tandem.recipes.supervised import (
+from tandem.recipes.supervised_steps import (
     MORE_ROWS,
     conclude_by_loss,
     due,
@@ -17,9 +17,9 @@ from tandem.recipes.supervised import (
     reported,
     say_if_too_few,
 )
-from tandem.rollout.recorded import record_pair
-from tandem.runs.evals import StoredEval, store_eval
-from tandem.runs.keeper import Keeper
+from tandem.rollout.recorded_producer import record_pair
+from tandem.runs.checkpointer import Keeper
+from tandem.runs.eval_files import StoredEval, store_eval
 from tandem.runs.run import Run
 from tandem.spec.run import PreferenceSpec
 from tandem.types import Group, Metrics
@@ -27,17 +27,17 @@ from tandem.types import Group, Metrics
 
 async def train_preference(spec: PreferenceSpec, run: Run, keeper: Keeper) -> None:
     stage = spec.train
-    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
-    for note in build.options(spec, model):
+    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+    for note in training.options(spec, model):
         run.note_option(*note)
     pairs, held_out = checked_pairs(model, spec.data, run)
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
-    algorithm = build.preference_algorithm(spec.algorithm)
+    algorithm = training.preference_algorithm(spec.algorithm)
     model.policy.keep_reference()
-    trainer = build.trainer(stage, model, algorithm, 0, spec.seed)
+    trainer = training.trainer(stage, model, algorithm, 0, spec.seed)
     keeper.load(trainer, "preference")
-    examine = build.examiner(model, algorithm, stage.micro_tokens)
+    examine = training.examiner(model, algorithm, stage.micro_tokens)
     run.status["steps_total"] = stage.steps
 
     def evaluate(name: str, label: str) -> tuple[list[float], Metrics]:
@@ -76,11 +76,11 @@ async def train_preference(spec: PreferenceSpec, run: Run, keeper: Keeper) -> No
         before_record=evaluate_when_due,
     )
     after, _ = evaluate("after", "after training")
-    build.export(model, run.directory / "export")
+    training.export(model, run.directory / "export")
     conclude_by_loss(run, before, after, spec.eval, spec.seed)
 
 
-def checked_pairs(model: build.Model, data: build.FileOrDataset, run: Run) -> tuple[list[Group], list[Group]]:
+def checked_pairs(model: training.Model, data: training.FileOrDataset, run: Run) -> tuple[list[Group], list[Group]]:
     """Rows of a file or data set as groups of two, with the report that says what was left out and why."""
     longest = longest_of(model, data)
 
@@ -98,7 +98,7 @@ def checked_pairs(model: build.Model, data: build.FileOrDataset, run: Run) -> tu
         too_long = [name for name, each in (("chosen", chosen), ("rejected", rejected)) if len(each.ids) > longest]
         return f"{' and '.join(too_long)}: longer than {longest} tokens" if too_long else ""
 
-    split = reported(build.pairs(data, "data").without(unusable), "pair", run, "data")
+    split = reported(training.pairs(data, "data").without(unusable), "pair", run, "data")
     train, held_out = ([recorded(pair) for pair in rows] for rows in (split.train, split.held_out))
     run.view.say("   one pair; the tokens in [[ ]] are trained, in the first up and in the second down:")
     for trajectory in train[0]:

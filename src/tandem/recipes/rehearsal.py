@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tandem.build import joined_engines, training
 from tandem.errors import SpecError
-from tandem.io import atomic
-from tandem.recipes import build, build_engine
-from tandem.runs.plan import Plan
-from tandem.runs.plan_lengths import Micro
-from tandem.runs.plan_memory import saves_between_steps
-from tandem.runs.plan_work import Work
-from tandem.runs.resume import spec_of
+from tandem.io import atomic_write
+from tandem.runs.planner.lengths import Micro
+from tandem.runs.planner.memory import saves_between_steps
+from tandem.runs.planner.plan import Plan
+from tandem.runs.planner.workload import Work
 from tandem.runs.run import Run
+from tandem.runs.run_ending import spec_of
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.types import NO_VERSION, Group, Proof, Trajectory
@@ -87,16 +87,16 @@ def planned_work(directory: Path) -> Work:
 async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
     """`work`: of the plan. `home`: where an engine's files go."""
     limit = getattr(getattr(spec, "engine", None), "max_context", 0)
-    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec), limit)
+    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec), limit)
     algorithm = _algorithm(spec, model)
     proofs: list[Proof] = []
     joined = publisher = None
     if isinstance(spec, RlSpec) and not _elsewhere(spec):
-        joined = build_engine.join(spec, model, home)
-        call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+        joined = joined_engines.join(spec, model, home)
+        call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         deadline_s = spec.sync.deadline_s
-        publisher = build_engine.publisher(joined, model, deadline_s, call, proofs.append, lambda _: None)
-    trainer = build.trainer(spec.train, model, algorithm, 0, spec.seed)
+        publisher = joined_engines.publisher(joined, model, deadline_s, call, proofs.append, lambda _: None)
+    trainer = training.trainer(spec.train, model, algorithm, 0, spec.seed)
     groups = largest_groups(spec, work, model.num_ids)
     metrics: Mapping[str, float] = {}
     train_s = sync_s = 0.0
@@ -106,7 +106,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
                 await publisher.hold(trainer)
                 await publisher.rest(trainer)
             started = time.perf_counter()
-            metrics = trainer.step(build.batches(spec.train, model, algorithm)(groups, trainer.version))
+            metrics = trainer.step(training.batches(spec.train, model, algorithm)(groups, trainer.version))
             train_s = time.perf_counter() - started
             if saves_between_steps(spec):
                 trainer.snapshot()  # whose room stays
@@ -129,16 +129,16 @@ def _elsewhere(spec: RlSpec) -> bool:
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 
-def _algorithm(spec: RunSpec, model: build.Model) -> Any:
+def _algorithm(spec: RunSpec, model: training.Model) -> Any:
     if isinstance(spec, RlSpec):
-        algorithm = build.algorithm(spec.algorithm, spec.train.max_tokens)
+        algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
         if algorithm.needs_reference:
-            build.reference(spec.algorithm, model, spec.precision)
+            training.reference(spec.algorithm, model, spec.precision)
         return algorithm
     if isinstance(spec, PreferenceSpec):
         model.policy.keep_reference()
-        return build.preference_algorithm(spec.algorithm)
-    return build.sft_algorithm()
+        return training.preference_algorithm(spec.algorithm)
+    return training.sft_algorithm()
 
 
 def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
@@ -171,6 +171,6 @@ def _ids(rng: random.Random, count: int, num_ids: int) -> list[int]:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    atomic.write_json(
+    atomic_write.write_json(
         directory / _FILE, asyncio.run(play(spec_of(directory), planned_work(directory), directory / "rehearsal"))
     )

@@ -8,19 +8,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tandem.build import joined_engines, training
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
-from tandem.obs.history import read_history
+from tandem.obs.claims import answers
+from tandem.obs.run_history import read_history
 from tandem.obs.sync_status import TOLD
-from tandem.obs.wording import answers
 from tandem.protocols import Algorithm, Environment, Trainer
-from tandem.recipes import build, build_engine
-from tandem.recipes.supervised import checked_rows, due, recordings_of, say_if_too_few, supervised_stage
+from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, say_if_too_few, supervised_stage
+from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
-from tandem.rollout.guard import why_not
-from tandem.runs.evals import StoredEval, played_as, store_eval
-from tandem.runs.keeper import Keeper
+from tandem.runs.checkpointer import Keeper
+from tandem.runs.eval_files import StoredEval, played_as, store_eval
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
 from tandem.spec.algorithm import DistillSpec
@@ -51,16 +51,16 @@ class RlRun:
 
     def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, keeper: Keeper) -> None:
         self.spec, self.run, self.environment, self.keeper = spec, run, environment, keeper
-        self.model = build.model(
-            spec.model, spec.precision, spec.seed, build.settle_torch(spec), getattr(spec.engine, "max_context", 0)
+        self.model = training.model(
+            spec.model, spec.precision, spec.seed, training.settle_torch(spec), getattr(spec.engine, "max_context", 0)
         )
-        self.joined = build_engine.join(spec, self.model, run.directory / "engines")
-        self.call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-        self.publisher = build_engine.publisher(
+        self.joined = joined_engines.join(spec, self.model, run.directory / "engines")
+        self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+        self.publisher = joined_engines.publisher(
             self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
         )
         self._noted = set[str]()
-        self.setting = None if environment is None else self._setting(environment, build.its_spec(spec))
+        self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
         if environment is not None:
             say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
@@ -76,7 +76,7 @@ class RlRun:
             spec.engine.deadline_s,
             its.episode_timeout_s,
             spec.train.thinking_length_penalty,
-            build.judge(its.judge, self.joined.engine, self.model.renderer, self.model.context),
+            training.judge(its.judge, self.joined.engine, self.model.renderer, self.model.context),
             retries=1 if its.workers else 0,
         )
 
@@ -84,17 +84,17 @@ class RlRun:
         if self.spec.environment is not None:
             alarm_missing = "" if self.spec.environment.workers else why_not()  # a worker is killed, whatever it does
             self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
-        for note in build.options(self.spec, self.model):
+        for note in training.options(self.spec, self.model):
             self.run.note_option(*note)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         version = 0
         if warmup is not None:
             version = warmup.steps if self.keeper.goes_on_in("rl") else await self._warm_up(warmup)
-        algorithm = build.algorithm(self.spec.algorithm, self.spec.train.max_tokens)
+        algorithm = training.algorithm(self.spec.algorithm, self.spec.train.max_tokens)
         if algorithm.needs_reference:
             self._reference(version)
-        trainer = build.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
+        trainer = training.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
         self.keeper.load(trainer, "rl")
         if self.setting is None:
             await self._rl_stage(trainer, algorithm)
@@ -122,10 +122,10 @@ class RlRun:
         """Where RL began, also if another process was there then."""
         kept = self.keeper.reference()
         if kept is not None and self.keeper.goes_on_in("rl"):
-            build.load_weights(self.model, kept)
+            training.load_weights(self.model, kept)
         elif version and not isinstance(self.spec.algorithm, DistillSpec):  # or else the spec says it
-            self.keeper.keep_reference(version, build.weights_writer(self.model))
-        build.reference(self.spec.algorithm, self.model, self.spec.precision)
+            self.keeper.keep_reference(version, training.weights_writer(self.model))
+        training.reference(self.spec.algorithm, self.model, self.spec.precision)
 
     def _met(self, meeting: Mapping[str, Any]) -> None:
         self.run.met(meeting)
@@ -137,12 +137,12 @@ class RlRun:
                 self.run.note_option(name, told["requested"], told["engaged"], note)
 
     async def close(self) -> None:
-        build.close(self.environment)
+        training.close(self.environment)
         await self.joined.engine.close()
         self.joined.bridge.close()
 
     async def _warm_up(self, stage: WarmupStage) -> int:
-        trainer = build.trainer(stage, self.model, build.sft_algorithm(), 0, self.spec.seed)
+        trainer = training.trainer(stage, self.model, training.sft_algorithm(), 0, self.spec.seed)
         self.keeper.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
@@ -161,13 +161,13 @@ class RlRun:
             return train + held_out  # a warm-up is judged by its environment
         count = stage.steps * stage.batch_size
         assert self.environment is not None, "a spec without one is refused"
-        shown = build.demonstrations(self.environment, build.its_spec(self.spec).name, count, self.spec.seed)
+        shown = training.demonstrations(self.environment, training.its_spec(self.spec).name, count, self.spec.seed)
         return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         spec, stage = self.spec, self.spec.train
-        build.show_life(trainer, self.run.progress.tick, self.run.note_option)
-        store, producer = build.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
+        training.show_life(trainer, self.run.progress.tick, self.run.note_option)
+        store, producer = training.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
@@ -183,7 +183,7 @@ class RlRun:
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
         )
-        make, latest = build.batches(stage, self.model, algorithm), list[Trajectory]()
+        make, latest = training.batches(stage, self.model, algorithm), list[Trajectory]()
 
         def make_batch(groups: list[Group], version: int) -> Batch:
             latest[:] = chain.from_iterable(groups)
@@ -207,7 +207,7 @@ class RlRun:
         except NothingLearned as error:
             raise NothingLearned(f"{error}\nof the last batch, with what the scorer gave:\n{answers(latest)}") from None
         finally:
-            await build.leave(store)
+            await training.leave(store)
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """What is judged is what the engine serves."""
@@ -228,7 +228,7 @@ class RlRun:
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
         assert self.setting is not None, "a spec without an environment is refused"
-        share = build.its_spec(self.spec).max_failed_share
+        share = training.its_spec(self.spec).max_failed_share
         measure = self.run.status["eval"].get("metric")  # of the evaluation before, in another process perhaps
         found = await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share, measure=measure)
         tasks = [task.id for task in self.eval_tasks]

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from tandem.build import joined_engines, standalone_engines, training
 from tandem.errors import RunError
-from tandem.io import ahead
-from tandem.io.durable import owned
-from tandem.io.model_source import refuse_no_model
-from tandem.obs.history import read_status
+from tandem.io import prestart
+from tandem.io.model_path_check import refuse_no_model
+from tandem.io.sqlite_store import owned
+from tandem.obs.run_history import read_status
 from tandem.protocols import Engine
-from tandem.recipes import build, build_alone, build_engine
-from tandem.recipes.export_online import find_learned, merged_copy
-from tandem.serve.chat import chat_loop
-from tandem.serve.run import Listen, serve_forever
+from tandem.recipes.online_export import find_learned, merged_copy
+from tandem.serve.http.run import Listen, serve_forever
+from tandem.serve.terminal_chat import chat_loop
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import Float32Precision
@@ -30,8 +30,8 @@ def serve_model(
     source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False
 ) -> None:
     """Until SIGTERM or Ctrl-C."""
-    from tandem.serve.app import create_app
-    from tandem.serve.openai import openai_service
+    from tandem.serve.http.service import create_app
+    from tandem.serve.openai.routes import openai_service
 
     path, name, version = find_model(source)
     token = listen.token()  # what is wrong with its directory is better said before a model is loaded
@@ -63,25 +63,25 @@ def serve_engine(
 
     A `source` of "@FILE" is started ahead: everything is imported, and nothing loaded, until FILE is there:
     {"model": DIRECTORY, "version": N}."""
-    from tandem.inside.sources import open_source
-    from tandem.serve.app import create_app
-    from tandem.serve.engine import engine_service
-    from tandem.serve.engine_link import Allowed
+    from tandem.serve.engine.link_rules import Allowed
+    from tandem.serve.engine.service import engine_service
+    from tandem.serve.http.service import create_app
+    from tandem.vllm_worker.weight_sources import open_source
 
-    spec, device = spec or ServerEngineSpec(), build.pick_device(device).type
+    spec, device = spec or ServerEngineSpec(), training.pick_device(device).type
     options = waiting = None
     if isinstance(spec, VllmEngineSpec):
-        options = build_alone.vllm_options(
+        options = standalone_engines.vllm_options(
             spec, device=device, dtype=dtype, adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked
         )
     if (source := str(source)).startswith("@"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what was made for vLLM is taken away
         if options is None:
-            build_alone.embedded_ahead()
+            standalone_engines.embedded_ahead()
         else:
-            waiting = build_alone.vllm_ahead(options, listen.data_dir)
+            waiting = standalone_engines.vllm_ahead(options, listen.data_dir)
         print(f"engine: ready to load what {source[1:]} will name", file=sys.stderr, flush=True)
-        told = ahead.told(Path(source[1:]))
+        told = prestart.told(Path(source[1:]))
         source, version = told["model"], told["version"]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     path, name, found = find_model(source)
@@ -90,11 +90,11 @@ def serve_engine(
     with owned(listen.data_dir):
         if isinstance(spec, VllmEngineSpec):
             assert options is not None
-            alone = build_alone.vllm_alone(
+            alone = standalone_engines.vllm_alone(
                 spec, path, listen.data_dir, options, version=version, thinking=thinking, waiting=waiting
             )
         else:
-            alone = build_alone.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
+            alone = standalone_engines.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
             _publish(alone.model, alone.engine, version)
         service = engine_service(
             alone.engine,
@@ -146,16 +146,16 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
 
 def load_model(
     path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
-) -> tuple[build.Model, Engine]:
-    device = build.pick_device("auto")
-    model = build.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
-    engine = build_alone.embedded(spec, model, inline=inline)
+) -> tuple[training.Model, Engine]:
+    device = training.pick_device("auto")
+    model = training.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
+    engine = standalone_engines.embedded(spec, model, inline=inline)
     _publish(model, engine, version)
     return model, engine
 
 
-def _publish(model: build.Model, engine: Engine, version: int) -> None:
-    bridge = build_engine.inproc_bridge()
+def _publish(model: training.Model, engine: Engine, version: int) -> None:
+    bridge = joined_engines.inproc_bridge()
 
     async def publish() -> None:
         await engine.attach(bridge.source(engine.receivers))

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.recipes import build
-from tandem.recipes.supervised import MORE_ROWS, checked_rows, conclude_by_loss, due, say_if_too_few, supervised_stage
-from tandem.runs.evals import StoredEval, store_eval
-from tandem.runs.keeper import Keeper
+from tandem.build import training
+from tandem.recipes.supervised_steps import (
+    MORE_ROWS,
+    checked_rows,
+    conclude_by_loss,
+    due,
+    say_if_too_few,
+    supervised_stage,
+)
+from tandem.runs.checkpointer import Keeper
+from tandem.runs.eval_files import StoredEval, store_eval
 from tandem.runs.run import Run
 from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
@@ -15,13 +22,13 @@ from tandem.types import Metrics, Trajectory
 
 async def train_sft(spec: SftSpec, run: Run, keeper: Keeper) -> None:
     stage = spec.train
-    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
-    for note in build.options(spec, model):
+    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+    for note in training.options(spec, model):
         run.note_option(*note)
     recordings, held_out = checked_rows(model, spec.data, run, "data")
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
-    trainer = build.trainer(stage, model, build.sft_algorithm(), 0, spec.seed)
+    trainer = training.trainer(stage, model, training.sft_algorithm(), 0, spec.seed)
     keeper.load(trainer, "sft")
     run.status["steps_total"] = stage.steps
 
@@ -56,11 +63,11 @@ async def train_sft(spec: SftSpec, run: Run, keeper: Keeper) -> None:
         before_record=evaluate_when_due,
     )
     after = evaluate("after", "after training")
-    build.export(model, run.directory / "export")
+    training.export(model, run.directory / "export")
     conclude_by_loss(run, before, after, spec.eval, spec.seed)
 
 
-def held_out_losses(model: build.Model, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:
+def held_out_losses(model: training.Model, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:
     """Mean loss a trained token of each conversation, in their order."""
-    score = build.scorer(model, micro_tokens)
+    score = training.scorer(model, micro_tokens)
     return [-sum(logprobs) / len(logprobs) for logprobs in (score(recording) for recording in recordings)]

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from tandem.errors import DataError, RunError, SpecError
-from tandem.io import atomic
-from tandem.obs.history import read_status
-from tandem.obs.live import LiveView, OutlivedConsole
+from tandem.io import atomic_write
+from tandem.obs.live_view import LiveView, OutlivedConsole
+from tandem.obs.run_history import read_status
 from tandem.recipes import resume, run
 from tandem.runs.run import Run
 from tandem.runs.sweep import SeedResult, Sweep, conclusion, read_seed, summarise, table
@@ -114,5 +114,5 @@ def _write(found: Sweep) -> None:
     seeds = [asdict(each) | {"difference": each.difference} for each in found.seeds]
     content = asdict(found) | {"seeds": seeds, "directory": str(found.directory), "conclusion": conclusion(found)}
     found.directory.mkdir(parents=True, exist_ok=True)
-    atomic.write_json(found.directory / "sweep.json", content)
-    atomic.write_text(found.directory / "sweep.md", table(found))
+    atomic_write.write_json(found.directory / "sweep.json", content)
+    atomic_write.write_text(found.directory / "sweep.md", table(found))

@@ -18,8 +18,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.errors import SpecError, TandemError
-from tandem.obs.sync_bench import Bench, Row
-from tandem.obs.sync_text import ONE_AFTER_THE_OTHER
+from tandem.obs.sync_bench_report import Bench, Row
+from tandem.obs.sync_report import ONE_AFTER_THE_OTHER
 from tandem.protocols import Trainer
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import parse_spec
@@ -27,7 +27,7 @@ from tandem.spec.run import RlSpec
 from tandem.types import Proof
 
 if TYPE_CHECKING:
-    from tandem.recipes.build import Model
+    from tandem.build.training import Model
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
 BRIDGES = ("inproc", "shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart")
@@ -55,10 +55,10 @@ def bench_sync(
         raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
     if odd := [name for name in bridges if name not in BRIDGES]:
         raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(BRIDGES)}")
-    from tandem.ops.footprint import copy_bytes_per_s
-    from tandem.recipes import build
+    from tandem.build import training
+    from tandem.ops.memory_meter import copy_bytes_per_s
 
-    picked = build.pick_device(device).type
+    picked = training.pick_device(device).type
     kind = ("vllm" if picked == "cuda" else "server") if engine == "auto" else engine
     link, other = _link(picked)
     link_bytes_per_s = copy_bytes_per_s(picked, other)
@@ -107,7 +107,7 @@ def _row(
     unchecked: bool,
 ) -> tuple[Row, int]:
     """And how many parameters the model has."""
-    from tandem.recipes import build
+    from tandem.build import training
 
     row = Row(name, "hf" if name == "inproc" else kind)
     if why_not := _why_not(name, device, kind):
@@ -116,7 +116,7 @@ def _row(
         spec = bench_spec(name, shape, device, kind, home, options)
     except SpecError as error:
         return replace(row, skipped=str(error)), 0
-    model = build.model(spec.model, spec.precision, spec.seed, build.settle_torch(spec))
+    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
         times = min(rounds, _ROUNDS_AT_MOST.get(name, rounds))
@@ -165,7 +165,7 @@ def bench_spec(
 
 
 def _checkpoint(shape: str, home: Path) -> Path:
-    from tandem.recipes.shapes import random_checkpoint
+    from tandem.recipes.random_checkpoints import random_checkpoint
 
     path = home / shape
     if not path.exists():
@@ -180,14 +180,14 @@ async def _publish(
     spec: RlSpec, model: Model, rounds: int, home: Path, unchecked: bool
 ) -> tuple[list[Proof], float | None]:
     """The proofs, and the extra memory in bytes."""
-    from tandem.ops.footprint import DeviceMemory, ProcessMemory
-    from tandem.recipes import build, build_engine
+    from tandem.build import joined_engines, training
+    from tandem.ops.memory_meter import DeviceMemory, ProcessMemory
 
     proofs: list[Proof] = []
-    joined = build_engine.join(spec, model, home, unchecked=unchecked)
-    call = build.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-    publisher = build_engine.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
-    trainer = build.trainer(spec.train, model, build.algorithm(spec.algorithm, 8), 0, spec.seed)
+    joined = joined_engines.join(spec, model, home, unchecked=unchecked)
+    call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
+    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     on_gpu = model.device.type == "cuda"
     extra: list[int | None] = []
     try:

@@ -9,10 +9,10 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tandem.env.outcome import checked
+from tandem.env.outcome_check import checked
 from tandem.errors import EpisodeFailed, TemplateError
 from tandem.protocols import Engine, Environment
-from tandem.rollout.guard import Blocked, Clock, Guarded
+from tandem.rollout.deadlines import Blocked, Clock, Guarded
 from tandem.rollout.judge import Judge
 from tandem.rollout.recorder import Recorder, Renders
 from tandem.types import Sampling, Task, Trajectory

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.errors import EpisodeFailed, TooManyFailures
-from tandem.obs.wording import answers
+from tandem.obs.claims import answers
 from tandem.rollout.episode import Setting, play
 from tandem.types import Measure, Sampling, Task, Trajectory
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.rollout.episode import Setting, play
-from tandem.rollout.measures import of_groups
+from tandem.rollout.group_metrics import of_groups
 from tandem.types import Group, Metrics, Task, Ticket, Trajectory
 
 _log = logging.getLogger(__name__)

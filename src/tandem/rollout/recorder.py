@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
 from tandem.protocols import Engine
-from tandem.rollout.guard import Blocked, Clock
+from tandem.rollout.deadlines import Blocked, Clock
 from tandem.rollout.judge import Judge
 from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Thought, ToolCall, Trajectory
 

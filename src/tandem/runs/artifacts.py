@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.errors import ArtifactError
-from tandem.io import atomic
-from tandem.io.json_files import parsed
-from tandem.runs.retry import Limits, tried
+from tandem.io import atomic_write
+from tandem.io.bounded_json import parsed
+from tandem.runs.storage_retry import Limits, tried
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._=+-]{1,200}")
@@ -127,7 +127,7 @@ class ArtifactStore:
             if self._is_local:
                 remote.flush()
                 os.fsync(remote.fileno())
-                atomic.sync(Path(key).parent)
+                atomic_write.sync(Path(key).parent)
         if written.hexdigest() != entry.sha256:
             raise Changed(f"{source}: changed while it was uploaded; upload what has come to rest")
         found = self._digest(key, deadline)
@@ -147,7 +147,7 @@ class ArtifactStore:
         content = _to_manifest(artifact)
         if self._is_local:
             self._make_local(key)
-            atomic.write_bytes(Path(key), content)
+            atomic_write.write_bytes(Path(key), content)
         else:
             with self._fs.open(key, "wb") as remote:
                 remote.write(content)
@@ -157,8 +157,8 @@ class ArtifactStore:
 
     def _make_local(self, key: str) -> None:
         """Make the directories of a file. A store that is new is for this user alone, and its directory decides."""
-        atomic.make_directory(Path(self._root), mode=atomic.PRIVATE)
-        atomic.make_directory(Path(key).parent)
+        atomic_write.make_directory(Path(self._root), mode=atomic_write.PRIVATE)
+        atomic_write.make_directory(Path(key).parent)
 
     def _forget(self, artifact: Artifact) -> None:
         """Room is given back if that is possible; what stays is seen by nobody."""
@@ -192,7 +192,7 @@ class ArtifactStore:
         artifact = self.find(name)
         deadline = time.monotonic() + self.limits.timeout_s
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.directory(directory) as place:
+        with atomic_write.directory(directory) as place:
             for entry in artifact.entries:
                 file = place.joinpath(*entry.path.split("/"))
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointDamaged, CheckpointError
-from tandem.io import manifest
+from tandem.io import sealed_directory
 from tandem.io.jsonl import salvage_jsonl
 
 _STATE = "state.json"
@@ -54,7 +54,7 @@ class Checkpoints:
             try:
                 return self.read(version)
             except CheckpointDamaged as error:
-                aside = manifest.quarantine(self.path(version))
+                aside = sealed_directory.quarantine(self.path(version))
                 self.set_aside.append(f"checkpoint of step {version} is damaged, now called {aside.name}: {error}")
         damaged = self.set_aside or sorted(path.name for path in self.directory.glob("damaged-step-*"))
         told = salvage_jsonl(self.directory.parent / "events.jsonl").rows.values()
@@ -68,7 +68,7 @@ class Checkpoints:
     def read(self, version: int) -> Found:
         """CheckpointDamaged names the file; CheckpointError: it is whole, and of a format that is not read here."""
         path = self.path(version)
-        manifest.verify(path)
+        sealed_directory.verify(path)
         state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
         if (found := state.get("format")) != _FORMAT:
             raise CheckpointError(
@@ -76,12 +76,12 @@ class Checkpoints:
                 f"{_FORMAT}; go on with the Tandem that wrote it"
             )
         if kept := state.get("reference"):
-            manifest.verify(self.directory / kept)  # what it cannot go on without
+            sealed_directory.verify(self.directory / kept)  # what it cannot go on without
         return Found(path, version, state)
 
     def write(self, version: int, fill: Callable[[Path], None], state: Mapping[str, Any]) -> None:
         """Blocks until it is on the disk."""
-        with manifest.sealed(self.path(version), permit=self._permit) as directory:
+        with sealed_directory.sealed(self.path(version), permit=self._permit) as directory:
             fill(directory)
             text = json.dumps({"format": _FORMAT, **state}, default=_plain)
             (directory / _STATE).write_text(text, encoding="utf-8")
@@ -89,8 +89,8 @@ class Checkpoints:
     def keep_aside(self, name: str, fill: Callable[[Path], None]) -> str:
         """What checkpoints refer to and do not each contain; its name."""
         if (self.directory / name).exists():  # of a process that never came to a checkpoint with it
-            manifest.remove(self.directory / name)
-        with manifest.sealed(self.directory / name, permit=self._permit) as directory:
+            sealed_directory.remove(self.directory / name)
+        with sealed_directory.sealed(self.directory / name, permit=self._permit) as directory:
             fill(directory)
         return name
 
@@ -98,10 +98,10 @@ class Checkpoints:
         for version in self.versions():
             if version not in keep:
                 self._permit()
-                manifest.remove(self.path(version))
+                sealed_directory.remove(self.path(version))
 
     def sweep(self) -> None:
-        manifest.sweep(self.directory)
+        sealed_directory.sweep(self.directory)
 
 
 def _plain(value: Any) -> Any:

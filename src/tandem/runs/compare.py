@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import RunError
-from tandem.obs.history import History, largest, number, read_history, timing, total
+from tandem.obs.claims import ends, figure, printable
+from tandem.obs.run_history import History, largest, number, read_history, timing, total
 from tandem.obs.text_charts import sparkline
-from tandem.obs.wording import ends, figure, printable
-from tandem.runs.evals import StoredEval, read_evals
+from tandem.runs.eval_files import StoredEval, read_evals
 from tandem.runs.verdict import Verdict, judge
 from tandem.spec.toml import parse_toml
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.runs.calibration import ram_gib
+from tandem.runs.planner.calibration import ram_gib
 
 State = Literal["ok", "lack", "broken"]
 _VLLM = Path(".tandem/vllm/bin/python")

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tandem.errors import NoRoom, RunError, RunFenced, RunOwned
-from tandem.io import atomic
-from tandem.io.json_files import read_json
-from tandem.io.process import identity
+from tandem.io import atomic_write
+from tandem.io.bounded_json import read_json
+from tandem.io.process_identity import identity
 
 _LOCK, _EPOCH = "lease", "epoch.json"
 _LEAST_BYTES = 2**20  # for logs and rows, till the first checkpoint
@@ -37,7 +37,7 @@ class Lease:
         except RunError:
             self.close()
             raise
-        atomic.write_json(directory / _EPOCH, {"epoch": self.epoch, "process": identity()})
+        atomic_write.write_json(directory / _EPOCH, {"epoch": self.epoch, "process": identity()})
 
     def check(self) -> None:
         """Before every write that somebody else may read. RunFenced: another one holds the run now."""
@@ -63,15 +63,15 @@ def begin(directory: Path, spec_toml: str) -> None:
     need_room(directory, "begin")
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     try:
-        atomic.make_directory(directory.parent)
-        fresh.mkdir(mode=atomic.PRIVATE)
+        atomic_write.make_directory(directory.parent)
+        fresh.mkdir(mode=atomic_write.PRIVATE)
     except OSError as error:
         why = f"{error.strerror}: '{error.filename}'"
         raise RunError(f"{directory}: cannot be made: {why}; name another directory (--run-dir)") from error
     try:
-        atomic.write_text(fresh / "spec.toml", spec_toml)
+        atomic_write.write_text(fresh / "spec.toml", spec_toml)
         os.rename(fresh, directory)
-        atomic.sync(directory.parent)
+        atomic_write.sync(directory.parent)
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
         raise RunError(f"{directory}: cannot be begun ({error.strerror}); another process was there first") from error

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from tandem.io.json_files import read_json
-from tandem.io.process import identity
+from tandem.io.bounded_json import read_json
+from tandem.io.process_identity import identity
 
 PROGRESS, STACKS = "progress.json", "stacks.txt"
 _WRITE_EVERY_S = 0.5
@@ -35,7 +35,7 @@ class Sign:
     """What is seen of a run from outside."""
 
     process: str = ""
-    """Its number and the moment of its start (io/process.py)."""
+    """Its number and the moment of its start (io/process_identity.py)."""
     ticks: int = 0
     stage: str = ""
     step: int = 0

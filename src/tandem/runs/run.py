@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from tandem.errors import RunFenced, SpecError
-from tandem.io import atomic
+from tandem.io import atomic_write
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
-from tandem.obs.live import LiveView
-from tandem.obs.trackers.feed import Feed
-from tandem.runs.failures import classify_error
+from tandem.obs.live_view import LiveView
+from tandem.obs.trackers.tracker_queue import Feed
+from tandem.runs.failure_diagnosis import classify_error
 from tandem.runs.lease import Lease
 from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
 from tandem.types import Measure, Message, Metrics, Proof
@@ -177,7 +177,7 @@ class Run:
 
     def met(self, meeting: Mapping[str, Any]) -> None:
         """What the engines said of themselves when they were attached."""
-        atomic.write_json(self.directory / "sync-map.json", meeting)
+        atomic_write.write_json(self.directory / "sync-map.json", meeting)
 
     def sample(self, when: str, version: int, task: str, messages: Sequence[Message], reward: float) -> None:
         turns = [dict(message) for message in messages]
@@ -231,4 +231,4 @@ class Run:
     def _write_status(self) -> None:
         self._status_written = time.monotonic()
         self._lease.check()
-        atomic.write_json(self.directory / "status.json", self.status)
+        atomic_write.write_json(self.directory / "status.json", self.status)

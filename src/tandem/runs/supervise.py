@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import NoRoom, RunError, RunOwned
-from tandem.io import atomic, leash
-from tandem.io.json_files import read_json
+from tandem.io import atomic_write, leash
+from tandem.io.bounded_json import read_json
 from tandem.io.jsonl import JsonlWriter
-from tandem.io.process import identity, is_there
-from tandem.runs.failures import Failure, FailureClass, classify_end, kinds
+from tandem.io.process_identity import identity, is_there
+from tandem.runs.failure_diagnosis import Failure, FailureClass, classify_end, kinds
 from tandem.runs.lease import Lease, need_room, refuse_used
 from tandem.runs.liveness import STACKS, Observer, read_sign
-from tandem.runs.resume import say_failed
+from tandem.runs.run_ending import say_failed
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
 ATTEMPTS, _SUPERVISOR = "attempts.jsonl", "supervisor.json"
@@ -158,7 +158,7 @@ class Supervisor:
         while process.poll() is None:
             if not named and (self.directory / "spec.toml").exists():
                 with suppress(OSError):  # a full disk, for one; at the next look
-                    atomic.write_json(self.directory / _SUPERVISOR, {"process": identity()})
+                    atomic_write.write_json(self.directory / _SUPERVISOR, {"process": identity()})
                     named = True
             sign = read_sign(self.directory)
             if sign is not None and not is_there(sign.process):
@@ -244,7 +244,7 @@ class Supervisor:
 
 
 def supervisor_of(directory: Path) -> str:
-    """The process (io/process.py) that starts this run again; empty if there is none."""
+    """The process (io/process_identity.py) that starts this run again; empty if there is none."""
     return str(_read_json(directory / _SUPERVISOR).get("process", ""))
 
 
@@ -282,7 +282,7 @@ def smaller_micro_batch(directory: Path) -> str:
     for stage in stages:
         half = stage["micro_tokens"] // 2
         stage["micro_tokens"] = planned if _LEAST_MICRO_TOKENS <= planned < half else half
-    atomic.write_text(path, to_toml(parse_spec(raw)))
+    atomic_write.write_text(path, to_toml(parse_spec(raw)))
     return f"train.micro_tokens {was} -> {stages[-1]['micro_tokens']}, each step of the same samples as before"
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import RunError
-from tandem.io.json_files import read_json
-from tandem.obs.history import measure_of, number
-from tandem.obs.wording import ends, interval
+from tandem.io.bounded_json import read_json
+from tandem.obs.claims import ends, interval
+from tandem.obs.run_history import measure_of, number
 from tandem.runs.verdict import Word, decide, t_quantile
 from tandem.types import Measure
 

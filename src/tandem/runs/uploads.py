@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.errors import ArtifactError, TandemError
-from tandem.io import atomic
+from tandem.io import atomic_write
 from tandem.io.jsonl import append_jsonl, read_jsonl
-from tandem.obs.history import read_status
+from tandem.obs.run_history import read_status
 from tandem.runs.artifacts import ArtifactStore
-from tandem.runs.retry import Limits
+from tandem.runs.storage_retry import Limits
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.toml import read_toml
 
@@ -195,4 +195,4 @@ def _report(run_dir: Path, url: str, done: Sequence[Upload], status: dict[str, A
         append_jsonl(events, {"number": number + offset, "at": at, "stage": "upload", **asdict(upload)})
     failed = [upload.name for upload in done if upload.state == "failed"]
     told = {"url": url, "state": "failed" if failed else "published", "uploads": [asdict(upload) for upload in done]}
-    atomic.write_json(run_dir / "status.json", {**status, "artifacts": told})
+    atomic_write.write_json(run_dir / "status.json", {**status, "artifacts": told})

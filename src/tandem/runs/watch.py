@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from tandem.io.json_files import parsed
-from tandem.io.process import is_there
-from tandem.obs.history import number, read_status
-from tandem.obs.wording import printable
+from tandem.io.bounded_json import parsed
+from tandem.io.process_identity import is_there
+from tandem.obs.claims import printable
+from tandem.obs.run_history import number, read_status
 from tandem.runs.liveness import Observer, read_sign
 from tandem.runs.supervise import ATTEMPTS, supervisor_of
 

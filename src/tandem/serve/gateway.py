@@ -29,18 +29,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field
 
 from tandem.errors import GroupRefused, TandemError
-from tandem.rollout.session_store import Deliver, Leaving, Once, SessionStore
-from tandem.rollout.session_tree import Session, turn_row
-from tandem.rollout.sessions import Bounds, Renders, Sessions, summary
-from tandem.rollout.stamps import stamp_frame
-from tandem.rollout.wire import BINARY, Post
-from tandem.serve.app import Service, aside, body_at_hand
-from tandem.serve.generate import Generate
-from tandem.serve.openai import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
-from tandem.serve.openai_choice import Opened
-from tandem.serve.openai_request import Strict, checked, read, read_if_any
-from tandem.serve.openapi import speaks
-from tandem.serve.refusals import Refused
+from tandem.rollout.atropos.version_lookup import stamp_frame
+from tandem.rollout.sessions.sessions import Bounds, Renders, Sessions, summary
+from tandem.rollout.sessions.store import Deliver, Leaving, Once, SessionStore
+from tandem.rollout.sessions.tree import Session, turn_row
+from tandem.rollout.wire.codec import BINARY, Post
+from tandem.serve.http.openapi_document import speaks
+from tandem.serve.http.refusals import Refused
+from tandem.serve.http.service import Service, aside, body_at_hand
+from tandem.serve.openai.choices import Opened
+from tandem.serve.openai.generate_route import Generate
+from tandem.serve.openai.requests import Strict, checked, read, read_if_any
+from tandem.serve.openai.routes import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
 from tandem.types import MAX_NUMBER, Message
 
 _log = logging.getLogger(__name__)

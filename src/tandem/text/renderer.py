@@ -15,9 +15,9 @@ from typing import Any
 
 from tandem.errors import TemplateError, TextTooLong
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
-from tandem.text.call_stream import CallStream
-from tandem.text.thoughts import END_THINK, THINK, ThoughtStream
+from tandem.text.thinking_stream import END_THINK, THINK, ThoughtStream
 from tandem.text.tokenizer import fingerprint
+from tandem.text.tool_call_stream import CallStream
 from tandem.types import Message, Thought, ToolCall
 
 _SENTINEL = "Q7sentinelQ7"

@@ -9,7 +9,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from tandem.errors import SpecError
-from tandem.io.model_source import refuse_no_model
+from tandem.io.model_path_check import refuse_no_model
 
 END, PAD = "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant", "tool")

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tandem.errors import LogprobGap, SpecError
-from tandem.io import atomic
-from tandem.ops.tensors import Copies, check_alike
+from tandem.io import atomic_write
+from tandem.ops.module_tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
-from tandem.train.gradients import Collected, Released, clip_scale, total_norm
-from tandem.train.guard import Guard
-from tandem.train.memory import Memory, size_bytes
-from tandem.train.pack import plain_row
+from tandem.train.batch_packing import plain_row
+from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
+from tandem.train.memory_accounting import Memory, size_bytes
+from tandem.train.no_learning_check import Guard
 from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class PolicyTrainer:
     """`lr(step)` counts the steps of this stage from 0; `version` counts the steps of the whole run.
 
-    `release` uses each gradient up as backward makes it (train/gradients.py says at what price).
+    `release` uses each gradient up as backward makes it (train/gradient_release.py says at what price).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PolicyTrainer:
         self._guard = Guard(max_idle_steps)
         self._memory = Memory(policy, optimizer, top_p)
         self.gives_memory_back = self._memory.gives_back
-        """On a host, where enough is held; whether that can be had says ops/host_memory.py."""
+        """On a host, where enough is held; whether that can be had says ops/release_host_memory.py."""
         self._stage = stage
         self._copies = {"weights": Copies(), "optimizer": Copies()}
         self._deploy: Callable[[Mapping[str, Tensor], Path], None] | None = None
@@ -96,7 +96,7 @@ class PolicyTrainer:
 
     def save(self, path: Path) -> None:
         """Weights, optimizer, missing bits and clock, all by parameter name."""
-        with atomic.directory(path) as directory:
+        with atomic_write.directory(path) as directory:
             self._copied()[0](directory)
 
     def snapshot(self) -> Callable[[Path], None]:

@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from tandem.env.split import check_params
+from tandem.env.builtin.split import check_params
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.protocols import Chat
 from tandem.types import Outcome, Task

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from tandem.env.adapters.math_score import MathScorer, needs_math_verify
 from tandem.env.adapters.maths_made import Problem, latex_problems, word_problems
-from tandem.env.split import check_params, in_split
+from tandem.env.builtin.split import check_params, in_split
 from tandem.errors import SpecError
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task

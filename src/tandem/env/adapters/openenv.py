@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
-from tandem.env.split import check_params
+from tandem.env.builtin.split import check_params
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.protocols import Chat
 from tandem.types import Outcome, Task

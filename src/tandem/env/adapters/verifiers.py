@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from tandem.env.adapters.verifiers_chat import SECRET, Conversation, Endpoint
-from tandem.env.split import check_params
+from tandem.env.builtin.split import check_params
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.protocols import Chat
 from tandem.types import Outcome, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from tandem.obs.trackers.process import Place
+from tandem.obs.trackers.tracker_process import Place
 
 
 class Mlflow:

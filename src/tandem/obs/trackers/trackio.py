@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.obs.trackers.process import Place
+from tandem.obs.trackers.tracker_process import Place
 
 
 class Trackio:

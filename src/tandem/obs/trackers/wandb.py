@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from tandem.obs.trackers.process import Place
+from tandem.obs.trackers.tracker_process import Place
 
 
 class Wandb:

@@ -1,1 +1,0 @@
-"""adapter: LoRA files in memory-backed storage, under a new name each version."""

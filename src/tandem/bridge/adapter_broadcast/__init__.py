@@ -1,1 +1,0 @@
-"""adapter_broadcast: LoRA tensors in one flat transfer, no disk."""

@@ -1,1 +1,0 @@
-"""broadcast: full weights in a few large flat buckets, over NCCL between GPUs and gloo between CPUs."""

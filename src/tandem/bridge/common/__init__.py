@@ -1,0 +1,1 @@
+"""What all bridges share: the manifest, deadlines, flat buffers, the base of the engine ends."""

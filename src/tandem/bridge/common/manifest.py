@@ -1,0 +1,231 @@
+"""What both wires have in common: the manifest that says what travels, and the check of what arrived.
+
+This runs inside other engines' environments: the standard library, torch, and of Tandem only what imports no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.io.bounded_json import parsed
+from tandem.ops import digest
+from tandem.types import Fingerprints, WeightKind, Weights
+
+FORMAT = 4
+_HEAD = f'{{"format": {FORMAT}, "checksum": "'
+_HEAD_CHARS = len(_HEAD) + 32 + len('", ')
+_ALIGNED = 16
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+_T = TypeVar("_T")
+_ODD = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What comes of content that has another form, or other types, than `to_text` gives it."""
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    if name not in _CODES:
+        raise SyncError(f"weights of type {name!r} cannot be carried; known are {', '.join(_CODES)}")
+    return getattr(torch, name)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def safetensors_code(dtype_name: str) -> str:
+    return _CODES[dtype_name]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def padded(size_bytes: int) -> int:
+    """Where the next tensor may begin, so that every type is aligned."""
+    return -(-size_bytes // _ALIGNED) * _ALIGNED
+
+
+def need(source: Mapping[str, Any], key: str, kind: type[_T], what: str) -> _T:
+    value = source.get(key)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise SyncError(f"{what}: '{key}' is {value!r}, not of type {kind.__name__}; both ends must be of one release")
+    return cast(_T, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor, in the form in which it is served."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    file: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
+
+    def as_json(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "shape": self.shape, "offset": self.offset, "file": self.file}
+
+    def check(self, name: str, room_bytes: int, what: str) -> None:
+        """Nothing lies outside the bytes that are announced for it, or where its type cannot be read."""
+        if any(type(number) is not int for number in (self.offset, *self.shape)):
+            raise TypeError(f"'{name}' is of shape {self.shape} at {self.offset}")
+        inside = self.offset >= 0 and self.offset + self.size_bytes <= room_bytes
+        if not inside or self.offset % dtype_named(self.dtype).itemsize or min(self.shape, default=0) < 0:
+            where = f"bytes {self.offset} to {self.offset + self.size_bytes} of {room_bytes}"
+            raise SyncError(f"{what}: the manifest places '{name}' at {where}")
+
+    def view(self, raw: Tensor) -> Tensor:
+        """This tensor within the bytes that it lies in."""
+        mine = raw[self.offset : self.offset + self.size_bytes]
+        return mine.view(dtype_named(self.dtype)).view(self.shape)
+
+
+class Places:
+    """Where tensors lie in flat bytes, one behind the other: the same for each version, and so told once."""
+
+    def __init__(self, tensors: Mapping[str, Entry]) -> None:
+        self.tensors = tensors
+        self.size_bytes = max((entry.offset + entry.size_bytes for entry in tensors.values()), default=0)
+        self.text = json.dumps({name: entry.as_json() for name, entry in tensors.items()})
+        self.checksum = checksum(self.text.encode())
+
+    @classmethod
+    def of(cls, forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> Places:
+        """By name, type and shape."""
+        entries: dict[str, Entry] = {}
+        end = 0
+        for name, (dtype, shape) in forms.items():
+            entries[name] = Entry(dtype, shape, padded(end))
+            end = entries[name].offset + entries[name].size_bytes
+        return cls(entries)
+
+    @classmethod
+    def from_text(cls, text: str, expected: str, mode: str) -> Places:
+        """`expected`: its checksum, as a manifest has it."""
+        if checksum(text.encode()) != expected:
+            raise SyncError(f"{mode}: what says where tensors lie is damaged: its checksum does not fit its content")
+        try:
+            places = cls(_entries(parsed(text)))
+            for name, entry in places.tensors.items():
+                entry.check(name, places.size_bytes, f"{mode}: tensors")
+        except _ODD as error:
+            raise SyncError(_odd(mode, error)) from error
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    mode: str
+    version: int
+    kind: WeightKind
+    tensors: Mapping[str, Entry]
+    digests: Fingerprints
+    adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    files: Mapping[str, tuple[int, int, str]] = field(default_factory=dict[str, tuple[int, int, str]])
+    """Size; over how many bytes from the start the checksum goes (tensors have their own); the checksum."""
+    size_bytes: int = 0
+    """Of the flat bytes that tensors lie in, where they are in no file."""
+    bucket_bytes: int = 0
+    way: str = ""
+    """nccl and gloo: by a collective. ipc and memory: by what is lent."""
+    lent: Sequence[Mapping[str, Any]] = ()
+    """The handle of that memory, for each receiver."""
+    filled: bool = False
+    """All of it lies in that memory already."""
+
+    def to_text(self, places: Places | None = None) -> str:
+        """`places`: of these tensors. They are told apart, and named here."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        if places is None:
+            content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
+        else:
+            content |= {"tensors": places.checksum, "digests": list(self.digests.values())}
+        text = json.dumps(content)[1:]
+        return f'{_HEAD}{checksum(text.encode())}", {text}'
+
+    @classmethod
+    def from_text(cls, text: str, mode: str, places: Callable[[str], Places] | None = None) -> Manifest:
+        """SyncError for anything that is not, to the letter, what `to_text` wrote for this mode. `places`: those that
+        were told apart, by their checksum."""
+        try:
+            content = parsed(text)
+        except ValueError:
+            raise SyncError(f"{mode}: the manifest is no JSON: it is damaged, or another program wrote it") from None
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
+        if content.pop("checksum", None) != checksum(text[_HEAD_CHARS:].encode()):
+            raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
+        try:
+            return cls._from_content(content, mode, places)
+        except _ODD as error:
+            raise SyncError(_odd(mode, error)) from error
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any], mode: str, places: Callable[[str], Places] | None) -> Manifest:
+        apart = None if places is None else places(content["tensors"])
+        if apart is None:
+            content["tensors"] = _entries(content["tensors"])
+        else:
+            content["tensors"] = apart.tensors
+            content["digests"] = dict(zip(apart.tensors, content["digests"], strict=True))
+        files = {name: (size, head, checksum) for name, (size, head, checksum) in content["files"].items()}
+        for name, (size, head, _) in files.items():
+            if not 0 <= head <= size:
+                raise ValueError(f"a head of {head} bytes of the {size} of '{name}'")
+        manifest = cls(**{**content, "files": files})
+        if manifest.mode != mode:
+            raise SyncError(f"{mode}: the manifest is of mode '{manifest.mode}'; both ends must use one sync.bridge")
+        if apart is None:
+            for name, entry in manifest.tensors.items():
+                room = files.get(entry.file, (0, 0, ""))[0] if entry.file else manifest.size_bytes
+                entry.check(name, room, f"{mode}: version {manifest.version}")
+        elif apart.size_bytes > manifest.size_bytes:  # they were looked at when they were told
+            raise SyncError(f"{mode}: version {manifest.version}: {manifest.size_bytes} bytes, of {apart.size_bytes}")
+        return manifest
+
+
+def _odd(mode: str, error: Exception) -> str:
+    return f"{mode}: the manifest does not say what this release writes: {type(error).__name__}: {error}"
+
+
+def checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check(weights: Weights, mode: str, arrived: Fingerprints | None = None) -> None:
+    """What arrived is what was sent, tensor by tensor: to the bit, under its name. `arrived`: its digests, if they were
+    taken."""
+    arrived = digest.fingerprints(dict(weights.tensors())) if arrived is None else arrived
+    if odd := sorted(arrived.keys() ^ weights.expected.keys()):
+        raise SyncError(f"{mode}: version {weights.version}: {listed(odd)} only announced, or only arrived")
+    if odd := sorted(name for name in arrived if arrived[name] != weights.expected[name]):
+        raise SyncError(
+            f"{mode}: version {weights.version}: what arrived of {listed(odd)} is not what was sent (of {len(arrived)} "
+            f"tensors); digest {arrived[odd[0]]} instead of {weights.expected[odd[0]]}; nothing of it may be served"
+        )
+
+
+def listed(names: list[str], most: int = 3) -> str:
+    text = ", ".join(f"'{name}'" for name in names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text
+
+
+def _entries(told: Mapping[str, Any]) -> dict[str, Entry]:
+    return {name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in told.items()}

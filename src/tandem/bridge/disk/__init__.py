@@ -1,1 +1,0 @@
-"""disk: a whole checkpoint on a file system that both ends see; the engine reads it in place."""

@@ -1,0 +1,1 @@
+"""Bridges through files: `disk` and `restart` write checkpoints, `adapter` writes LoRA files."""

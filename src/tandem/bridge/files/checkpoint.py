@@ -1,0 +1,112 @@
+"""A version as a whole Hugging Face checkpoint: what any engine can be started from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from tandem.bridge.common.manifest import Entry, as_bytes
+from tandem.bridge.common.served_tensors import Form, forms, outgoing
+from tandem.bridge.files.parallel_io import Writing
+from tandem.bridge.files.safetensors_header import begun
+from tandem.bridge.files.writer import FilesBridge
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.ops.phase_timer import Phases
+from tandem.types import Fingerprints, WeightKind, Weights
+
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+_NO_COMPANIONS = ("*.index.json", "adapter_*", "tandem.json")  # of other weights than these
+_MODEL = "model.safetensors"
+_BUFFERS = "buffers.tandem"  # no *.safetensors: engines load every such file
+
+
+class CheckpointBridge(FilesBridge):
+    carries: WeightKind = "full"
+
+    def __init__(
+        self,
+        directory: Path,
+        skeleton: Path,
+        *,
+        buffers: Collection[str] = (),
+        deadline_s: float = 60.0,
+        shard_bytes: int = 5 * 2**30,
+    ) -> None:
+        """`skeleton`: where config and tokenizer are copied from. `buffers`: names that engines serve and no checkpoint
+        holds (rotary tables); they travel in a file of their own, which nobody loads by mistake."""
+        if not (skeleton / "config.json").is_file():
+            raise SyncError(f"{self.mode}: skeleton = '{skeleton}' has no config.json; give it a model's directory")
+        super().__init__(directory, deadline_s, private=False)
+        self._buffers, self._shard_bytes = frozenset(buffers), shard_bytes
+        self._common = self._home.path / "common"
+        self._common.mkdir()
+        for file in _companions(skeleton):  # a copy: were it linked, a change to a version would change the model
+            shutil.copyfile(file, self._common / file.name)
+
+    def _put(
+        self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
+    ) -> tuple[Mapping[str, Entry], Fingerprints]:
+        """One tensor after the other, as each is made: there is no room for a model twice."""
+        into = forms(weights, self._replies, self.mode)
+        shards = self._shards(into)
+        entries: dict[str, Entry] = {}
+        fingerprints: dict[str, str] = {}
+        with begun(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
+            for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
+                raw = as_bytes(tensor)
+                phases.end("gather")
+                file, offset = places[name]
+                writing.write(files[file].fileno(), raw, offset)
+                entries[name], fingerprints[name] = Entry(*into[name], offset, file), fingerprint
+                phases.end("move")
+            writing.finish()
+        for file in self._common.iterdir():
+            os.link(file, directory / file.name)
+        if _MODEL not in shards:
+            _write_index(directory, {file: part for file, part in shards.items() if file != _BUFFERS})
+        return entries, fingerprints
+
+    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
+        """By file."""
+        files: dict[str, dict[str, Form]] = {}
+        for name, form in into.items():
+            files.setdefault(_BUFFERS if name in self._buffers else _MODEL, {})[name] = form
+        parts = _split(files.pop(_MODEL, {}), self._shard_bytes)
+        if len(parts) == 1:
+            return {_MODEL: parts[0], **files}
+        return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)} | files
+
+
+def _companions(skeleton: Path) -> list[Path]:
+    found = {path for pattern in _COMPANIONS for path in skeleton.glob(pattern)}
+    return sorted(path for path in found if path.is_file() and not any(map(path.match, _NO_COMPANIONS)))
+
+
+def _split(part: Mapping[str, Form], most_bytes: int) -> list[dict[str, Form]]:
+    parts: list[dict[str, Form]] = [{}]
+    filled = 0
+    for name, form in part.items():
+        size = _size(form)
+        if parts[-1] and filled + size > most_bytes:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = form
+        filled += size
+    return parts
+
+
+def _write_index(directory: Path, shards: Mapping[str, Mapping[str, Form]]) -> None:
+    index = {
+        "metadata": {"total_size": sum(_size(form) for part in shards.values() for form in part.values())},
+        "weight_map": {name: file for file, part in shards.items() for name in part},
+    }
+    (directory / f"{_MODEL}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _size(form: Form) -> int:
+    return Entry(*form).size_bytes

@@ -1,0 +1,155 @@
+"""Bytes between files and a GPU: by several threads, each with a piece of pinned memory of its own.
+
+One thread copies from a file's cache a few GB/s; a GPU takes ten times as much.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.io.bounded_json import check_regular
+
+_THREADS = 8
+_PIECE_BYTES, _LEAST_BYTES = 32 * 2**20, 2 * 2**20
+
+
+def opened(path: Path) -> int:
+    """Return a descriptor of the regular file at `path`. OSError: it is none, or a link is in it or above it, so that
+    what was allowed is what is read: the sender may write there, and could put a link to another place meanwhile."""
+    parts = path.absolute().parts
+    at = os.open(parts[0], os.O_PATH | os.O_CLOEXEC)
+    try:
+        for number, part in enumerate(parts[1:], 2):
+            # O_NONBLOCK: to open a named pipe would wait for a writer.
+            last = os.O_RDONLY | os.O_NONBLOCK if number == len(parts) else os.O_PATH | os.O_DIRECTORY
+            above, at = at, os.open(part, last | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(above)
+        check_regular(at, path)
+    except OSError as error:
+        os.close(at)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise OSError(errno.ELOOP, "is a link, or lies behind one", str(path)) from None
+        raise
+    return at
+
+
+def read_into(path: Path, flat: Tensor) -> Tensor:
+    """The file's first bytes, as many as there is room for. OSError if it has fewer. Returns `flat`."""
+    size = flat.numel()
+    step = _step(size)
+    descriptor = opened(path)
+
+    def fill(view: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(view):
+            if not (count := os.preadv(descriptor, [view[done:]], begin + done)):
+                raise OSError(f"it ends after {begin + done} bytes instead of {size}")
+            done += count
+
+    def read(begin: int) -> None:
+        piece = flat[begin : begin + step]
+        if not flat.is_cuda:
+            return fill(_bytes_of(piece), begin)
+        room, stream = _rooms.mine(flat.device)
+        view = _bytes_of(room)[: piece.numel()]
+        fill(view, begin)
+        with torch.cuda.stream(stream):
+            piece.copy_(room[: len(view)], non_blocking=True)
+        stream.synchronize()  # the room is this thread's next one, too
+
+    try:
+        list(_readers(os.getpid()).map(read, range(0, size, step)))
+    finally:
+        os.close(descriptor)
+    return flat
+
+
+@cache
+def _readers(process: int) -> ThreadPoolExecutor:
+    """They stay, and their pinned memory with them. `process`: a forked one has no threads of the one before."""
+    return ThreadPoolExecutor(_THREADS, "read")
+
+
+class Writing:
+    """Tensors into files, while more of them are made."""
+
+    def __init__(self, still_wanted: Callable[[], None]) -> None:
+        """`still_wanted` raises when nobody waits for it any more."""
+        self._threads: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
+        self._still_wanted = still_wanted
+        self._room = threading.BoundedSemaphore(4 * _THREADS)  # what waits to be written is held in memory
+
+    def write(self, descriptor: int, raw: Tensor, offset: int) -> None:
+        """What is on a GPU has to be there by now. `finish` waits for it, and raises what went wrong."""
+        if not raw.is_cuda:
+            _write_all(descriptor, _bytes_of(raw), offset)
+            return
+        self._threads = self._threads or ThreadPoolExecutor(_THREADS, "write")
+        step = _step(raw.numel())
+        for begin in range(0, raw.numel(), step):
+            while not self._room.acquire(timeout=1.0):
+                self._still_wanted()
+            piece = raw[begin : begin + step]
+            self._under_way.append(self._threads.submit(self._write, descriptor, piece, offset + begin))
+
+    def finish(self) -> None:
+        for each in self._under_way:
+            each.result()
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _write(self, descriptor: int, piece: Tensor, offset: int) -> None:
+        try:
+            room, stream = _rooms.mine(piece.device)
+            with torch.cuda.stream(stream):
+                room[: piece.numel()].copy_(piece, non_blocking=True)
+            stream.synchronize()
+            _write_all(descriptor, _bytes_of(room)[: piece.numel()], offset)
+        finally:
+            self._room.release()
+
+
+class _Rooms(threading.local):
+    """A thread's pinned memory, and its stream."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, tuple[Tensor, torch.cuda.Stream]] = {}
+
+    def mine(self, device: torch.device) -> tuple[Tensor, torch.cuda.Stream]:
+        if device not in self._made:
+            room = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._made[device] = room, torch.cuda.Stream(device)
+        return self._made[device]
+
+
+_rooms = _Rooms()
+
+
+def _step(size: int) -> int:
+    """For every thread a piece, if it is not too small a one for a thread, nor too large for its room."""
+    return min(_PIECE_BYTES, max(_LEAST_BYTES, -(-size // _THREADS)))
+
+
+def _bytes_of(raw: Tensor) -> memoryview:
+    array: Any = raw.numpy()
+    return memoryview(array)
+
+
+def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)

@@ -1,0 +1,182 @@
+"""The wire of files: a version is a directory that appears all at once, in the safetensors format.
+
+`tandem.json` names every file and every tensor, and goes by nothing that is not in it: a file that was cut, changed or
+forgotten is refused. Tensors are read through private mappings: they outlive the directory's deletion.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.bridge.common.engine_end import EngineEnd
+from tandem.bridge.common.flat_buffer import Flat
+from tandem.bridge.common.manifest import Manifest, Places, check, checksum
+from tandem.bridge.files import parallel_io
+from tandem.errors import SyncError
+from tandem.io.bounded_json import bounded
+from tandem.types import WeightKind, Weights
+
+MANIFEST = "tandem.json"
+_POLL_S = 0.002
+_PREFIX = "v-"
+
+
+def directory_name(version: int) -> str:
+    return f"{_PREFIX}{version:06d}"
+
+
+def version_in(name: str) -> int | None:
+    """None: it is no version's directory, or not a finished one."""
+    digits = name.removeprefix(_PREFIX)
+    return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
+
+
+class FilesSource(EngineEnd):
+    """The engine's end. Any number of receivers read the same files."""
+
+    def __init__(
+        self, link: Mapping[str, Any], mode: str, carries: WeightKind, device: torch.device | None = None
+    ) -> None:
+        """`device`: whose memory versions are read into; without one, they stay in the files."""
+        super().__init__(link, mode, carries)
+        self._device = device or torch.device("cpu")
+        self._directory = Path(self._need("directory", str)).resolve()  # links in it later are not followed
+        self._in_one_place = self._looks_itself = False
+        self._kept: Flat | None = None
+        self._reading = threading.Lock()
+
+    def arrive_in_one_place(self) -> bool:
+        self._in_one_place = self.carries == "adapter"  # the room of a whole model is needed for other things
+        return self._in_one_place
+
+    def looks_itself(self) -> bool:
+        self._looks_itself = self.carries == "adapter"
+        return self._looks_itself
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        waited_for = f"version {version} was not sent"
+        deadline = self.deadline()
+        deadline.check(waited_for)
+        deadline.until(lambda: self._appeared(version), waited_for, every_s=_POLL_S)
+        path = self._directory / directory_name(version)
+        try:
+            if self._in_one_place:
+                with self._reading:
+                    return self._in_its_place(path, version)
+            weights = _mapped(opened(path, self._mode, version), path, self._device)
+        except SyncError:
+            raise
+        except OSError as error:
+            raise SyncError(f"{self._mode}: '{path}' cannot be read: {error}") from error
+        check(weights, self._mode)
+        return weights
+
+    def _in_its_place(self, path: Path, version: int) -> Weights:
+        """Where the version before lies, if that was of the same form."""
+        manifest = opened(path, self._mode, version)
+        if len(files := {entry.file for entry in manifest.tensors.values()}) != 1:
+            weights = _mapped(manifest, path, self._device)  # it is empty, which is not for a bridge to judge
+            check(weights, self._mode)
+            return weights
+        (file,) = files
+        size, kept = manifest.files[file][0], self._kept
+        if kept is None or len(kept.raw) != size or kept.places.tensors != manifest.tensors:
+            kept = Flat(Places(manifest.tensors), size, self._device)
+        parallel_io.read_into(path / file, kept.raw)
+        self._kept = kept
+        weights = _weights(manifest, path, kept.__iter__)
+        if not self._looks_itself:
+            check(weights, self._mode, kept.fingerprints())
+        return weights
+
+    def _appeared(self, version: int) -> bool:
+        there = self._versions()
+        if there and version not in there and max(there) > version:
+            raise SyncError(f"{self._mode}: asked for version {version}, sent was {max(there)}")
+        return version in there
+
+    def _versions(self) -> set[int]:
+        try:
+            names = [path.name for path in self._directory.iterdir()]
+        except FileNotFoundError:
+            raise SyncError(
+                f"{self._mode}: '{self._directory}' is not there: the trainer ended, began a new meeting, or its "
+                "storage is not visible here; sync.directory must lie where both ends see it"
+            ) from None
+        return {found for name in names if (found := version_in(name)) is not None}
+
+
+def opened(directory: Path, mode: str, version: int) -> Manifest:
+    """Everything that can be said against the files without reading the tensors has been said."""
+    manifest = _manifest(directory, mode)
+    if manifest.version != version:
+        raise SyncError(f"{mode}: '{directory}' holds version {manifest.version}, not {version}")
+    for name, (size, head, expected) in manifest.files.items():
+        _check_file(directory, name, size, head, expected, mode)
+    return manifest
+
+
+def _mapped(manifest: Manifest, directory: Path, device: torch.device) -> Weights:
+    held_in = sorted({entry.file for entry in manifest.tensors.values()})
+    mapped = {name: _raw(directory / name, manifest.files[name][0], device) for name in held_in}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, entry in manifest.tensors.items():
+            yield name, entry.view(mapped[entry.file])
+
+    return _weights(manifest, directory, tensors)
+
+
+def _weights(manifest: Manifest, directory: Path, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> Weights:
+    return Weights(
+        manifest.version,
+        manifest.kind,
+        tensors,
+        adapter=manifest.adapter,
+        expected=manifest.digests,
+        path=str(directory),
+    )
+
+
+def _manifest(directory: Path, mode: str) -> Manifest:
+    try:
+        with os.fdopen(parallel_io.opened(directory / MANIFEST), "rb") as file:
+            text = bounded(file, directory / MANIFEST).decode("utf-8")
+    except FileNotFoundError:
+        raise SyncError(f"{mode}: '{directory}' has no {MANIFEST}: this bridge did not write it") from None
+    except UnicodeDecodeError:
+        raise SyncError(f"{mode}: '{directory / MANIFEST}' is damaged: it is no text") from None
+    return Manifest.from_text(text, mode)
+
+
+def _check_file(directory: Path, name: str, size: int, head: int, expected: str, mode: str) -> None:
+    path = directory / name
+    if Path(name).name != name:
+        raise SyncError(f"{mode}: the manifest names '{name}', which is not a file of its own directory")
+    try:
+        with os.fdopen(parallel_io.opened(path), "rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            start = file.read(head) if found == size else b""
+    except FileNotFoundError:
+        raise SyncError(f"{mode}: '{path}' is missing; nothing of this version may be served") from None
+    if found != size:
+        raise SyncError(f"{mode}: '{path}' has {found} bytes instead of {size}: it was cut or written over")
+    if checksum(start) != expected:
+        raise SyncError(f"{mode}: '{path}' is damaged: its checksum does not fit")
+
+
+def _raw(path: Path, size: int, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return parallel_io.read_into(path, torch.empty(size, dtype=torch.uint8, device=device))
+    descriptor = parallel_io.opened(path)
+    try:
+        return torch.from_file(f"/dev/fd/{descriptor}", shared=False, size=size, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)

@@ -1,1 +1,0 @@
-"""restart: a whole checkpoint, and the engine's process starts again from it."""

@@ -1,0 +1,111 @@
+"""shared, the trainer's end: the policy lives in the engine's memory, so an optimizer step is the transfer.
+
+The engine must not decode meanwhile: it sleeps from before the step until the version is loaded.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.bridge.shared.cuda_ipc import Mapped
+from tandem.bridge.shared.memory import Segment, with_digests
+from tandem.errors import SyncError
+from tandem.ops.digest import Standing
+from tandem.ops.phase_timer import Phases
+from tandem.types import Sent, WeightKind, Weights
+
+
+class SharedBridge:
+    mode = "shared"
+    carries: WeightKind = "live"
+
+    def __init__(self, deadline_s: float = 60.0, *, digest: bool = False) -> None:
+        """`digest`: both ends also read all of that memory back, each as it sees it."""
+        self._deadline_s, self._digest = deadline_s, digest
+        self._standing: tuple[dict[str, str], Standing] | None = None
+        self._source: SharedSource | None = None
+
+    def source(self, num_receivers: int = 1) -> SharedSource:
+        if num_receivers != 1:
+            raise SyncError(f"shared: one copy of the weights serves one engine process, and {num_receivers} are asked")
+        self._source = SharedSource(self._deadline_s, digest=self._digest)
+        return self._source
+
+    def storage(self) -> Mapping[str, Tensor] | None:
+        return self._met().memory.tensors
+
+    def send(self, weights: Weights) -> Sent:
+        met, phases = self._met(), Phases()
+        tensors = {name: tensor for name, tensor in weights.tensors() if name not in met.derived}
+        places = {name: met.memory.place(tensor) for name, tensor in tensors.items()}
+        if odd := [name for name, place in places.items() if not place]:
+            raise SyncError(
+                f"shared: {len(odd)} of the trainer's tensors are not in the engine's memory, as '{odd[0]}': what is "
+                "trained there would never be served"
+            )
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what the optimizer has enqueued is written before anybody reads it
+        phases.end("gather")
+        proof = self._read_back(places, tensors) if self._digest else places
+        phases.end("hash")
+        met.header.announce(weights.version)
+        return Sent(weights.version, self.mode, proof, seconds=phases.seconds, how="identity")
+
+    def _read_back(self, places: dict[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        if self._standing is None or self._standing[0] != places:
+            self._standing = places, Standing((name, tensors[name], 0, 0) for name in places)
+        return with_digests(places, self._standing[1].take())
+
+    def close(self) -> None:
+        self._source = self._standing = None
+
+    def _met(self) -> Meeting:
+        if self._source is None or self._source.meeting is None:
+            raise SyncError("shared: no engine is attached, so there is no memory to live in")
+        return self._source.meeting
+
+
+@dataclass(frozen=True)
+class Meeting:
+    header: Segment
+    memory: Segment | Mapped
+    derived: frozenset[str]
+    """Tensors that the engine computes by itself, and has compared with the trainer's: rotary tables."""
+
+
+class SharedSource:
+    carries: WeightKind = "live"
+
+    def __init__(self, deadline_s: float, *, digest: bool) -> None:
+        # A name of its own for every meeting: a handle of an earlier one is refused, whoever holds it.
+        meeting = uuid.uuid4().hex
+        self.link: Mapping[str, Any] = {
+            "mode": "shared",
+            "meeting": meeting,
+            "deadline_s": deadline_s,
+            "digest": digest,
+        }
+        self.meeting: Meeting | None = None
+
+    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        raise SyncError("shared: an engine in this process needs no second mapping; use sync.bridge = 'inproc'")
+
+    def attached(self, reply: Mapping[str, Any]) -> None:
+        handle = reply.get("handles") or {}
+        if handle.get("meeting") != self.link["meeting"]:
+            raise SyncError("shared: the engine's handles are of another meeting")
+        header = Segment.open(handle)
+        memory = Mapped(handle["cuda"]) if "cuda" in handle else header
+        self.meeting = Meeting(header, memory, frozenset(reply.get("derived", ())))
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        raise SyncError("shared: versions are received in the engine's process")
+
+    def close(self) -> None:
+        self.meeting = None

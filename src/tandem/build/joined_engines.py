@@ -1,0 +1,351 @@
+"""The composition root of what a trainer keeps in step: the engines of a run, the bridges to them, and what publishes
+versions. Engines by themselves are build_alone.py's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.build import standalone_engines
+from tandem.errors import SpecError
+from tandem.protocols import Engine, WeightBridge
+from tandem.publish import Call, Canary, Publisher
+from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.model import PathModel
+from tandem.spec.run import RlSpec
+from tandem.spec.sync import (
+    AdapterBroadcastSync,
+    AdapterSync,
+    BroadcastSync,
+    DiskSync,
+    InprocSync,
+    RestartSync,
+    SharedSync,
+)
+from tandem.types import Proof
+
+if TYPE_CHECKING:
+    from tandem.build.training import Model
+
+
+# What a spec's [engine] says to the run that owns the engine, and not to the engine.
+_OF_THE_OWNER = ("url", "token_file", "max_restarts", "replicas", "gpus", "deadline_s")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An engine, a bridge to it, and whether they are to be taken back when one is lost."""
+
+    engine: Engine
+    bridge: WeightBridge
+    retries: int
+    bare: bool = False
+    """The engine has no prefix cache and no captured graphs that could hold on to older weights."""
+
+
+def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> Joined:
+    """`home`: where engines' logs and files lie, and versions that travel by file. `unchecked`: also with a vLLM that
+    has not passed the conformance suite."""
+    if isinstance(spec.engine, HfEngineSpec):
+        engine = standalone_engines.embedded(spec.engine, model, inline=spec.deterministic)
+        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process, lost together
+    start = Path()
+    if not isinstance(spec.engine, RemoteEngineSpec):
+        start = starting_model(spec, model, home)
+    engine = outside(spec, model, home, start, unchecked=unchecked)
+    bare = isinstance(spec.engine, ServerEngineSpec)
+    return Joined(engine, bridge(spec, model, home, start), spec.sync.retries, bare)
+
+
+# --- engines
+
+
+def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
+    """In processes of their own, behind a pool: also a single one is waited for when it was lost."""
+    from tandem.engine.pool import EnginePool
+
+    if isinstance(spec.engine, RemoteEngineSpec):
+        from tandem.engine.remote.engine import RemoteEngine
+
+        return EnginePool(
+            [
+                RemoteEngine(
+                    url,
+                    spec.engine.model,
+                    end_ids=model.renderer.end_ids,
+                    key_env=spec.engine.key_env,
+                    on_update=spec.engine.on_update,
+                    deadline_s=spec.engine.deadline_s,
+                    slots=spec.train.max_lag + 2,
+                )
+                for url in spec.engine.urls
+            ]
+        )
+    assert not isinstance(spec.engine, HfEngineSpec)
+    numbers = range(spec.engine.replicas)
+    return EnginePool([_server(spec, spec.engine, number, model, home, start, unchecked) for number in numbers])
+
+
+def _server(
+    spec: RlSpec,
+    engine: ServerEngineSpec | VllmEngineSpec,
+    number: int,
+    model: Model,
+    homes: Path,
+    start: Path,
+    unchecked: bool,
+) -> Engine:
+    """`number`: which replica."""
+    import torch
+
+    from tandem.engine.server.child_process import Owned
+    from tandem.engine.server.engine import ServerEngine, Standing
+
+    home = homes / f"engine-{number}"
+    place: Owned | Standing
+    if engine.url:
+        place = Standing(engine.url, Path(engine.token_file))
+    else:
+        place = Owned(
+            _command_of(spec, engine, model, home, unchecked),
+            model=str(start),
+            directory=home,
+            environment=_environment(engine, number, model.device.type),
+            start_deadline_s=engine.start_deadline_s,
+            max_restarts=engine.max_restarts,
+            ahead=isinstance(spec.sync, RestartSync),
+        )
+    return ServerEngine(
+        place,
+        receivers=getattr(engine, "tensor_parallel", 1),
+        deadline_s=spec.sync.deadline_s,
+        shares_memory=isinstance(spec.sync, SharedSync),
+        shares_device=sleeps(spec, model.device.type),
+        make_room=torch.cuda.empty_cache,  # does nothing where there is no GPU
+    )
+
+
+def sleeps(spec: RlSpec, device: str) -> bool:
+    """Whether the engine lends its GPU's memory to the trainer. `device`: the trainer's."""
+    engine = spec.engine
+    if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
+        return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
+    on_one_gpu = device == "cuda" and not engine.url and (not engine.gpus or 0 in engine.gpus)
+    return on_one_gpu and not isinstance(spec.sync, SharedSync) and spec.train.max_lag == 0
+
+
+def _command_of(
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, unchecked: bool
+) -> Callable[[str, int, Path], list[str]]:
+    import torch
+
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    settings: dict[str, Any] = {"max_context": model.context}
+    if sleeps(spec, model.device.type):
+        settings["sleep"] = "free"
+    command = engine_command(
+        engine.model_copy(update=settings),
+        device=model.device.type,
+        dtype="float32" if exact else "bfloat16",
+        thinking=spec.model.thinking,
+        directory=home,
+        readable=_readable(spec, home),
+    )
+    more = [*(["--unchecked"] if unchecked and isinstance(engine, VllmEngineSpec) else []), *adapter_options(spec)]
+    return lambda *which: [*command(*which), *more]
+
+
+def adapter_options(spec: RlSpec) -> list[str]:
+    """What vLLM has to know of the adapters that will come."""
+    if not isinstance(spec.engine, VllmEngineSpec) or spec.model.lora is None:
+        return []
+    return ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
+
+
+def engine_command(
+    spec: ServerEngineSpec | VllmEngineSpec,
+    *,
+    device: str,
+    dtype: str,
+    thinking: bool,
+    directory: Path,
+    readable: Sequence[Path],
+) -> Callable[[str, int, Path], list[str]]:
+    """What starts `tandem engine serve` with a model's directory, its version and a ready file. `directory` keeps its
+    token; `readable` is where versions come from, if they come as files."""
+    options = {"kind": spec.kind, "data-dir": directory, "port": 0, "device": device, "dtype": dtype}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    for name, value in spec.model_dump(exclude={"kind", *_OF_THE_OWNER}, exclude_defaults=True).items():
+        words += ["--set", f"{name}={json.dumps(value)}"]
+    words += ["--thinking" if thinking else "--no-thinking"]
+    words += [str(word) for path in readable for word in ("--allow-dir", path)]
+    program = [sys.executable, "-m", "tandem", "engine", "serve"]
+
+    def command(model: str, version: int, ready_file: Path) -> list[str]:
+        return [*program, model, "--version", str(version), "--ready-file", str(ready_file), *words]
+
+    return command
+
+
+def _readable(spec: RlSpec, home: Path) -> list[Path]:
+    """Where versions come from, if they come as files."""
+    if isinstance(spec.sync, AdapterSync):
+        return adapter_places(spec.sync)
+    if isinstance(spec.sync, DiskSync | RestartSync):
+        return [_versions(spec.sync, home.parent)]
+    return []
+
+
+def adapter_places(sync: AdapterSync) -> list[Path]:
+    from tandem.bridge.files.adapter import memory_backed
+
+    return [Path(sync.directory).resolve() if sync.directory else memory_backed()]
+
+
+def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:
+    if not isinstance(engine, VllmEngineSpec):
+        return {}
+    shared = engine.replicas > 1 and len(engine.gpus) <= engine.tensor_parallel
+    if shared and device == "cuda" and engine.replicas * engine.memory_share > 1:
+        raise SpecError(
+            f"engine.replicas = {engine.replicas}: on one GPU each would take memory_share = {engine.memory_share:g}; "
+            "give each its own with engine.gpus, or a share that fits"
+        )
+    if not (gpus := engine.gpus_of(replica)):
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = seen.split(",") if seen else [str(n) for n in range(max(gpus) + 1)]
+    if max(gpus) >= len(numbers):
+        raise SpecError(
+            f"engine.gpus = {list(engine.gpus)}: CUDA_VISIBLE_DEVICES = '{seen}' shows {len(numbers)} of them"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
+
+
+def starting_model(spec: RlSpec, model: Model, home: Path) -> Path:
+    """What an engine's process loads before the first version comes: the same model, config and tokenizer."""
+    untouched = isinstance(spec.model, PathModel) and spec.model.warm_start is None
+    if untouched and isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir():
+        return Path(spec.model.path).resolve()
+    from tandem.build.training import export
+
+    path = (home / "model").resolve()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export(model, path)
+    return path
+
+
+# --- bridges
+
+
+def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
+    sync = spec.sync
+    if getattr(sync, "backend", "") == "nccl" and model.device.type == "cpu":
+        raise SpecError("sync.backend = 'nccl': the trainer is on a CPU; choose 'gloo' or 'ipc', or leave it out")
+    match sync:
+        case InprocSync():
+            return inproc_bridge(sync.deadline_s)
+        case SharedSync():
+            from tandem.bridge.shared.sender import SharedBridge
+
+            return SharedBridge(sync.deadline_s, digest=sync.digest)
+        case BroadcastSync():
+            from tandem.bridge.collective.broadcast import BroadcastBridge
+
+            return BroadcastBridge(
+                model.device,
+                host=sync.host,
+                bucket_bytes=sync.bucket_mib * 2**20,
+                deadline_s=sync.deadline_s,
+                backend=sync.backend,
+            )
+        case AdapterBroadcastSync():
+            from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+
+            return AdapterBroadcastBridge(
+                model.device, host=sync.host, deadline_s=sync.deadline_s, backend=sync.backend
+            )
+        case AdapterSync():
+            from tandem.bridge.files.adapter import AdapterBridge
+
+            return AdapterBridge(Path(sync.directory) if sync.directory else None, deadline_s=sync.deadline_s)
+        case DiskSync():
+            from tandem.bridge.files.disk import DiskBridge
+
+            return DiskBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+        case RestartSync():
+            from tandem.bridge.files.restart import RestartBridge
+
+            return RestartBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+
+
+def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
+    from tandem.bridge.inproc import InprocBridge
+
+    return InprocBridge(deadline_s)
+
+
+def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:
+    path = Path(sync.directory).resolve() if sync.directory else (home / "versions").resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _buffers(model: Model) -> list[str]:
+    """What engines serve and no checkpoint holds: rotary tables."""
+    module = model.policy.module
+    saved = module.state_dict().keys()
+    return [name for name, _ in module.named_buffers() if name not in saved]
+
+
+# --- publishing
+
+
+def publisher(
+    joined: Joined,
+    model: Model,
+    deadline_s: float,
+    call: Call,
+    on_proof: Callable[[Proof], None] = lambda proof: None,
+    on_meeting: Callable[[Mapping[str, Any]], None] = lambda meeting: None,
+) -> Publisher:
+    return Publisher(
+        joined.bridge,
+        joined.engine,
+        deadline_s=deadline_s,
+        retries=joined.retries,
+        canary=canary(model, bare=joined.bare),
+        call=call,
+        on_proof=on_proof,
+        on_meeting=on_meeting,
+    )
+
+
+def canary(model: Model, *, bare: bool = False) -> Canary:
+    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache, and the second
+    answer goes through captured graphs; a `bare` engine has neither. Two of a model in 16 bits are a few hundredths off
+    now and then."""
+    import torch
+
+    length, max_tokens, doubted = (8, 1, 1) if bare else (33, 2, 24)
+    length = max(1, min(length, model.context - max_tokens))
+    rng = random.Random("canary")
+    prompt = tuple(rng.randrange(model.num_ids) for _ in range(length))
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    floor, ceiling = (1e-4, 1e-2) if exact else (0.05, 0.1)
+    return Canary(prompt, floor, ceiling, max_tokens, min(doubted, model.context - length))
+
+
+def no_publisher(call: Call) -> Publisher:
+    """For stages that train on recordings."""
+    from tandem.bridge.null import NullBridge
+    from tandem.engine.null import NullEngine
+
+    return Publisher(NullBridge(), NullEngine(), call=call)

@@ -1,0 +1,316 @@
+"""The composition root of an online server: what its two halves consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.build import joined_engines, standalone_engines, training
+from tandem.data.conversation import Conversation
+from tandem.engine.restartable import RevivedEngine, Under
+from tandem.errors import SpecError
+from tandem.online.messages import Teaching
+from tandem.online.ordinary_prompts import Ordinary
+from tandem.online.self_distillation import Judged
+from tandem.online.trainer_worker import Canary, Parts
+from tandem.ops.byte_sizes import shares_never
+from tandem.protocols import Algorithm, Engine, Trainer
+from tandem.publish import Publisher
+from tandem.rollout.recorded_producer import record
+from tandem.spec.data import FileData
+from tandem.spec.engine import ServerEngineSpec
+from tandem.spec.model import ModelSpec, PathModel, PresetModel
+from tandem.spec.online import OnlineSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.spec.preference import DpoSpec
+from tandem.types import Batch, Group, Trajectory
+
+if TYPE_CHECKING:
+    from tandem.bridge.shared.adapter_base import BorrowedBase
+    from tandem.protocols import WeightBridge
+
+_BUCKET_BYTES = 64 * 2**20  # of a GPU's memory the trainer half keeps two for ever
+
+ALGORITHMS = ("sft", "self_distill", "dpo", "reward", "group")
+"""By what a job's samples are: shown (to imitate, or to judge by), compared, each with a reward of its own, siblings
+with rewards."""
+
+
+# --- the trainer half
+
+
+def parts(spec: OnlineSpec, engine: Engine) -> Parts:
+    import torch
+
+    torch.set_num_threads(spec.trainer_threads)
+    torch.manual_seed(spec.seed)
+    device = training.pick_device(spec.device)
+    model = training.model(spec.model, spec.precision, spec.seed, device)
+    trained = choose_trained(spec, model)
+    optimizer = training.optimizer(
+        model.policy.trainable(),
+        spec.optimizer,
+        master=model.master,
+        tables=model.policy.tables(),
+        lora_plus=1.0,
+        seed=spec.seed,
+    )
+
+    def trainer(algorithm: Algorithm, teaching: Teaching, version: int) -> Trainer:
+        from tandem.train.trainer import PolicyTrainer
+
+        model.policy.context_grad = teaching.context_grad == "full"
+        return PolicyTrainer(
+            model.policy,
+            algorithm,
+            optimizer,
+            lr=lambda step: teaching.lr,
+            clip_norm=spec.train.clip_norm,
+            version=version,
+            max_idle_steps=teaching.steps + 1,
+        )
+
+    def make_batch(groups: list[Group], algorithm: Algorithm, version: int) -> Batch:
+        from tandem.train.batch_packing import make_batch
+
+        shares = model.shares if model.policy.context_grad else shares_never  # a frozen context is each sequence's own
+        return make_batch(
+            groups, algorithm, micro_tokens=spec.train.micro_tokens, version=version, shares=shares, device=device
+        )
+
+    def score(ids: Sequence[int], first: int) -> list[float]:
+        from tandem.train.batch_packing import plain_row
+
+        return model.policy.score(plain_row(ids, first, device), 1.0).tolist()
+
+    @torch.no_grad()
+    def greedy(prompt: Sequence[int], count: int) -> list[int]:
+        said: list[int] = []
+        for _ in range(count):
+            ids = torch.tensor([[*prompt, *said]], device=device)
+            hidden = model.policy.head.hidden(ids, torch.arange(ids.shape[1], device=device)[None], None)
+            said.append(int(model.policy.head.logits(hidden[:, -1]).argmax()))
+        return said
+
+    bridge, base = _bridge(spec, device, model)
+    return Parts(
+        model.policy,
+        optimizer,
+        trainer,
+        algorithm,
+        make_batch,
+        score,
+        training.scorer(model, spec.train.micro_tokens),
+        greedy,
+        Publisher(
+            bridge,
+            engine,
+            deadline_s=spec.publish_deadline_s,
+            retries=1,
+            canary=joined_engines.canary(model),
+            on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
+        ),
+        lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),
+        trained,
+        _frozen_norm(model),
+        base.state if base else dict,
+        _held_out(spec, model),
+        _canaries(spec, model),
+    )
+
+
+def choose_trained(spec: OnlineSpec, model: training.Model) -> dict[str, Any]:
+    """Leave a gradient to the weights that `train.parts` asks for; return what was requested, engaged, and why not."""
+    asked, named = spec.train.parts, dict(model.policy.trainable())
+    if spec.model.lora is not None:
+        return {"requested": asked, "engaged": "adapters", "why_not": "" if asked == "auto" else "model.lora is set"}
+    layers = model.policy.module.config.get_text_config().num_hidden_layers
+    middle = {str(layer) for layer in range(round(layers / 8), layers * 4 // 5)}
+    down = {name for name in named if name.endswith("down_proj.weight") and middle.intersection(name.split("."))}
+    why_not = "a model made from scratch" if spec.from_scratch else "" if down else "no layer is called down_proj"
+    if asked == "all" or (asked == "auto" and why_not):
+        return {"requested": asked, "engaged": "all", "why_not": why_not if asked == "auto" else ""}
+    if not down:
+        raise SpecError(f"train.parts = 'down': {why_not} in this model; use 'all', or model.lora")
+    for name, tensor in named.items():
+        tensor.requires_grad_(name in down)
+    return {"requested": asked, "engaged": "down", "why_not": ""}
+
+
+def _frozen_norm(model: training.Model) -> float:
+    frozen = [tensor for tensor in model.policy.module.parameters() if not tensor.requires_grad]
+    return sum(tensor.detach().float().square().sum().item() for tensor in frozen) ** 0.5
+
+
+def algorithm(teaching: Teaching, judge: Judged | None) -> Algorithm:
+    from tandem.algo import reward_weighted, self_distill
+    from tandem.spec.algorithm import DrGrpoSpec
+
+    match teaching.algorithm:
+        case "sft":
+            made = training.sft_algorithm()
+        case "self_distill":
+            assert judge is not None, "self_distill: nobody judges"
+            made = self_distill.make(judge)
+        case "dpo":
+            made = training.preference_algorithm(DpoSpec())
+        case "reward":
+            made = reward_weighted.make(DrGrpoSpec())
+        case "group":
+            made = training.algorithm(DrGrpoSpec(), 0)
+        case unknown:
+            raise SpecError(f"algorithm = '{unknown}': should be one of {', '.join(ALGORITHMS)}")
+    if not teaching.kl_coef:
+        return made
+    from tandem.algo.reference_anchor import anchored
+
+    return anchored(made, teaching.kl_coef)
+
+
+def _bridge(spec: OnlineSpec, device: Any, model: training.Model) -> tuple[WeightBridge, BorrowedBase | None]:
+    """A copy of every version travels: what is served is never what is trained on. The base of adapters does not: on
+    the engine's GPU the trainer half reads the engine's."""
+    if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
+        from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+        from tandem.bridge.shared.adapter_base import BorrowedBase
+
+        base = BorrowedBase(device, model.policy.base_in)
+        return AdapterBroadcastBridge(device, deadline_s=spec.publish_deadline_s, base_wanted=True), base
+    from tandem.bridge.collective.broadcast import BroadcastBridge
+
+    way = "ipc" if device.type == "cpu" else "auto"
+    bucket = _BUCKET_BYTES if device.type == "cuda" else 0
+    return BroadcastBridge(
+        device, bucket_bytes=bucket, deadline_s=spec.publish_deadline_s, backend=way, roomy=True
+    ), None
+
+
+def held_out_rows(spec: OnlineSpec) -> Sequence[Conversation]:
+    if not spec.gates.held_out:
+        return []
+    data = FileData(path=spec.gates.held_out, eval_share=0.0, max_examples=spec.gates.held_out_samples)
+    if not (found := training.rows(data, "gates.held_out").train):
+        raise SpecError(f"gates.held_out = '{spec.gates.held_out}': no conversation is in it")
+    return found
+
+
+def _held_out(spec: OnlineSpec, model: training.Model) -> list[Trajectory]:
+    if not (rows := held_out_rows(spec)):
+        return []
+    found = [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
+    if max(len(each.ids) for each in found) > model.context:
+        raise SpecError(
+            f"gates.held_out = '{spec.gates.held_out}': needs conversations of at most {model.context} tokens each"
+        )
+    return found
+
+
+def _canaries(spec: OnlineSpec, model: training.Model) -> list[Canary]:
+    found: list[Canary] = []
+    for number, each in enumerate(spec.gates.canaries):
+        prompt = model.renderer.prompt([{"role": "user", "content": each.prompt}])
+        expected = [*model.renderer.encode(each.expected), model.renderer.end_id]
+        found.append(Canary(f"canary {number}", prompt, expected, each.exact))
+    return found
+
+
+# --- the server half
+
+
+def ordinary_prompts(spec: OnlineSpec) -> list[str]:
+    try:
+        if not (name := spec.ordinary.prompts):
+            text = resources.files("tandem.online").joinpath("ordinary_prompts.txt").read_text(encoding="utf-8")
+        else:
+            text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"ordinary.prompts = '{spec.ordinary.prompts}': cannot be read: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> Ordinary:
+    return Ordinary(
+        spec.ordinary,
+        alone.renderer,
+        ordinary_prompts(spec),
+        data_dir / "ordinary.json",
+        gate=spec.gates.kl_prompts,
+        context=alone.context,
+        why_not="model.preset: a model made from scratch has no answers worth keeping" if spec.from_scratch else "",
+    )
+
+
+def alone(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
+    """The engine, before any version has come."""
+    if not isinstance(spec.engine, ServerEngineSpec):
+        return _vllm(spec, data_dir)
+    import torch
+
+    torch.set_num_threads(spec.engine_threads)
+    device = training.pick_device(spec.device)
+    exact = isinstance(spec.precision, Float32Precision)
+    precision = spec.precision if exact else Bfloat16Precision(master="none")  # nothing is trained in here
+    model = training.model(_plain(spec.model), precision, spec.seed, device, spec.engine.max_context)
+    return standalone_engines.embedded_of(spec.engine, model)
+
+
+def _plain(model: ModelSpec) -> ModelSpec:
+    """Adapters are merged before they travel; what was trained before comes from the trainer half, too."""
+    return model.model_copy(update={"lora": None, "warm_start": None, "activations": "keep"})
+
+
+def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
+    assert not isinstance(spec.engine, ServerEngineSpec)
+    lora = spec.model.lora
+    options = standalone_engines.vllm_options(
+        spec.engine,
+        device=training.pick_device(spec.device).type,
+        dtype="float32" if isinstance(spec.precision, Float32Precision) else "bfloat16",
+        adapter_slots=0 if lora is None else 2,
+        max_rank=16 if lora is None else lora.rank,
+    )
+    engine, start, home = spec.engine, str(starting_model(spec, data_dir)), data_dir / "engine"
+
+    def one(under_way: Under) -> standalone_engines.Alone:
+        thinking = spec.model.thinking
+        return standalone_engines.vllm_alone(
+            engine,
+            start,
+            home,
+            options,
+            version=0,
+            thinking=thinking,
+            under_way=lambda process: under_way(process.kill),
+        )
+
+    alone = one(lambda end: None)
+    return replace(alone, engine=RevivedEngine(alone.engine, lambda under_way: one(under_way).engine))
+
+
+def revival(alone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
+    """Of an engine that is a process of its own."""
+    return alone.engine.start_again if isinstance(alone.engine, RevivedEngine) else None
+
+
+def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
+    """What vLLM loads before the first version comes: the same architecture and tokenizer."""
+    if isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir() and spec.model.warm_start is None:
+        return Path(spec.model.path).resolve()
+    path = (data_dir / "model").resolve()
+    if not path.exists():
+        assert isinstance(spec.model, PathModel | PresetModel)
+        model = training.model(_plain(spec.model), Float32Precision(), spec.seed, training.pick_device("cpu"))
+        training.export(model, path)
+    return path
+
+
+def past(spec: OnlineSpec, alone: standalone_engines.Alone, versions: Path) -> Callable[[int], Any] | None:
+    """Engines of versions that were published before, beside the one that serves; None where they cannot be had."""
+    if spec.model.lora is not None or not isinstance(spec.engine, ServerEngineSpec):
+        return None
+    from tandem.online.version_store import VersionStore
+
+    return lambda version: alone.engine.beside(VersionStore(versions).load(version).held.tensors, version)

@@ -1,0 +1,589 @@
+"""The composition root: with the other build_*.py, the only one that knows which class stands behind which protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem.errors import SpecError
+from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
+from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
+from tandem.publish import Call, on_this_thread
+from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
+from tandem.spec.data import DatasetData, FileData
+from tandem.spec.environment import EngineJudge as EngineJudgeSpec
+from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
+from tandem.spec.environment import HttpJudge as HttpJudgeSpec
+from tandem.spec.model import ModelSpec, PathModel, PresetModel
+from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
+from tandem.spec.preference import DpoSpec
+from tandem.spec.rollouts import ServiceRollouts
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
+from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tandem.data.conversation import Conversation
+    from tandem.data.load import Split
+    from tandem.data.preference_pairs import Pair
+    from tandem.model.policy import CausalPolicy
+    from tandem.optim.master_weights import Master
+    from tandem.optim.update_rule import Rule
+    from tandem.rollout.episode import Setting
+    from tandem.rollout.judge import Judge
+    from tandem.rollout.remote.trainer_store import RemoteStore
+    from tandem.text.renderer import Renderer
+
+# Imports stand inside the functions: what a spec does not ask for is not loaded, and wrong specs fail before torch.
+
+
+def environment(spec: EnvironmentSpec) -> Environment:
+    """With workers, none of its code runs in this process; whoever made it closes it."""
+    from tandem.env.load import load_environment
+
+    if not spec.workers:
+        return load_environment(spec.name, spec.params)
+    from tandem.rollout.workers.forkserver_client import Order
+    from tandem.rollout.workers.pool import WorkerEnvironment
+
+    memory_bytes = int(spec.worker_memory_gib * 2**30)
+    order = Order(spec.name, spec.params, spec.episode_timeout_s, memory_bytes=memory_bytes, pass_env=spec.pass_env)
+    return WorkerEnvironment(order, spec.workers)
+
+
+def its_spec(spec: RlSpec) -> EnvironmentSpec:
+    """Of a run that plays an environment of its own."""
+    if spec.environment is None:
+        raise SpecError("environment: this spec has none, so there is nothing to play; add [environment]")
+    return spec.environment
+
+
+def close(environment: Environment | None) -> None:
+    """Ends its processes, if it has any. May be called again."""
+    from tandem.rollout.workers.pool import WorkerEnvironment
+
+    if isinstance(environment, WorkerEnvironment):
+        environment.close()
+
+
+def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int) -> Judge | None:
+    from tandem.rollout.judge import EngineJudge, HttpJudge
+
+    match spec:
+        case NoJudge():
+            return None
+        case EngineJudgeSpec():
+            return EngineJudge(engine, renderer, max_context=max_context, timeout_s=spec.timeout_s)
+        case HttpJudgeSpec():
+            key = os.environ.get(spec.key_env, "") if spec.key_env else ""
+            if spec.key_env and not key:
+                raise SpecError(f"environment.judge.key_env = '{spec.key_env}': no such environment variable is set")
+            return HttpJudge(spec.url, spec.model, key, timeout_s=spec.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A policy with its renderer, on its device."""
+
+    policy: CausalPolicy
+    renderer: Renderer
+    device: Any
+    context: int
+    """Longest sequence, prompt and completion together."""
+    master: Master
+    """Outlives the stages of a run, as the weights do."""
+
+    @property
+    def shares(self) -> Shares:
+        """Whether siblings share one copy of their prompt."""
+        if self.policy.forward.shares_freely:
+            return shares_unmasked
+        return shares_masked(self.policy.module.config.get_text_config().hidden_size)
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.renderer.tokenizer)
+
+
+def settle_torch(spec: RunSpec) -> Any:
+    """Seeds and determinism, for the whole process; the device that was asked for."""
+    import torch
+
+    torch.manual_seed(spec.seed)
+    device = pick_device(spec.device)
+    torch.use_deterministic_algorithms(spec.deterministic and device.type == "cpu")
+    # Filling fresh memory with NaN finds bugs, not differences, and costs time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    return device
+
+
+def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SpecError(
+            "device = 'cuda': torch finds no GPU here; use device = 'cpu', or install a CUDA build of torch"
+        )
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> Model:
+    from transformers.utils import logging as transformers_logging
+
+    from tandem.model.cast_precision import narrow
+    from tandem.model.policy import CausalPolicy
+    from tandem.model.presets import make_model
+    from tandem.model.quantized_base import quantized_parts
+    from tandem.model.warm_start import begin_with, is_adapter_start
+    from tandem.text.renderer import Renderer
+    from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
+
+    transformers_logging.disable_progress_bar()  # the live view is the one that draws
+    if isinstance(spec, PresetModel):
+        tokenizer = byte_tokenizer()
+        module = make_model(spec.preset, tokenizer, seed, spec.kernel)
+    else:
+        tokenizer = load_tokenizer(spec.path, spec.revision)
+        module = existing_model(spec, precision, device)
+    adapter = None
+    if spec.warm_start is not None:
+        if spec.lora and is_adapter_start(spec.warm_start):
+            adapter = spec.warm_start
+        else:
+            module = begin_with(module, spec.warm_start)  # before narrow: in 32 bits
+    kept = master(precision, seed, adapters=spec.lora is not None)
+    if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
+        narrow(module, device, None if spec.lora else kept.adopt)
+    module = module if quantized_parts(module) else module.to(device)  # few bits came onto it, and stay as they are
+    policy = CausalPolicy(
+        module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations,
+        packed=spec.attention == "packed", compiled=spec.compile,
+    )  # fmt: skip
+    made_for = module.config.get_text_config().max_position_embeddings
+    context = min(max_context or made_for, made_for)
+    return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
+
+
+def tokenizer_from_scratch(idle: int) -> Any:
+    from tandem.text.tokenizer import byte_tokenizer
+
+    return byte_tokenizer(idle)
+
+
+def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> Any:
+    import torch
+
+    from tandem.model.load_checkpoint import load_model
+    from tandem.model.quantized_base import load_quantized
+
+    if spec.lora is None or spec.lora.base == "exact":
+        return load_model(spec.path, spec.revision, spec.kernel)
+    dtype = torch.bfloat16 if isinstance(precision, Bfloat16Precision) else torch.float32
+    return load_quantized(spec.path, spec.revision, spec.kernel, base=spec.lora.base, dtype=dtype, device=device)
+
+
+def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
+    from tandem.optim import master_weights as masters
+
+    if adapters or isinstance(precision, Float32Precision):
+        return masters.Float32()  # adapters are small, and stay float32 beside a narrow base
+    if precision.master == "split":
+        return masters.Split()
+    if precision.master == "fp32":
+        return masters.Fp32Copy()
+    return masters.Stochastic(seed) if precision.master == "stochastic" else masters.InPlace()
+
+
+def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
+    """What was asked of torch and transformers, whether it is had, and why not."""
+    import torch
+
+    from tandem.model.quantized_base import quantized_parts, share
+    from tandem.ops import digest
+
+    module = model.policy.module
+    found: list[tuple[str, Any, bool, str]] = []
+    forward, had = model.policy.forward, module.config._attn_implementation
+    if spec.model.attention == "packed":
+        why_not = forward.why_masked
+    else:
+        why_not = "" if had == spec.model.attention else f"transformers chose '{had}' for {type(module).__name__}"
+    found.append(("model.attention", spec.model.attention, not why_not, why_not))
+    if spec.model.compile:
+        found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
+    if spec.model.activations != "keep":
+        why_not = model.policy.activations.why_not
+        found.append(("model.activations", spec.model.activations, not why_not, why_not))
+    if spec.model.warm_start is not None:
+        found.append(("model.warm_start", spec.model.warm_start, True, ""))  # all of it, or the run has been refused
+    if spec.model.lora and spec.model.lora.base != "exact":
+        few = f"{spec.model.lora.base}: {len(quantized_parts(module))} layers, {share(module):.0%} of the weights"
+        found.append(("model.lora.base", few, True, ""))
+    if isinstance(spec.precision, Bfloat16Precision) and spec.model.lora is None:
+        found.append(("precision.master", spec.precision.master, True, ""))
+    for name, stage in (("warmup", getattr(spec, "warmup", None)), ("train", spec.train)):
+        if stage is not None and isinstance(stage.optimizer, AdamWOffloadSpec):
+            from tandem.optim import adamw_offload
+
+            why_not = adamw_offload.why_not(model.device)
+            found.append((f"{name}.optimizer.kind", "adamw_offload", not why_not, why_not))
+        if stage is not None and stage.gradient_release:
+            costs = "a step that turns out bad has moved some weights already; the clip goes by earlier steps' norm"
+            found.append((f"{name}.gradient_release", True, True, costs))
+    why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
+    found.append(("fused lm-head", True, not why_not, why_not))
+    if digests := digest.fused(model.device):
+        found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
+    if spec.deterministic:
+        why_not = "" if torch.are_deterministic_algorithms_enabled() else "equal bytes are had on a CPU only"
+        if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
+            why_not = "the engine decodes in a process of its own, by its own clock"
+        elif isinstance(spec, RlSpec) and spec.environment is not None and spec.environment.workers:
+            why_not = "episodes end by the clocks of their workers, and equal groups are replaced in that order"
+        found.append(("deterministic", True, not why_not, why_not))
+    return found
+
+
+def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
+    """`max_tokens`: the most that the policy may say in a turn."""
+    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
+
+    match spec.kind:
+        case "dr_grpo":
+            return dr_grpo.make(spec)
+        case "grpo":
+            return grpo.make(spec)
+        case "rloo":
+            return rloo.make(spec)
+        case "dapo":
+            return dapo.make(spec, max_tokens)
+        case "gspo":
+            return gspo.make(spec)
+        case "cispo":
+            return cispo.make(spec)
+        case "reinforce_pp":
+            return reinforce_pp.make(spec)
+        case "ppo":
+            return ppo.make(spec)
+        case "distill":
+            return distill.make(spec)
+
+
+def sft_algorithm() -> Algorithm:
+    from tandem.algo import sft
+
+    return sft.make()
+
+
+def preference_algorithm(spec: DpoSpec) -> Algorithm:
+    from tandem.algo import dpo
+
+    return dpo.make(spec)
+
+
+def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> None:
+    """Whose logprobs the algorithm compares with: the policy's own from now on, or a teacher's."""
+    from tandem.model.cast_precision import narrow
+    from tandem.model.load_checkpoint import load_model
+    from tandem.ops import packed_attention
+    from tandem.text.tokenizer import load_tokenizer
+
+    if not isinstance(spec, DistillSpec):
+        model.policy.keep_reference()
+        return
+    theirs = load_tokenizer(spec.teacher, spec.teacher_revision, "algorithm.teacher").get_vocab()
+    if odd := len(theirs.items() ^ model.renderer.tokenizer.get_vocab().items()):
+        raise SpecError(
+            f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {odd} entries, so its "
+            "logprobs would be of other tokens; take a teacher of the same family"
+        )
+    had = model.policy.module.config._attn_implementation
+    attention = "sdpa" if had == packed_attention.NAME else had
+    teacher = load_model(spec.teacher, spec.teacher_revision, attention, "algorithm.teacher")
+    if isinstance(precision, Bfloat16Precision):
+        narrow(teacher, model.device, None)
+    model.policy.follow(teacher.to(model.device))
+
+
+def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[[str, Any, bool, str], None]) -> None:
+    """`tick` at every micro-batch, where the trainer has them."""
+    from tandem.ops import release_host_memory
+    from tandem.train.trainer import PolicyTrainer
+
+    if isinstance(trainer, PolicyTrainer):
+        trainer.on_micro_batch = tick
+        if trainer.gives_memory_back:
+            why_not = release_host_memory.why_not()
+            note_option("free memory given back", True, not why_not, why_not)
+
+
+def trainer(stage: Stage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
+    from tandem.optim.schedule import lr_share
+    from tandem.train.trainer import PolicyTrainer
+
+    on_rollouts = isinstance(stage, RlStage)
+    return PolicyTrainer(
+        model.policy,
+        algorithm,
+        optimizer(
+            model.policy.trainable(),
+            stage.optimizer,
+            master=model.master,
+            tables=model.policy.tables(),
+            lora_plus=stage.lora_plus,
+            seed=seed,
+        ),
+        lr=lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
+        clip_norm=stage.clip_norm,
+        version=version,
+        temperature=stage.temperature if on_rollouts else 1.0,
+        top_p=stage.top_p if on_rollouts else 1.0,
+        max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
+        max_idle_steps=stage.max_idle_steps,
+        release=stage.gradient_release,
+        stage="warmup" if isinstance(stage, WarmupStage) else "train",
+    )
+
+
+def optimizer(
+    named_parameters: Sequence[tuple[str, Tensor]],
+    spec: OptimizerSpec,
+    *,
+    master: Master,
+    tables: Collection[str],
+    lora_plus: float,
+    seed: int,
+) -> Optimizer:
+    """`tables`: names of what holds a row a token."""
+    from tandem.optim.optimizer import Optimizer
+
+    matrices, others = rules(spec, seed)
+    return Optimizer(
+        named_parameters,
+        {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named_parameters},
+        master,
+        weight_decay=spec.weight_decay,
+        lr_scale={name: lora_plus for name, _ in named_parameters if ".lora_B." in name},
+    )
+
+
+def rules(spec: OptimizerSpec, seed: int) -> tuple[Rule, Rule]:
+    """For matrices, and for embeddings, the head and vectors: what treats a matrix as a whole is not for those."""
+    from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
+
+    if isinstance(spec, ApolloMiniSpec):
+        few_bits = spec.tables == "adamw_8bit"  # of vectors it keeps all: they are few
+        return apollo.Apollo(spec, seed), adamw_8bit.AdamW8bit(spec) if few_bits else adamw.AdamW(spec)
+    if isinstance(spec, MuonSpec):
+        return muon.Muon(spec), adamw.AdamW(spec)
+    rule: Rule
+    if isinstance(spec, AdamW8bitSpec):
+        rule = adamw_8bit.AdamW8bit(spec)
+    elif isinstance(spec, AdamWOffloadSpec):
+        rule = adamw_offload.AdamWOffload(spec)
+    elif isinstance(spec, AdamWSpec):
+        rule = adamw.AdamW(spec)
+    else:
+        rule = adafactor.Adafactor(spec)
+    return rule, rule
+
+
+def store(stage: RlStage | SftStage) -> RolloutStore:
+    from tandem.rollout.store import MemoryStore
+
+    if isinstance(stage, SftStage):
+        return MemoryStore(stage.batch_size)
+    slots = (stage.max_lag + 1) * stage.groups_per_step
+    return MemoryStore(slots, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s)
+
+
+async def leave(store: RolloutStore) -> None:
+    """The loop over it has ended, in whatever way."""
+    from tandem.rollout.remote.trainer_store import RemoteStore
+
+    if isinstance(store, RemoteStore):
+        await store.close()
+
+
+def rollouts(
+    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: Model, trainer: Trainer
+) -> tuple[RolloutStore, Producer]:
+    """Where groups wait, and who sees to it that they come. `directory`: the run's."""
+    if isinstance(spec.rollouts, ServiceRollouts):
+        remote = _service(spec, directory, spec.rollouts, model, trainer)
+        return remote, remote
+    from tandem.rollout.producer import EnvironmentProducer
+
+    assert setting is not None, "a spec without an environment is refused"
+    waiting = store(spec.train)
+    producer = EnvironmentProducer(
+        setting,
+        waiting,
+        algorithm.keep,
+        group_size=spec.train.group_size,
+        seed=spec.seed,
+        max_failed_share=its_spec(spec).max_failed_share,
+        max_replaced=spec.train.replace_equal_groups,
+    )
+    return waiting, producer
+
+
+def _service(spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: Model, trainer: Trainer) -> RemoteStore:
+    from tandem.rollout.queue.types import TrainerSpec
+    from tandem.rollout.remote.client import ServiceClient
+    from tandem.rollout.remote.trainer_store import RemoteStore, run_id_of
+
+    stage = spec.train
+    seat = TrainerSpec(
+        run_id=rollouts.run_id or run_id_of(directory, spec.name),
+        groups_per_step=stage.groups_per_step,
+        max_lag=stage.max_lag,
+        num_ids=model.num_ids,
+        max_tokens=model.context,
+        tokenizer=model.renderer.fingerprint,
+        max_dropped=stage.max_dropped,
+        lease_s=rollouts.lease_s,
+        extra={"sampling": {"temperature": stage.temperature, "top_p": stage.top_p}},
+    )
+    client = ServiceClient(rollouts.url, Path(rollouts.token_file), patience_s=stage.group_timeout_s)
+    return RemoteStore(
+        client, seat, lambda: trainer.version, take_timeout_s=stage.group_timeout_s, fresh=rollouts.fresh
+    )
+
+
+def recordings(groups: Sequence[Group], store: RolloutStore, seed: int) -> Producer:
+    from tandem.rollout.recorded_producer import RecordedProducer
+
+    return RecordedProducer(groups, store, seed=seed)
+
+
+def caller(deterministic: bool) -> Call:
+    """One thread has one order."""
+    return on_this_thread if deterministic else asyncio.to_thread
+
+
+def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
+    from tandem.train.batch_packing import make_batch
+
+    def make(groups: list[Group], version: int) -> Batch:
+        return make_batch(
+            groups,
+            algorithm,
+            micro_tokens=stage.micro_tokens,
+            version=version,
+            shares=model.shares,
+            device=model.device,
+        )
+
+    return make
+
+
+def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
+    """Training tasks with what the environment shows for them."""
+
+    demonstrate = getattr(environment, "demonstrate", None)
+    if demonstrate is None:
+        raise SpecError(
+            f"warmup.data.kind = 'demonstrations': environment '{name}' has no demonstrate(task, rng); write "
+            "one, or take warmup.data.kind = 'file'"
+        )
+    tasks: Sequence[Task] = environment.tasks("train")
+    rng = random.Random(f"demonstrations:{seed}")
+    chosen = rng.sample(range(len(tasks)), min(count, len(tasks)))
+    return [(tasks[index], demonstrate(tasks[index], rng)) for index in chosen]
+
+
+FileOrDataset = FileData | DatasetData
+
+
+def rows(spec: FileOrDataset, field: str) -> Split[Conversation]:
+    from tandem.data.load import load_rows
+
+    return load_rows(spec, field)
+
+
+def pairs(spec: FileOrDataset, field: str) -> Split[Pair]:
+    from tandem.data.preference_pairs import load_pairs
+
+    return load_pairs(spec, field)
+
+
+def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
+    """Logprobs of a recording's trained tokens."""
+    from tandem.train.batch_packing import make_batch
+
+    algorithm = sft_algorithm()
+
+    def score(recording: Trajectory) -> list[float]:
+        batch = make_batch(
+            [[recording]], algorithm, micro_tokens=micro_tokens, version=0, shares=shares_never, device=model.device
+        )
+        return model.policy.score(batch.micro[0], 1.0).tolist()
+
+    return score
+
+
+def examiner(model: Model, algorithm: Algorithm, micro_tokens: int) -> Callable[[Group], Metrics]:
+    """What the algorithm would say of a group if it were the whole step: its loss and its metrics, nothing learned. For
+    algorithms that keep siblings together and compare them with a reference."""
+    import torch
+
+    from tandem.train.batch_packing import make_batch
+
+    @torch.no_grad()
+    def examine(group: Group) -> Metrics:
+        batch = make_batch(
+            [group],
+            algorithm,
+            micro_tokens=micro_tokens,
+            version=0,
+            shares=model.shares,
+            device=model.device,
+        )
+        (micro,) = batch.micro
+        micro.reference_N = model.policy.reference_logprobs(micro, 1.0)
+        loss, sums = algorithm.loss(model.policy.logprobs(micro, 1.0), micro, batch.totals)
+        return {"loss/total": loss.item(), **{name: value / batch.totals.tokens for name, value in sums.items()}}
+
+    return examine
+
+
+def export(model: Model, path: Path) -> None:
+    from tandem.io import atomic_write
+
+    with atomic_write.directory(path) as directory:
+        model.policy.export(directory)
+
+
+def weights_writer(model: Model) -> Callable[[Path], None]:
+    """Writes what is trained, as it is when it is called."""
+
+    def write(directory: Path) -> None:
+        from safetensors.torch import save_file
+
+        trained = {name: tensor.detach().cpu().contiguous() for name, tensor in model.policy.trainable()}
+        save_file(trained, directory / "weights.safetensors")
+
+    return write
+
+
+def load_weights(model: Model, directory: Path) -> None:
+    """What `weights_writer` wrote of the same model."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tandem.ops.module_tensors import check_alike
+
+    saved = load_file(directory / "weights.safetensors")
+    check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")
+    with torch.no_grad():
+        for name, tensor in model.policy.trainable():
+            tensor.copy_(saved[name])

@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching on a transformers module in this process."""

@@ -1,0 +1,448 @@
+"""The embedded engine: continuous batching on the trainer's own module, in this process.
+
+consumes: prompts                waits for: a free row, and for the weights while it sleeps
+produces: completions            one iteration at a time: admit and prefill, or decode every live row by one token
+
+Weights change only between two iterations. What becomes of requests that are under way when a new version comes is
+`on_update`: they continue under it with their keys and values computed anew, they finish under the old one first, or
+they restart. A request may say otherwise for itself: one that is pinned ends on a twin of the module, whose weights are
+the old ones (engine/hf/shared_copy.py), while the others go on. In every case each token's logprob is exact for the
+version that
+its span names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.hf.admission_queue import Request, Waiting
+from tandem.engine.hf.kv_cache import SlotCache
+from tandem.engine.hf.sampler import Settings, draw
+from tandem.engine.hf.shared_copy import twin
+from tandem.engine.hf.staged_weights import Holding
+from tandem.errors import EngineError, SyncError
+from tandem.ops import attention_masks, digest
+from tandem.ops.byte_sizes import position_bytes
+from tandem.ops.device_names import device_name
+from tandem.ops.lm_head import Head
+from tandem.ops.module_tensors import live_tensors
+from tandem.ops.phase_timer import Phases
+from tandem.protocols import OnToken, WeightSource
+from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served
+
+_log = logging.getLogger(__name__)
+
+# Most positions in one prefill, padding included. On a CPU activations should stay in its cache: 1,024 was 1.3 times
+# as fast as 2,048 (docs/LOG.md). Elsewhere it bounds memory.
+_PREFILL_TOKENS = {"cpu": 1024}
+_DRAIN_POLL_S = 0.002
+_MAX_TWINS = 3  # old versions in memory at a time, for requests that are pinned to them
+
+
+class EmbeddedEngine:
+    """`inline` runs the model on the event loop's own thread: the order of everything is then the same in every run."""
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        num_ids: int,
+        end_ids: frozenset[int],
+        decode: Callable[[list[int]], str],
+        max_running: int = 256,
+        max_context: int = 0,
+        kv_gib: float = 4.0,
+        inline: bool = True,
+        on_update: OnUpdate = "continue",
+        is_twin: bool = False,
+    ) -> None:
+        """`is_twin`: the module is known to be understood."""
+        attention_masks.check_attention(module.config)
+        self.version = -1
+        self.boot_id = uuid.uuid4().hex
+        self.cache_epoch = self.lent_bytes = 0
+        config = module.config.get_text_config()
+        self.max_context: int = max_context or config.max_position_embeddings
+        self._module, self._head, self._config = module, Head(module, num_ids), module.config
+        if not is_twin:
+            self._head.check(module)
+        self._twins: dict[EmbeddedEngine, asyncio.Task[None]] = {}
+        self._make_twin = partial(
+            EmbeddedEngine, num_ids=num_ids, end_ids=end_ids, decode=decode, max_running=max_running,
+            max_context=max_context, kv_gib=kv_gib, inline=inline, is_twin=True,
+        )  # fmt: skip
+        self._end_ids, self._decode, self._inline = end_ids, decode, inline
+        self._device = next(module.parameters()).device
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        itemsize = next(module.parameters()).element_size()
+        self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
+        self._cache = SlotCache(config.num_hidden_layers, self._kv_positions)
+        rows = max_running + 1  # the last for who is urgent
+        self._settings = Settings.empty(rows, self._device)
+        self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
+        self._waiting = Waiting(
+            max_running=max_running, positions=self._kv_positions,
+            prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
+        )  # fmt: skip
+        self._running: list[Request] = []
+        self._holding, self._on_update, self._draining = Holding(module), on_update, False
+        self._source: WeightSource | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._why, self._stopped = "closed", asyncio.Event()
+        self._work, self._awake, self._iterating = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._awake.set()
+
+    # --- the protocol
+
+    @property
+    def receivers(self) -> int:
+        return 1
+
+    @property
+    def stays(self) -> bool:
+        """A CPU's weights move into memory of each trainer's own."""
+        return self._device.type != "cpu"
+
+    @property
+    def why_torn(self) -> str:
+        return ""  # a version is whole before it is served; who writes into its memory is looked after from outside
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        self._refuse_what_does_not_fit(prompt_ids, sampling)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._run(), name="engine")
+            self._pump.add_done_callback(lambda pump: self._stopped.set())
+        if self._pump.done():
+            raise EngineError(f"engine: it has stopped: {self._why}")
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
+        self._waiting.add(Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
+        self._work.set()
+        return await answer  # cancelled: the row is freed before the next iteration
+
+    async def attach(self, source: WeightSource) -> None:
+        self._source = source
+        if (home := source.house(dict(live_tensors(self._module)))) is not None:
+            await self.sleep()
+            self._holding.house(home)
+            await self.wake()
+        reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
+        reply["devices"] = [device_name(self._device)]
+        reply["digests"] = digest.fused(next(self._module.parameters()).device)
+        if source.carries == "adapter":
+            reply["base"] = await self._call(self._holding.fingerprints)
+        source.attached(reply)
+
+    async def load(self, version: int) -> Served:
+        if self._source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        phases = Phases()
+        if self._source.carries == "live":
+            await self.sleep()  # the trainer may have written already
+        try:
+            weights = await self._call(self._source.receive, version)  # it waits for the other end
+            phases.end("wait")
+            staged = await self._call(self._holding.stage, weights, phases)
+            old = await self._twin_for_pinned()
+            await self._pause_for_update()
+            phases.end("pause")
+            served = self._holding.flip(staged)
+            self._forget(old)
+            self.version = weights.version
+            phases.end("apply")
+        finally:
+            self._draining = False
+            await self.wake()  # refused, too: requests under way get their answer from the version they had
+        return Served(self.version, served, (self.boot_id,), self.cache_epoch, phases.seconds)
+
+    async def _pause_for_update(self) -> None:
+        if self._on_update == "finish" and self._awake.is_set():
+            self._draining = True
+            while self._running:
+                self._work.set()
+                await asyncio.sleep(_DRAIN_POLL_S)
+        await self.sleep()
+
+    async def _twin_for_pinned(self) -> EmbeddedEngine | None:
+        """Before the flip, if anybody is to stay with the weights that are served now."""
+        while len(self._twins) >= _MAX_TWINS:
+            await asyncio.wait(self._twins.values(), return_when=asyncio.FIRST_COMPLETED)
+        if not any(request.sampling.on_update == "pin" for request in (*self._running, *self._waiting)):
+            return None
+        return self._make_twin(await self._call(twin, self._module))
+
+    def _forget(self, old: EmbeddedEngine | None = None) -> None:
+        """Keys and values of the old weights are worthless: whatever runs is prefilled again. Pinned requests are
+        `old`'s from now on; those that came after it was made go on here."""
+        begun = [*self._running, *(request for request in self._waiting if request.ids)]
+        own: dict[str, str] = {"continue": "follow", "finish": "follow", "restart": "restart"}
+        pinned: list[Request] = []
+        for request in begun:
+            match request.sampling.on_update or own[self._on_update]:
+                case "restart":
+                    request.begin_again()
+                case "pin" if old is not None:
+                    pinned.append(request)
+                case _:
+                    pass
+        self._waiting.put_back(self._running)
+        if pinned and old is not None:
+            self._waiting.keep(lambda request: request not in pinned)
+            self._twins[old] = asyncio.create_task(old.answer_all(pinned, self.version), name="pinned requests")
+            self._twins[old].add_done_callback(lambda _: self._twins.pop(old))
+        self._running = []
+        self.cache_epoch += 1
+
+    def beside(self, tensors: Mapping[str, Tensor], version: int) -> EmbeddedEngine:
+        """An engine of another version, on a twin of this one's module. `tensors`: those in which the two differ."""
+        module = twin(self._module)
+        parameters = dict(module.named_parameters())
+        for name, tensor in tensors.items():
+            parameters[name].data = tensor.to(parameters[name].device, parameters[name].dtype)
+        other = self._make_twin(module)
+        other.version = version
+        return other
+
+    async def answer_all(self, requests: list[Request], version: int) -> None:
+        """A twin's life."""
+        self.version = version
+        self._waiting.put_back(requests)
+        self._pump = asyncio.create_task(self._run(), name=f"engine of version {version}")
+        self._work.set()
+        await asyncio.wait([request.answer for request in requests])
+        await self.close()
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args) if self._inline else await asyncio.to_thread(function, *args)
+
+    async def fingerprints(self) -> Fingerprints:
+        """Of what is served, computed now."""
+        return await self._call(self._holding.fingerprints)
+
+    async def remember(self) -> None:
+        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        await self._call(self._holding.remember)
+
+    async def intact(self) -> bool:
+        return await self._call(self._holding.intact)
+
+    async def lost(self) -> None:
+        await self._stopped.wait()
+
+    async def sleep(self) -> None:
+        self._awake.clear()
+        async with self._iterating:  # an iteration under way reads the weights
+            pass
+
+    async def wake(self) -> None:
+        self._awake.set()
+        self._work.set()  # who waited while others drained
+
+    async def close(self) -> None:
+        for each in [*self._twins.values()]:
+            each.cancel()
+        for each in [*self._twins]:
+            await each.close()
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.gather(self._pump, return_exceptions=True)
+        self._fail_all(EngineError("engine: closed"))
+
+    # --- the pump
+
+    async def _run(self) -> None:
+        wave: list[Request] = []
+        try:
+            while True:
+                await self._work.wait()
+                await self._let_requests_gather()
+                await self._awake.wait()
+                async with self._iterating:
+                    if not self._awake.is_set():
+                        continue
+                    self._forget_cancelled()
+                    if not self._waiting and not self._running:
+                        self._work.clear()
+                        continue
+                    self._make_room()
+                    wave = [] if self._draining else self._waiting.next_wave(self._running)
+                    if not wave and not self._running:  # draining, and drained
+                        self._work.clear()
+                        continue
+                    if self._inline:
+                        drawn = self._forward(wave)
+                    else:
+                        drawn = await asyncio.to_thread(self._forward, wave)
+                    self._deliver(*drawn)
+        except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who wait for an answer
+            _log.exception("the engine stopped")
+            self._why = f"{type(error).__name__}: {error}"
+            self._waiting.put_back(wave)  # those that it stopped over are nowhere else yet
+            self._fail_all(EngineError(f"engine: stopped by {self._why}"))
+
+    def _make_room(self) -> None:
+        """What goes back keeps what was sampled, and is prefilled with it when its turn comes again."""
+        if not self._draining and (request := self._waiting.makes_room(self._running)) is not None:
+            row = self._running.index(request)
+            self._waiting.put_back([request])
+            self._close_gaps([row])
+
+    async def _let_requests_gather(self) -> None:
+        """Requests that were started together come in over a few turns of the event loop; take them in one wave."""
+        for _ in range(8):
+            before = len(self._waiting)
+            await asyncio.sleep(0)
+            if len(self._waiting) == before:
+                return
+
+    @torch.inference_mode()
+    def _forward(self, wave: list[Request]) -> tuple[int, list[int], list[float]]:
+        """The first row drawn for, and an id and a logprob for it and for every row after it."""
+        if wave:
+            first, logits_SV = len(self._running), self._prefill(wave)
+            self._running.extend(wave)
+            self._cache.num_rows = len(self._running)
+        else:
+            first, logits_SV = 0, self._decode_step()
+        rows = slice(first, len(self._running))
+        ids_S, logprobs_S = draw(logits_SV, self._settings.rows(rows.start, rows.stop), self._drawn_S[rows])
+        self._last_S[rows] = ids_S
+        self._drawn_S[rows] += 1
+        return first, ids_S.tolist(), logprobs_S.tolist()
+
+    def _prefill(self, wave: list[Request]) -> Tensor:
+        """Logits after each request's prompt. Equal prompts go through the model once."""
+        first, last = len(self._running), len(self._running) + len(wave)
+        prompts: dict[tuple[int, ...], int] = {}
+        copies = [prompts.setdefault((*request.prompt, *request.ids), len(prompts)) for request in wave]
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        ids_PT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=self._device)
+        copies_S = torch.tensor(copies, device=self._device)
+        lengths_P = torch.tensor(lengths, device=self._device)
+        self._cache.num_rows = first
+        self._cache.reserve(last, max(width + 1, self._longest()))
+        self._cache.copies, self._cache.view = copies_S, width
+        positions_T = torch.arange(width, device=self._device)
+        # Padding stands on the right: no real token sees it, and decoding overwrites its positions before reading them.
+        causal = (positions_T[:, None] >= positions_T)[None, None]
+        mask = None
+        if not attention_masks.plainly_causal(self._config):
+            mask = attention_masks.for_model(self._config, causal, positions_T[:, None], positions_T)
+        hidden_PTH = self._head.hidden(ids_PT, positions_T[None].expand_as(ids_PT), mask, self._cache)
+        logits_PV = self._head.logits(hidden_PTH[torch.arange(len(lengths), device=self._device), lengths_P - 1])
+        rows = slice(first, last)
+        self._position_S[rows] = lengths_P[copies_S]
+        self._drawn_S[rows] = torch.tensor([len(request.ids) for request in wave], device=self._device)
+        values = zip(
+            *((s.temperature, s.top_p, s.top_k, s.seed % 2**63) for s in (request.sampling for request in wave)),
+            strict=True,
+        )
+        for tensor, column in zip(self._settings.tensors(), values, strict=True):
+            tensor[rows] = torch.tensor(column, dtype=tensor.dtype, device=self._device)
+        return logits_PV[copies_S]
+
+    def _decode_step(self) -> Tensor:
+        rows = len(self._running)
+        positions_S = self._position_S[:rows]
+        longest = self._longest()
+        self._cache.reserve(rows, longest)
+        self._cache.num_rows, self._cache.copies, self._cache.positions = rows, None, positions_S
+        self._cache.view = min(-(-longest // 16) * 16, self._cache.length_held)
+        key_T = torch.arange(self._cache.view, device=self._device)
+        query_S111 = positions_S[:, None, None, None]
+        mask = attention_masks.for_model(self._config, key_T <= query_S111, query_S111, key_T)
+        hidden_S1H = self._head.hidden(self._last_S[:rows, None], positions_S[:, None], mask, self._cache)
+        positions_S += 1
+        return self._head.logits(hidden_S1H[:, 0])
+
+    def _deliver(self, first: int, ids: list[int], logprobs: list[float]) -> None:
+        ended: list[int] = []
+        for offset, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            request = self._running[first + offset]
+            if logprob != logprob or logprob == float("-inf"):
+                raise EngineError(f"the model's logits are not finite (version {self.version})")
+            try:
+                request.add(token_id, logprob, self.version)
+            except Exception as error:  # noqa: BLE001 - a caller's on_token: ends its own request, no other
+                if not request.answer.done():
+                    request.answer.set_exception(error)
+            if request.answer.done():
+                ended.append(first + offset)
+            elif reason := self._finished(request, token_id):
+                request.finish(reason)
+                ended.append(first + offset)
+        self._close_gaps(ended)
+
+    def _finished(self, request: Request, token_id: int) -> FinishReason | None:
+        if token_id in request.stop_ids:
+            return "stop"
+        if stop := request.sampling.stop:
+            # A character is at most four tokens of a byte-level tokenizer; more of the tail cannot matter.
+            tail = self._decode(request.ids[-4 * max(map(len, stop)) - 4 :])
+            if any(word in tail for word in stop):
+                return "stop"
+        return "length" if len(request.ids) >= request.sampling.max_tokens else None
+
+    # --- rows
+
+    def _longest(self) -> int:
+        return max((len(request.prompt) + len(request.ids) for request in self._running), default=0)
+
+    def _forget_cancelled(self) -> None:
+        self._close_gaps([row for row, request in enumerate(self._running) if request.answer.done()])
+        if any(request.answer.done() for request in self._waiting):
+            self._waiting.keep(lambda request: not request.answer.done())
+
+    @torch.inference_mode()
+    def _close_gaps(self, ended: list[int]) -> None:
+        """Move the last live rows into the rows that ended, so that live rows stay first."""
+        if not ended:
+            return
+        gone = set(ended)
+        left = len(self._running) - len(ended)
+        targets = [row for row in ended if row < left]
+        sources = [row for row in range(left, len(self._running)) if row not in gone]
+        for source, target in zip(sources, targets, strict=True):
+            self._running[target] = self._running[source]
+        del self._running[left:]
+        if sources:
+            for tensor in (*self._settings.tensors(), self._last_S, self._position_S, self._drawn_S):
+                tensor[targets] = tensor[sources]
+            self._cache.move(sources, targets)
+        self._cache.num_rows = left
+
+    def _fail_all(self, error: EngineError) -> None:
+        for request in (*self._running, *self._waiting):
+            if not request.answer.done():
+                request.answer.set_exception(error)
+        self._running = []
+        self._waiting.keep(lambda _: False)
+
+    # --- refusals
+
+    def _refuse_what_does_not_fit(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        if not prompt_ids:
+            raise EngineError("engine: an empty prompt; the first token needs something to follow")
+        length = len(prompt_ids) + sampling.max_tokens
+        if length > min(self.max_context, self._kv_positions):
+            raise EngineError(
+                f"engine: {len(prompt_ids)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the context of "
+                f"{min(self.max_context, self._kv_positions)}; ask for fewer, or raise engine.max_context or kv_gib"
+            )

@@ -1,0 +1,99 @@
+"""The embedded engine's KV cache: a row a sequence, rows of unequal length, live rows always first.
+
+Shapes: S rows, H heads, L positions, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from tandem.ops.byte_sizes import cache_held
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer. In prefill, new rows are appended and attend to themselves; in decode, each row gets one position."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._owner = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, length = self._owner.rows_held, self._owner.length_held
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], length, key_states.shape[3])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], length, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, keys, values = self._owner, self.keys, self.values
+        assert keys is not None
+        assert values is not None
+        if cache.copies is not None:
+            rows, length = cache.num_rows, key_states.shape[2]
+            end = rows + len(cache.copies)
+            keys[rows:end, :, :length] = key_states[cache.copies]
+            values[rows:end, :, :length] = value_states[cache.copies]
+            return key_states, value_states
+        rows = cache.num_rows
+        index = torch.arange(rows, device=keys.device)
+        keys[index, :, cache.positions] = key_states[:, :, 0]
+        values[index, :, cache.positions] = value_states[:, :, 0]
+        return keys[:rows, :, : cache.view], values[:rows, :, : cache.view]
+
+    def resize(self, rows: int, length: int, live_rows: int) -> None:
+        if self.keys is None or self.values is None:
+            return
+        old_length = self.keys.shape[2]
+        for name in ("keys", "values"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+            kept = min(length, old_length)
+            new[:live_rows, :, :kept] = old[:live_rows, :, :kept]
+            setattr(self, name, new)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys[target] = self.keys[source]
+            self.values[target] = self.values[source]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.view, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """Grows by doubling while that stays within `max_positions` (rows times length), and to the exact size beyond."""
+
+    def __init__(self, num_layers: int, max_positions: int) -> None:
+        self._max_positions = max_positions
+        self.rows_held, self.length_held = 8, 64
+        self.num_rows = 0
+        self.view = 0
+        self.positions: Tensor = torch.zeros(0, dtype=torch.long)
+        self.copies: Tensor | None = None
+        """In prefill: which of the prompts each new row repeats."""
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Room for `rows` live rows of `length` positions."""
+        if rows <= self.rows_held and length <= self.length_held:
+            return
+        # From what is wanted, not from what is held: many short rows and then one long one are not many long ones.
+        self.rows_held, self.length_held = cache_held(rows, length, self._max_positions)
+        for layer in self.layers:
+            layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Close the gaps that ended rows left."""
+        for layer in self.layers:
+            layer.move(torch.tensor(source), torch.tensor(target))  # pyright: ignore[reportAttributeAccessIssue]

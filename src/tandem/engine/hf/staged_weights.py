@@ -1,0 +1,144 @@
+"""What an engine serves from, and how another version takes its place: staged, verified, flipped by pointers alone.
+
+Until `flip` nothing that is served has changed; `flip` itself does all of it or nothing, and takes microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.hf.lora_hooks import Adapter
+from tandem.errors import SyncError
+from tandem.ops.digest import fingerprints
+from tandem.ops.module_tensors import live_tensors, move_in, whereabouts
+from tandem.ops.phase_timer import Phases
+from tandem.types import Fingerprints, WeightKind, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A version that is ready. What is served is this very memory, so its fingerprints are the proof."""
+
+    kind: WeightKind
+    tensors: Mapping[str, Tensor]
+    fingerprints: Fingerprints
+
+
+class Holding:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._adapter = Adapter(module)
+        self._remembered: Fingerprints = {}
+
+    def layout(self) -> dict[str, tuple[str, list[int]]]:
+        return {name: (_name_of(tensor.dtype), list(tensor.shape)) for name, tensor in self._live().items()}
+
+    def house(self, storage: Mapping[str, Tensor]) -> None:
+        move_in(self._live().items(), storage)
+
+    def stage(self, weights: Weights, phases: Phases) -> Staged:
+        """Everything that can go wrong goes wrong here."""
+        arrived = dict(weights.tensors())
+        if weights.kind == "live":
+            self._check_identity(arrived)
+            phases.end("verify")
+            return Staged("live", {}, dict(weights.expected))
+        self._check_apart(arrived)
+        if weights.kind == "full":
+            self._check_fits(arrived)
+        else:
+            self._adapter.check(arrived, weights.adapter)
+        device = next(self._module.parameters()).device
+        apart = bool(weights.path)  # who writes over the files later, or cuts them, must not reach what is served
+        staged = {name: tensor.to(device, copy=apart) for name, tensor in arrived.items()}
+        phases.end("stage")
+        found = fingerprints(staged)
+        if odd := [name for name in found if found[name] != weights.expected.get(name)]:
+            raise SyncError(
+                f"version {weights.version}: what arrived of '{odd[0]}' is not what was sent ({len(odd)} of "
+                f"{len(found)} tensors); the version before goes on serving"
+            )
+        phases.end("verify")
+        return Staged(weights.kind, staged, found)
+
+    def flip(self, staged: Staged) -> Fingerprints:
+        """The proof that forward passes now read the memory that was verified, and no other; or they read what they did
+        before."""
+        adapter, tensors = self._adapter.serving(), {name: tensor.data for name, tensor in self._live().items()}
+        self._point_at(staged)
+        serving = self._adapter.serving() if staged.kind == "adapter" else self._live()
+        odd = [name for name in staged.tensors if whereabouts(staged.tensors[name]) != whereabouts(serving[name])]
+        if odd:
+            self._adapter.use(adapter)
+            for name, tensor in self._live().items():
+                tensor.data = tensors[name]
+            raise SyncError(
+                f"'{odd[0]}' would be served from other memory than was verified ({len(odd)} of {len(staged.tensors)} "
+                "tensors); the version before goes on serving"
+            )
+        return staged.fingerprints
+
+    def _point_at(self, staged: Staged) -> None:
+        # An adapter that stayed when whole weights come would be served on top of them: they hold one already, merged.
+        self._adapter.use(staged.tensors if staged.kind == "adapter" else {})
+        for name, tensor in self._live().items() if staged.kind == "full" else ():
+            tensor.data = staged.tensors[name]
+
+    def fingerprints(self) -> Fingerprints:
+        """Of the whole module, computed now."""
+        return fingerprints(self._live())
+
+    def remember(self) -> None:
+        """Before somebody else writes into this memory."""
+        self._remembered = self.fingerprints()
+
+    def intact(self) -> bool:
+        """Nothing was written since."""
+        return self.fingerprints() == self._remembered
+
+    def _live(self) -> dict[str, Tensor]:
+        return dict(live_tensors(self._module))
+
+    def _check_identity(self, theirs: Mapping[str, Tensor]) -> None:
+        """Every tensor that this engine serves must be the trainer's own memory, under the same name."""
+        ours = self._live()
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            raise SyncError(f"single copy: {len(odd)} tensors are on one side only: {', '.join(odd[:3])}")
+        for name, tensor in ours.items():
+            if whereabouts(tensor) != whereabouts(theirs[name]):
+                raise SyncError(f"single copy: '{name}' is not the trainer's memory; it would serve old weights")
+
+    def _check_apart(self, arrived: Mapping[str, Tensor]) -> None:
+        """A buffer that is used again, while the version in it is served, has torn that version."""
+        served = {_storage(tensor) for tensor in (*self._live().values(), *self._adapter.serving().values())}
+        if odd := [name for name, tensor in arrived.items() if tensor.numel() and _storage(tensor) in served]:
+            raise SyncError(
+                f"'{odd[0]}' arrived in the very memory that is served ({len(odd)} of {len(arrived)} tensors): the "
+                "version before was written over while it answered; every version needs memory of its own"
+            )
+
+    def _check_fits(self, theirs: Mapping[str, Tensor]) -> None:
+        ours = self._live()
+        if odd := sorted(ours.keys() ^ theirs.keys()):
+            raise SyncError(
+                f"{len(odd)} of {len(ours.keys() | theirs.keys())} tensors are on one side only, as '{odd[0]}'; "
+                "all of them are mapped, or none is served"
+            )
+        for name, tensor in ours.items():
+            other = theirs[name]
+            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+                was = f"{other.dtype} {list(other.shape)}"
+                raise SyncError(f"'{name}' arrived as {was} and is served as {tensor.dtype} {list(tensor.shape)}")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""HTTP towards engines: pooled connections, server-sent events, a deadline on silence."""

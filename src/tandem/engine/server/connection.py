@@ -1,0 +1,252 @@
+"""One life of an engine's server, seen from the trainer: requests to it, and the watch over whether it is still there.
+
+consumes: requests                       waits for: answers; how long is said with each, or the watch ends it
+produces: completions, and `gone`        an engine that ended, hangs or is another one by now: within 10 s
+
+The watch runs on a thread and a connection of its own: an event loop that stands still while a trainer computes on it
+must not be taken for an engine that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import httpx
+
+from tandem.engine.http.client import Answer, Broken, HttpClient, Silent
+from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
+from tandem.io.engine_messages import decoded, encoded, error_of
+from tandem.protocols import OnToken
+from tandem.types import Completion, Sampling, Span
+
+_log = logging.getLogger(__name__)
+
+_BEAT_S, _BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
+_STREAMS = 512  # files are not without end; who comes later waits for one of these
+_STATUS_S = 5.0
+_TRIES = 3
+_LAST_WORDS_S = 0.2  # how a process ended is known a moment after its connections broke
+
+T = TypeVar("T")
+
+
+class Connection:
+    def __init__(self, url: str, token: str, epitaph: Callable[[], str] = lambda: "") -> None:
+        """`epitaph`: how the engine's process ended, if it is ours and has."""
+        self.url = url
+        self.boot_id = ""
+        self.gone, self.why = asyncio.Event(), ""
+        self.left = False
+        """By us: nothing was lost."""
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._epitaph = epitaph
+        self._http = HttpClient(url, headers=self._headers, most=_STREAMS)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._closed = threading.Event()
+        self._loaded = False
+
+    async def open(self) -> Mapping[str, Any]:
+        """Its status. EngineLost if nobody answers."""
+        status = await self.status()
+        if not isinstance(status.get("boot_id"), str):
+            raise EngineError(f"engine: what answers at {self.url} is no engine of `tandem engine serve`")
+        self.boot_id = status["boot_id"]
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(loop,), name="engine watch", daemon=True).start()
+        return status
+
+    def expect_loaded(self) -> None:
+        """From now on, an engine that cannot answer is lost."""
+        self._loaded = True
+
+    async def status(self) -> Mapping[str, Any]:
+        return await self._ask("GET", "/engine/status", None, _STATUS_S)
+
+    async def post(self, route: str, body: Mapping[str, Any], read_s: float) -> Mapping[str, Any]:
+        """Its answer, or the error that it tells of."""
+        return await self._unless_gone(self._ask("POST", route, body, read_s))
+
+    async def complete(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None, on_token: OnToken | None
+    ) -> Completion:
+        """EngineLost once the engine is. Where only the connection broke, it is asked again from the beginning."""
+        asked = asdict(sampling)
+        if wish := asked.pop("on_update"):
+            raise EngineError(f"engine: on_update = '{wish}': {self.url} treats all requests alike when weights come")
+        body = {
+            "prompt_ids": list(prompt_ids),
+            "sampling": asked,
+            "session": session,
+            "boot_id": self.boot_id,  # one that was started anew has other weights, and the watch sees it a beat late
+        }
+        content = encoded(body)
+        for _ in range(_TRIES):
+            try:
+                return await self._unless_gone(self._stream(content, on_token, urgent=sampling.urgent))
+            except Broken as error:
+                await self._must_be_there(error)
+        raise EngineLost(f"engine: {self.url} breaks every connection")
+
+    async def leave(self, why: str) -> None:
+        """As `close`, for another one to take its place: who asks it now asks that one again."""
+        self.left = True
+        await self.close(why)
+
+    async def close(self, why: str = "engine: closed") -> None:
+        self._closed.set()
+        self._set_gone(why)
+        await self._http.close()
+
+    # --- asking
+
+    async def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, read_s: float) -> Mapping[str, Any]:
+        content = None if body is None else encoded(body)
+        try:
+            answer = await self._http.ask(method, route, content, within_s=read_s)
+        except Silent as error:
+            raise EngineSilent(f"engine: {self.url} gave no answer to {route} within {read_s:g} s") from error
+        except Broken as error:
+            raise EngineLost(self._describe(error)) from error
+        return _checked(self.url + route, answer)
+
+    async def _stream(self, content: bytes, on_token: OnToken | None, *, urgent: bool) -> Completion:
+        # Tokens are the sign of life, and who waits for them may have to queue: no limit but the watch's.
+        growing, route = _Growing(on_token), "/engine/generate"
+        async with self._http.stream(route, content, urgent=urgent) as answer:
+            if answer.status != 200:
+                _checked(self.url + route, await answer.whole())
+            async for piece in answer.pieces():
+                growing.feed(piece)
+        if growing.completion is None:
+            raise Broken("the answer has no end")
+        return growing.completion
+
+    async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.gone.is_set():
+            work.close()
+            raise EngineLost(self.why)
+        asking = asyncio.create_task(work)
+        self._under_way.add(asking)
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.gone.is_set() and not (task and task.cancelling()):
+                raise EngineLost(self.why) from None
+            raise
+        finally:
+            self._under_way.discard(asking)
+
+    async def _must_be_there(self, error: Broken) -> None:
+        """EngineLost unless the same engine still answers."""
+        try:
+            status = await self.status()
+        except EngineError:
+            await asyncio.sleep(_LAST_WORDS_S)
+            self._set_gone(self._describe(error))
+        else:
+            if status["boot_id"] != self.boot_id:
+                self._set_gone(_started_anew(self.url))
+        if self.gone.is_set():
+            raise EngineLost(self.why) from error
+
+    def _describe(self, error: Exception) -> str:
+        how = self._epitaph() or (str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
+        return f"engine: {self.url} is gone: {how}"
+
+    # --- the watch
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        missed = 0
+        with httpx.Client(
+            base_url=self.url, headers=self._headers, trust_env=False, timeout=httpx.Timeout(_BEAT_TIMEOUT_S)
+        ) as client:
+            while not self._closed.wait(_BEAT_S):
+                try:
+                    why, missed = self._look(client), 0
+                except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # no JSON, or not what it says
+                    missed += 1
+                    why = self._describe(error) if missed == _BEATS_MISSED or self._epitaph() else ""
+                if why:
+                    with suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+                        loop.call_soon_threadsafe(self._set_gone, why)
+                    return
+
+    def _look(self, client: httpx.Client) -> str:
+        """Why it is lost, though it answers; or nothing."""
+        answer = client.get("/engine/status")
+        if answer.status_code != 200:
+            return f"engine: {self.url} answers {answer.status_code}: it is another one than was attached"
+        status = answer.json()
+        if status["boot_id"] != self.boot_id:
+            return _started_anew(self.url)
+        if status["state"] == "dead" or (status["state"] == "torn" and self._loaded):
+            return str(status["why"])
+        return ""
+
+    def _set_gone(self, why: str) -> None:
+        if self.gone.is_set():
+            return
+        if not self._closed.is_set():
+            _log.warning("%s", why)
+        self.why = why
+        self.gone.set()
+        self._closed.set()
+        for asking in self._under_way:
+            asking.cancel()
+
+
+class _Growing:
+    """A completion, from pieces of its lines."""
+
+    def __init__(self, on_token: OnToken | None) -> None:
+        self.completion: Completion | None = None
+        self._on_token, self._rest = on_token, b""
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    def feed(self, piece: bytes) -> None:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            told = decoded(line)
+            if "ids" in told:
+                self._add(told["ids"], told["logprobs"], told["version"])
+            elif "error" in told:
+                raise error_of(told, "engine: it failed without a reason")
+            else:
+                # Fewer than were told: it began again under a new version, and what came before that is forgotten.
+                start = len(self._ids) - sum(count for _, count in told["spans"])
+                spans = [Span(version, count) for version, count in told["spans"]]
+                self.completion = Completion(self._ids[start:], self._logprobs[start:], spans, told["finish_reason"])
+
+    def _add(self, ids: list[int], logprobs: list[float], version: int) -> None:
+        self._ids += ids
+        self._logprobs += logprobs
+        if self._on_token is not None:
+            for token_id, logprob in zip(ids, logprobs, strict=True):
+                self._on_token(token_id, logprob, version)
+
+
+def _checked(url: str, answer: Answer) -> Mapping[str, Any]:
+    otherwise = f"engine: {url} answers {answer.status}: {answer.text[:200]}"
+    if answer.status == 401:
+        raise NotLetIn(f"engine: {url} refuses the token")
+    try:
+        body = decoded(answer.content)
+    except ValueError:
+        body = None
+    if answer.status != 200:
+        raise error_of(body, otherwise)
+    if not isinstance(body, dict):
+        raise EngineError(otherwise)
+    return body
+
+
+def _started_anew(url: str) -> str:
+    return f"engine: {url} was started anew; what was attached is gone"

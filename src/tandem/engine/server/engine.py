@@ -1,0 +1,319 @@
+"""An engine in a process of its own, as an Engine of this one. The process is ours, or somebody else's.
+
+consumes: prompts; a source's link         waits for: the process to be ready, its answers, the watch over it
+produces: completions, `lost`              an engine that went away is an EngineLost; `attach` and `load` take it back
+
+A process of ours is started by `attach`, or by the first prompt, and again after it died or hung. Somebody else's is
+never signalled. After a new start no prompt goes to it before a version was loaded: what it has then are other weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tandem.engine.server.child_process import Owned, OwnedProcess
+from tandem.engine.server.connection import Connection
+from tandem.errors import (
+    EngineError,
+    EngineLost,
+    EngineSilent,
+    NotLetIn,
+    SpecError,
+    SyncError,
+    SyncTimeout,
+    TandemError,
+)
+from tandem.io.child_process import Ready
+from tandem.io.engine_messages import served_of
+from tandem.io.process_identity import identity
+from tandem.io.token_file import read_token
+from tandem.ops.phase_timer import Phases
+from tandem.protocols import OnToken, WeightSource
+from tandem.types import Completion, Sampling, Served
+
+_log = logging.getLogger(__name__)
+
+_LOAD_GRACE_S = 5.0  # beyond the deadline that the server itself keeps
+_LOOK_AGAIN_S = 0.3
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A process that somebody else started."""
+
+    url: str
+    token_file: Path
+    patience_s: float = 20.0
+    """For it to come back, if it is not there."""
+
+
+class ServerEngine:
+    def __init__(
+        self,
+        place: Owned | Standing,
+        *,
+        receivers: int = 1,
+        deadline_s: float = 60.0,
+        shares_memory: bool = False,
+        shares_device: bool = False,
+        lease_s: float = 60.0,
+        make_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`shares_memory`: the trainer writes where this engine reads. `shares_device`: it computes where this engine
+        computes. Either makes `sleep` a pause, which ends by itself `lease_s` after this process stops renewing it.
+        `make_room`: called before the engine starts or wakes, which may need the memory that is kept here for later."""
+        self._place, self._receivers, self._deadline_s = place, receivers, deadline_s
+        self._shares_memory, self._pauses, self._lease_s = shares_memory, shares_memory or shares_device, lease_s
+        self._make_room = make_room
+        self._process = OwnedProcess(place) if isinstance(place, Owned) else None
+        self._connection: Connection | None = None
+        self._meeting, self._met = asyncio.Lock(), asyncio.Event()
+        self._source: WeightSource | None = None
+        self._attachment, self._owner = 0, uuid.uuid4().hex
+        self._version, self._loaded_boot = -1, ""
+        self._serving = asyncio.Event()
+        self._serving.set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def receivers(self) -> int:
+        return self._receivers
+
+    @property
+    def is_coming(self) -> bool:
+        """It is being started or sought, or is yet to load what it shall serve: each within a deadline of its own."""
+        return self._meeting.locked() or not self._serving.is_set()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        while True:
+            connection = await self._ready()
+            try:
+                return await connection.complete(prompt_ids, sampling, session, on_token)
+            except EngineLost:
+                if not connection.left:
+                    raise
+
+    async def attach(self, source: WeightSource) -> None:
+        if not source.link:
+            raise SyncError("engine: this bridge works within one process, and the engine is in another")
+        await self._stop_renewing()
+        self._make_room()
+        connection = await self._meet()
+        if connection.boot_id != self._loaded_boot:
+            self._serving.clear()
+        reply = await self._take(connection, source)
+        if reply.get("boot_id") != connection.boot_id:
+            raise EngineLost(f"engine: {connection.url} was started anew as it was attached")
+        if reply.get("workers", self._receivers) != self._receivers:
+            raise EngineError(
+                f"engine: {connection.url} has {reply['workers']} workers, and {self._receivers} were expected"
+            )
+        if self._shares_memory:
+            self._keep_renewing()
+        source.attached(reply)
+        self._source = source
+
+    async def load(self, version: int) -> Served:
+        connection, source = self._attached()
+        await self._stop_renewing()
+        self._make_room()
+        if source.link["mode"] == "restart":
+            served = await self._load_by_restart(source, version)
+        else:
+            body = {**self._caller(), "version": version, "deadline_s": self._deadline_s}
+            try:
+                served = served_of(await connection.post("/engine/load", body, self._deadline_s + _LOAD_GRACE_S))
+            except EngineSilent as error:
+                raise SyncTimeout(str(error)) from error
+        self._version, self._loaded_boot = served.version, self._attached()[0].boot_id
+        self._attached()[0].expect_loaded()
+        self._serving.set()
+        return served
+
+    async def sleep(self) -> None:
+        if self._pauses:
+            if lent_bytes := await self._pause():
+                _log.info("the engine sleeps: %.2f GiB of GPU memory are the trainer's", lent_bytes / 2**30)
+            self._keep_renewing()
+
+    async def wake(self) -> None:
+        if self._renewing is not None:
+            await self._stop_renewing()
+            self._make_room()
+            await self._attached()[0].post("/engine/wake", self._caller(), self._deadline_s)
+
+    async def lost(self) -> None:
+        while True:
+            await self._met.wait()
+            connection = self._connection
+            assert connection is not None
+            await connection.gone.wait()
+            if not connection.left:
+                return
+
+    async def close(self) -> None:
+        await self._stop_renewing()
+        if self._connection is not None:
+            await self._connection.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.end)
+
+    # --- who is there
+
+    async def _ready(self) -> Connection:
+        """The engine, once it serves what was loaded. EngineLost if it is lost meanwhile."""
+        if self._connection is None:
+            await self._meet()
+        while not self._serving.is_set():
+            connection = self._connection
+            assert connection is not None
+            waits = [asyncio.ensure_future(self._serving.wait()), asyncio.ensure_future(connection.gone.wait())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            if connection.gone.is_set() and not connection.left:
+                raise EngineLost(connection.why)
+            await self._met.wait()
+        assert self._connection is not None
+        return self._connection
+
+    async def _meet(self) -> Connection:
+        """The engine as it is now; started (again), if it is ours and has to be."""
+        async with self._meeting:
+            if self._connection is not None and await self._is_well(self._connection):
+                return self._connection
+            if self._connection is not None:
+                await self._connection.close()
+            if self._process is not None:
+                ready = await asyncio.to_thread(self._process.start_again)
+                return await self._connect(ready)
+            return await self._reach()
+
+    async def _is_well(self, connection: Connection) -> bool:
+        if connection.gone.is_set():
+            return False
+        try:
+            status = await connection.status()
+        except EngineError:
+            return False
+        return status["boot_id"] == connection.boot_id and status["state"] != "dead"
+
+    async def _reach(self) -> Connection:
+        assert isinstance(self._place, Standing)
+        until = time.monotonic() + self._place.patience_s
+        while True:
+            try:
+                token = read_token(self._place.token_file, "engine.token_file")
+                return await self._connect(Ready(self._place.url, 0, token))
+            except (EngineError, OSError) as error:
+                if time.monotonic() > until:
+                    if self._connection is None and isinstance(error, NotLetIn | OSError):  # a typing error, then
+                        raise SpecError(f"engine.token_file = '{self._place.token_file}': {error}") from error
+                    raise EngineLost(f"engine: none answers at {self._place.url}: {error}") from error
+                await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _connect(self, ready: Ready) -> Connection:
+        connection = Connection(ready.url, ready.token, self._process.epitaph if self._process else lambda: "")
+        try:
+            status = await connection.open()
+        except BaseException:
+            await connection.close()
+            raise
+        if self._loaded_boot not in ("", connection.boot_id):
+            self._serving.clear()
+        self._connection, self._version = connection, int(status["version"])
+        self._met.set()
+        return connection
+
+    def _attached(self) -> tuple[Connection, WeightSource]:
+        if self._connection is None or self._source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        return self._connection, self._source
+
+    async def _take(self, connection: Connection, source: WeightSource) -> dict[str, Any]:
+        body = {
+            "link": dict(source.link),
+            "lease_s": self._lease_s,
+            "writing": self._shares_memory,
+            "owner": self._owner,
+            "process": identity(),
+        }
+        reply = dict(await connection.post("/engine/attach", body, self._deadline_s))
+        self._attachment = int(reply.pop("attachment"))
+        return reply
+
+    def _caller(self) -> dict[str, Any]:
+        return {"attachment": self._attachment, "boot_id": self._attached()[0].boot_id}
+
+    # --- pauses
+
+    async def _pause(self) -> int:
+        body = {**self._caller(), "lease_s": self._lease_s, "writing": self._shares_memory}
+        return int((await self._attached()[0].post("/engine/sleep", body, self._deadline_s))["lent_bytes"])
+
+    def _keep_renewing(self) -> None:
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(), name="engine lease")
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            try:
+                await self._pause()
+            except EngineSilent as error:
+                _log.warning("the pause was not renewed: %s", error)
+            except TandemError as error:
+                _log.warning("the pause is over: %s", error)  # load() or wake() will say so
+                return
+
+    async def _stop_renewing(self) -> None:
+        renewing, self._renewing = self._renewing, None
+        if renewing is not None:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    # --- by a new start
+
+    async def _load_by_restart(self, source: WeightSource, version: int) -> Served:
+        if self._process is None:
+            raise SyncError(
+                "engine: sync.bridge = 'restart' ends the engine's process, and this one is not ours to end"
+            )
+        phases = Phases()
+        weights = await asyncio.to_thread(source.receive, version)
+        phases.end("wait")
+        if not weights.path:
+            raise SyncError(f"engine: version {version} lies in no directory that a process could be started from")
+        async with self._meeting:
+            self._serving.clear()
+            self._met.clear()
+            if self._connection is not None:
+                await self._connection.leave("engine: it is started again with the next version")
+            ready = await asyncio.to_thread(self._process.start_with, weights.path, version)
+            connection = await self._connect(ready)
+        phases.end("apply")
+        if self._pauses:
+            await self._take(connection, source)  # who is not attached may not send it to sleep
+        served = served_of(await connection.post("/engine/digest", {"version": version}, self._deadline_s))
+        phases.end("prove")
+        return replace(served, seconds=phases.seconds)

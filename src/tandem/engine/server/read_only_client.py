@@ -1,0 +1,90 @@
+"""An engine that somebody else keeps in step with a trainer: asked, and never changed.
+
+consumes: prompts                waits for: the engine, a while also for one that is started again
+produces: completions            each token with the version that the engine had when it made it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.engine.server.connection import Connection
+from tandem.errors import EngineError, EngineLost
+from tandem.io.token_file import read_token
+from tandem.protocols import OnToken
+from tandem.types import Completion, Sampling
+
+_LOOK_AGAIN_S, _TELL_S = 0.3, 10.0
+_OPTION = "--engine-token-file"
+
+
+class Follower:
+    def __init__(self, url: str, token_file: Path, *, patience_s: float = 20.0) -> None:
+        """`patience_s`: for it to come back, if it is not there."""
+        self._url, self._token_file, self._patience_s = url.rstrip("/"), token_file, patience_s
+        self._connection: Connection | None = None
+        self._meeting = asyncio.Lock()
+        self.version = -1
+
+    def tell(self, route: str) -> Mapping[str, Any]:
+        """What it says of itself; blocks."""
+        try:
+            headers = {"Authorization": f"Bearer {read_token(self._token_file, _OPTION)}"}
+            answer = httpx.get(self._url + route, headers=headers, timeout=_TELL_S, trust_env=False)
+            answer.raise_for_status()
+            told = answer.json()
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise EngineLost(f"engine: none answers at {self._url}{route}: {error}") from error
+        assert isinstance(told, dict)
+        return told
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        connection = await self._meet()
+        completion = await connection.complete(prompt_ids, sampling, session, on_token)
+        if completion.spans:
+            self.version = completion.spans[-1].version
+        return completion
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+
+    async def _meet(self) -> Connection:
+        async with self._meeting:
+            if self._connection is not None:
+                if not self._connection.gone.is_set():
+                    return self._connection
+                await self._connection.close()
+                self._connection = None
+            until = time.monotonic() + self._patience_s
+            while self._connection is None:
+                try:
+                    self._connection = await self._open()
+                except (EngineError, OSError) as error:
+                    if time.monotonic() > until:
+                        raise EngineLost(f"engine: none answers at {self._url}: {error}") from error
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+            return self._connection
+
+    async def _open(self) -> Connection:
+        connection = Connection(self._url, read_token(self._token_file, _OPTION))
+        try:
+            status = await connection.open()
+        except BaseException:
+            await connection.close()
+            raise
+        self.version = int(status["version"])
+        return connection

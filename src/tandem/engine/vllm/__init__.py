@@ -1,0 +1,1 @@
+"""vLLM as an engine: its process, weight updates, sampled tokens, tested versions."""

@@ -1,0 +1,273 @@
+"""vLLM as an Engine: token ids in, token ids out, and weights through what Tandem runs inside its workers.
+
+consumes: prompts               waits for: vLLM's scheduler, and to be admitted while a version is exchanged
+produces: completions           which say of every token the version that made it
+
+Which version that is and who is admitted is engine/vllm/weight_update.py's. What vLLM has cached is found by no
+request of
+another version: it is cleared at each exchange, and those that come later have another `cache_salt`. Where workers can
+keep what they sample, a request's answer is its token ids alone, and logprobs are read from there
+(engine/vllm/token_reader.py); where not, vLLM's server sends every token by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
+
+from tandem.engine.http.server_sent_events import server_sent
+from tandem.engine.vllm.process import VllmProcess
+from tandem.engine.vllm.token_reader import SampledReader
+from tandem.engine.vllm.weight_update import Exchange
+from tandem.errors import EngineError
+from tandem.io.engine_messages import decoded
+from tandem.ops.option_report import requested
+from tandem.ops.vllm_token_protocol import MARK, URGENT
+from tandem.protocols import OnToken, WeightSource
+from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
+
+_log = logging.getLogger(__name__)
+
+_WATCH_S = 0.5
+_AT_THE_END = 2  # vLLM's RequestOutputKind.FINAL_ONLY: else it puts every token's answer together, to drop all but one
+
+
+class VllmEngine:
+    def __init__(
+        self,
+        process: VllmProcess,
+        *,
+        end_ids: frozenset[int],
+        num_ids: int,
+        on_update: Literal["auto", OnUpdate] = "auto",
+        version: int = -1,
+    ) -> None:
+        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto: as
+        `continue` does, and nobody asked for it where it cannot be had."""
+        exchange = Exchange(process, "continue" if on_update == "auto" else on_update, version)
+        self._process, self._exchange, self._on_update = process, exchange, on_update
+        self._end_ids, self._num_ids = sorted(end_ids), num_ids
+        self._prepared, self._preparing = False, asyncio.Lock()
+        self._sampled: SampledReader | None = None
+        """What the workers keep of requests under way; None: they cannot, and `_why_streamed` says why."""
+        self._why_streamed = ""
+
+    # --- sampling
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        await self._prepare()
+        # Where a text ends a completion only vLLM's server knows it: tokens come from there, one by one.
+        sampled = None if sampling.stop and on_token is not None else self._sampled
+        while True:
+            async with self._exchange.admitted(may_be_held=sampled is not None):
+                if sampled is None:
+                    completion = await self._sample_streaming(prompt_ids, sampling, on_token)
+                else:
+                    completion = await self._sample_whole(sampled, prompt_ids, sampling, on_token)
+            if completion is not None:  # else it was ended for the sake of an exchange, and is asked again
+                return completion
+
+    async def _prepare(self) -> None:
+        """Before anything is sampled. vLLM's matrix may have more rows than there are tokens."""
+        if self._prepared:
+            return
+        async with self._preparing:
+            if self._prepared:
+                return
+            if self._num_ids:
+                await self._exchange.workers("tandem_vocabulary", self._num_ids)
+            for answer in await self._exchange.workers("tandem_keep", self.version):
+                self._why_streamed = self._why_streamed or answer["why_not"]
+            if self._why_streamed:
+                _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
+            else:
+                self._sampled = SampledReader(self._read_sampled, self.boot_id)
+            self._prepared = True
+
+    async def _sample_whole(
+        self, sampled: SampledReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+    ) -> Completion | None:
+        version, of_base = self.version, self._exchange.serves_base  # workers number what adapters stand upon
+
+        def tell(token_id: int, logprob: float, served: int) -> None:
+            assert on_token is not None
+            on_token(token_id, logprob, served if of_base else version)
+
+        end_ids = {*self._end_ids, *sampling.stop_ids}
+        with sampled.request(sampling.max_tokens, end_ids, tell if on_token else None) as request:
+            body = self._request(prompt_ids, sampling, version)
+            body["stream"] = False
+            del body["sampling_params"]["logprobs"]
+            body["sampling_params"]["output_kind"] = _AT_THE_END
+            body["sampling_params"]["extra_args"][MARK] = request.name
+            choices = [choice async for choice in self._choices(body)]
+            ids, reason = choices[0]["token_ids"], choices[0]["finish_reason"]
+            if reason == "abort":
+                return None
+            finish, logprobs = _finish(reason, len(ids)), await sampled.logprobs(request, ids)
+            return Completion(ids, logprobs, request.spans if of_base else [Span(version, len(ids))], finish)
+
+    async def _sample_streaming(
+        self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+    ) -> Completion | None:
+        version = self.version
+        ids: list[int] = []
+        logprobs: list[float] = []
+        reason = ""
+        async for choice in self._choices(self._request(prompt_ids, sampling, version)):
+            new = choice["token_ids"]
+            content = (choice.get("logprobs") or {}).get("content") or []
+            if len(content) != len(new):
+                raise EngineError(f"engine: vLLM sent {len(new)} tokens with {len(content)} logprobs")
+            for token_id, each in zip(new, content, strict=True):
+                ids.append(token_id)
+                logprobs.append(float(each["logprob"]))
+                if on_token is not None:
+                    on_token(token_id, logprobs[-1], version)
+            reason = choice.get("finish_reason") or reason
+        if reason == "abort":
+            return None
+        return Completion(ids, logprobs, [Span(version, len(ids))], _finish(reason, len(ids)))
+
+    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, version: int) -> dict[str, Any]:
+        return {
+            "model": self._exchange.model,
+            "token_ids": list(prompt_ids),
+            "stream": True,
+            "cache_salt": f"{self.boot_id}-{version}",  # a prefix of other weights is never found
+            "sampling_params": {
+                "max_tokens": sampling.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "seed": sampling.seed % 2**63,
+                "stop": list(sampling.stop),
+                "stop_token_ids": sorted({*self._end_ids, *sampling.stop_ids}),
+                "ignore_eos": True,  # stop_token_ids is the whole list; vLLM would add those of generation_config.json
+                "include_stop_str_in_output": True,
+                "logprobs": 0,
+                "detokenize": bool(sampling.stop),  # only to find a text does vLLM need to write one
+                "extra_args": {URGENT: True} if sampling.urgent else {},
+            },
+        }
+
+    async def _read_sampled(self, running: list[Any], ended: list[Any], dropped: list[str]) -> dict[str, Sequence[Any]]:
+        answers = await self._exchange.workers("tandem_sampled", running, ended, dropped)
+        return answers[0]["news"]  # the rank that vLLM itself takes tokens from
+
+    async def _choices(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        urgent = URGENT in request["sampling_params"]["extra_args"]
+        async with self._process.stream("/inference/v1/generate", request, urgent=urgent) as answer:
+            if answer.status != 200:
+                text = (await answer.whole()).text
+                raise EngineError(f"engine: vLLM refuses a request with {answer.status}: {text[:500]}")
+            if not request["stream"]:
+                for choice in decoded((await answer.whole()).content)["choices"]:
+                    yield choice
+                return
+            async for data in server_sent(answer.pieces(), "engine: vLLM"):
+                if data == b"[DONE]":
+                    continue
+                told = decoded(data)
+                if "error" in told:
+                    raise EngineError(f"engine: vLLM ended a request: {told['error']}")
+                for choice in told["choices"]:
+                    yield choice
+
+    # --- weights
+
+    async def attach(self, source: WeightSource) -> None:
+        await self._prepare()
+        told = {
+            "sampled": requested("kept", self._why_streamed),
+            "scheduler": requested("in bulk", self._process.why_not_in_bulk),
+        }
+        why_not = self._why_none_is_held(source)
+        if self._on_update == "continue":
+            told["on_update"] = requested("continue", why_not)
+        elif self._on_update == "auto":
+            told["on_update"] = requested("auto", "", note=f"finish, for {why_not}" if why_not else "continue")
+        if not self._process.options.eager:
+            told["compiled"] = requested("by form", self._process.why_not_found_again)
+        await self._exchange.attach(source, told)
+
+    def _why_none_is_held(self, source: WeightSource) -> str:
+        if source.carries == "adapter":
+            return "requests end under the adapter that they began with"
+        if source.link.get("mode") == "restart":
+            return "the next version is another process, which is asked again"
+        if self._exchange.gives_memory:
+            return "it gives its memory away to sleep, and waits for all of them before"
+        return self._why_streamed
+
+    async def load(self, version: int) -> Served:
+        return await self._exchange.load(version)
+
+    async def fingerprints(self) -> Fingerprints:
+        return await self._exchange.fingerprints()
+
+    async def remember(self) -> None:
+        await self._exchange.remember()
+
+    async def intact(self) -> bool:
+        return await self._exchange.intact()
+
+    async def sleep(self) -> None:
+        await self._exchange.sleep()
+
+    async def wake(self) -> None:
+        await self._exchange.wake()
+
+    @property
+    def version(self) -> int:
+        return self._exchange.version
+
+    @property
+    def boot_id(self) -> str:
+        return self._exchange.boot_id
+
+    @property
+    def cache_epoch(self) -> int:
+        return self._exchange.cache_epoch
+
+    @property
+    def receivers(self) -> int:
+        return self._exchange.receivers
+
+    @property
+    def lent_bytes(self) -> int:
+        return self._exchange.lent_bytes
+
+    @property
+    def why_torn(self) -> str:
+        return self._exchange.why_torn
+
+    @property
+    def stays(self) -> bool:
+        return True  # captured graphs point at it
+
+    # --- its process
+
+    async def lost(self) -> None:
+        while self._process.running:
+            await asyncio.sleep(_WATCH_S)
+
+    async def close(self) -> None:
+        if self._sampled is not None:
+            await self._sampled.close()
+        await self._process.close()
+
+
+def _finish(reason: str, num_ids: int) -> FinishReason:
+    if reason not in ("stop", "length") or not num_ids:
+        raise EngineError(f"engine: vLLM ended a request with {reason!r} after {num_ids} tokens")
+    return "stop" if reason == "stop" else "length"

@@ -1,0 +1,254 @@
+"""vLLM as a child process: in a Python environment of its own, behind a socket file that only this user can open.
+
+What Tandem runs inside it is put on its path as one directory that holds a link to this package and nothing else: the
+trainer's own packages must not become vLLM's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.engine.http.client import Broken, Coming, HttpClient, Silent
+from tandem.engine.vllm.compile_cache import ModelName, package_path
+from tandem.engine.vllm.tested_versions import is_since, refuse_unknown_version, version_of
+from tandem.errors import EngineError, EngineLost
+from tandem.io import prestart
+from tandem.io.child_process import Child
+from tandem.io.engine_messages import decoded, encoded
+from tandem.ops.vllm_token_protocol import SCHEDULER_TOLD, URGENT_PLACES
+
+_log = logging.getLogger(__name__)
+
+CONTROL_S = 60.0  # for a call that moves no weights
+_POLL_S = 0.2
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
+# GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
+_ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_BASE_URL = "http://vllm"
+_SERVER = "vllm.entrypoints.openai.api_server"
+_IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
+_EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
+_SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
+_COMPILED = (
+    '{"tandem_adapters": 1}'  # what was compiled without vllm_worker/lora_layers.py is not taken from vLLM's cache
+)
+_LEAST_STREAMS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
+_SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """What `vllm serve` is asked for."""
+
+    model: str
+    python: str
+    dtype: str = "auto"
+    device: str = "cuda"
+    tensor_parallel: int = 1
+    memory_share: float = 0.9
+    max_running: int = 256
+    max_context: int = 0
+    eager: bool = False
+    sleeps: bool = False
+    """Gives its GPU's memory back while it sleeps, if the device can."""
+    adapter_slots: int = 0
+    """0: no adapters. Else how many versions may be in use at a time."""
+    max_rank: int = 16
+    seed: int = 0
+    unchecked: bool = False
+    """Also a version that has not passed the conformance suite: for the suite itself."""
+    extra: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def why_awake(self) -> str:
+        """Empty if memory is given back."""
+        return "vLLM's CPU build has no sleep mode: it only pauses" if self.device == "cpu" else ""
+
+    def arguments(self, socket: Path, version: str) -> list[str]:
+        given = [
+            *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
+            *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
+            *("--max-num-seqs", str(self.max_running + URGENT_PLACES), "--seed", str(self.seed)),
+            *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER),
+            # Logprobs of the distribution that the token was drawn from, not of the model before temperature.
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            "--disable-uvicorn-access-log",
+        ]
+        given += ["--max-model-len", str(self.max_context)] if self.max_context else []
+        given += ["--enforce-eager"] if self.eager else []
+        given += ["--enable-sleep-mode"] if self.sleeps and not self.why_awake else []
+        if self.adapter_slots:
+            slots, rank = str(self.adapter_slots), next(rank for rank in _RANKS if rank >= self.max_rank)
+            given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
+            given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
+        if is_since(version, 0, 32):  # token ids in and out have to be asked for
+            given += ["--enable-scale-out"]
+        if self.device != "cpu":
+            given += ["--gpu-memory-utilization", str(self.memory_share)]
+        else:  # it would go back in a request's random numbers after a part of a prompt, which a CPU's generator cannot
+            given += ["--no-enable-chunked-prefill"]
+        return [*given, *self.extra]
+
+
+class VllmProcess:
+    """One `vllm serve`, and the calls that go to it."""
+
+    def __init__(self, options: VllmOptions, home: Path, *, waits: bool = False) -> None:
+        """`waits`: it imports what it will need, takes no GPU, and goes on with `serve`; its model is not known yet."""
+        self.options = options
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-vllm-")  # 0700, and its name is short
+        self.socket = Path(self._folder.name) / "socket"
+        if len(str(self.socket)) > _SOCKET_BYTES:
+            raise EngineError(f"engine: '{self.socket}' is too long a name for a socket; set TMPDIR to a shorter one")
+        self._version = version_of(options.python)
+        if not options.unchecked:
+            refuse_unknown_version(self._version, options.python)
+        self._told = Path(self._folder.name) / "what.json"
+        self._name: ModelName | None = None
+        program = ["tandem.io.prestart", str(self._told), *_IMPORTS] if waits else self._program()
+        self._child = Child(
+            [options.python, "-m", *program],
+            ready_file=home / "vllm-ready.json",
+            log=home / "vllm.log",
+            environment=self._environment(Path(self._folder.name)),
+        )
+        most = max(_LEAST_STREAMS, 2 * options.max_running)
+        self._http = HttpClient(_BASE_URL, socket=self.socket, most=most)
+
+    def serve(self, options: VllmOptions) -> None:
+        """What it has waited for: as those before but for the model and its context."""
+        self.options = options
+        prestart.tell(self._told, self._program())
+
+    def _program(self) -> list[str]:
+        self._name = ModelName(self.options.model)
+        return [_SERVER, *replace(self.options, model=self._name.path).arguments(self.socket, self._version)]
+
+    @property
+    def why_not_found_again(self) -> str:
+        """Why what vLLM compiles for this model is not found for the next of its form; or nothing."""
+        return "no model was named" if self._name is None else self._name.why_not
+
+    @property
+    def why_not_in_bulk(self) -> str:
+        """Why its scheduler asks about each request at each step, once it is ready; or nothing."""
+        try:
+            return decoded((Path(self._folder.name) / _SCHEDULER_FILE).read_bytes())["why_not"]
+        except FileNotFoundError:
+            return "vLLM was told to take another scheduler"
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        return {
+            "PYTHONPATH": str(package_path(folder / "path")),
+            SCHEDULER_TOLD: str(folder / _SCHEDULER_FILE),
+            "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds: no connection is ever closed by vLLM as we use it
+            **(_ON_CPU if self.options.device == "cpu" else {}),
+            **(_forked(os.environ) if self.options.device != "cpu" and self.options.tensor_parallel == 1 else {}),
+            **(_plain_segments(os.environ) if self.options.sleeps else {}),
+            **self.options.environment,
+        }
+
+    @property
+    def running(self) -> bool:
+        return self._child.exit_code is None
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Blocks. EngineError if it ends before it is ready, or takes longer; it is stopped then."""
+        until = time.monotonic() + deadline_s
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url=_BASE_URL) as client:
+            while time.monotonic() < until:
+                if not self.running:
+                    self.kill()
+                    raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
+                try:
+                    if _listens(self.socket) and client.get("/health", timeout=5.0).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass  # not yet
+                time.sleep(_POLL_S)
+        self.kill()
+        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
+
+    async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
+        """The answer's JSON. EngineLost if nobody is there any more, EngineError for a refusal."""
+        content = None if body is None else encoded(body)
+        try:
+            answer = await self._http.ask("POST", path, content, within_s=deadline_s, query=query)
+        except Silent as error:
+            raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
+        except Broken as error:
+            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.epitaph()}") from error
+        if answer.status != 200:
+            raise EngineError(f"engine: vLLM answers {path} with {answer.status}: {answer.text[:500]}")
+        return decoded(answer.content) if answer.kind == "application/json" else {}
+
+    async def end(self) -> None:
+        """What it holds is of no use any more; whoever owns it starts another."""
+        await asyncio.to_thread(self.kill)
+
+    def kill(self) -> None:
+        self._stop(0.0)
+
+    def _stop(self, grace_s: float = 10.0) -> None:
+        self._child.stop(grace_s)
+        if self._name is not None:
+            self._name.close()
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[Coming]:
+        """The answer as it comes in, however long that takes. EngineLost if nobody is there any more."""
+        try:
+            async with self._http.stream(path, encoded(body), urgent=urgent) as answer:
+                yield answer
+        except Broken as error:
+            raise EngineLost(f"engine: vLLM is gone: {error}") from error
+
+    async def close(self) -> None:
+        await self._http.close()
+        await asyncio.to_thread(self._stop)
+        self._folder.cleanup()
+
+
+def _forked(environment: Mapping[str, str]) -> dict[str, str]:
+    """Left to itself vLLM's server spawns its engine, which imports everything a second time: 20 s of a start. Tried
+    with one GPU."""
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    return {name: environment.get(name, "fork")}
+
+
+def _plain_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """Torch's allocator without expandable segments: they cannot be mixed with memory that sleeps."""
+    changed: dict[str, str] = {}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        settings = environment.get(name, "").split(",")
+        kept = [setting for setting in settings if not setting.strip().startswith("expandable_segments")]
+        if kept != settings:
+            changed[name] = ",".join(kept)
+            _log.warning("%s: expandable_segments is left out for vLLM; with engine.sleep = 'free' it cannot be", name)
+    return changed
+
+
+def _listens(path: Path) -> bool:
+    """httpx does not close a socket that it could not connect."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,398 @@
+"""Which version vLLM serves, and how the next one takes its place.
+
+consumes: versions              waits for: their bytes; what runs, to have left the gate; asleep, room on the GPU
+produces: what requests name    and digests of what is served, read back
+
+A full version comes beside the one that is served, the gate shuts, what runs ends (`finish`), is ended and asked again
+(`restart`) or is held (`continue`), the workers copy the version over and read back what they serve, and the gate
+opens. vLLM itself does not say in every version of its own which weights made a token: so only those requests are held
+whose tokens the workers keep. An adapter comes into a slot that no request uses, and requests name it from then on, so
+those under way end with theirs. What failed halfway answers nobody: no torn weights. Once begun, an exchange runs to
+its end, whoever gives it up: workers cannot be told to stop.
+
+Asleep, with `engine.sleep = "free"`, vLLM's weights are in the host's memory and its keys and values nowhere: nothing
+may touch the GPU before they are back, and they are not called back before there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tandem.engine.vllm.process import CONTROL_S, VllmProcess
+from tandem.engine.vllm.request_gate import Gate
+from tandem.engine.vllm.shard_digests import Tiling, digests_of, whole
+from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
+from tandem.io.finish_anyway import to_its_end
+from tandem.ops.digest import parted
+from tandem.ops.option_report import requested
+from tandem.ops.phase_timer import Phases
+from tandem.protocols import WeightSource
+from tandem.types import Fingerprints, OnUpdate, Served
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S, _LOOK_MOST_S = 0.002, 0.05  # between looks whether a version has come
+_STALL_S = 0.02  # that the engine's steps may wait for an adapter on its way
+_BASE = "base"
+_ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
+
+
+class Exchange:
+    def __init__(self, process: VllmProcess, on_update: OnUpdate, version: int) -> None:
+        self.version = version
+        self.boot_id = uuid.uuid4().hex
+        self.cache_epoch = 0
+        self.model = _BASE
+        """What requests name: the base, or the adapter of the version served."""
+        self._process, self._gate = process, Gate(process, on_update)
+        self._source: WeightSource | None = None
+        self._adapters: list[str] = []
+        """That vLLM has loaded, and whose slots are ours to write over once nobody asks for them."""
+        self._tilings: dict[str, Tiling] = {}
+        """How workers hold each of them."""
+        self._held = -1
+        """The full version that the workers say they hold; -1: what they started with."""
+        self._torn = ""
+        self._lent: list[int] = []
+        """Bytes that each worker gave back to sleep; empty: awake."""
+        self._moving_memory = asyncio.Lock()
+
+    @property
+    def receivers(self) -> int:
+        return self._process.options.tensor_parallel
+
+    @property
+    def lent_bytes(self) -> int:
+        return sum(self._lent)
+
+    @property
+    def gives_memory(self) -> bool:
+        """To sleep."""
+        return self._process.options.sleeps and not self._process.options.why_awake
+
+    @property
+    def why_torn(self) -> str:
+        """Empty if its weights are a version. Else it answers nobody, until a full version is loaded."""
+        return self._torn and f"engine: it serves nothing until a version is loaded: {self._torn}"
+
+    @property
+    def on_update(self) -> OnUpdate:
+        return self._gate.on_update
+
+    @property
+    def serves_base(self) -> bool:
+        return self.model == _BASE
+
+    @asynccontextmanager
+    async def admitted(self, *, may_be_held: bool) -> AsyncIterator[None]:
+        """A request, from when it may ask for what is served until its answer is there. `may_be_held`: if a version
+        comes meanwhile it is known afterwards which of its tokens are of which."""
+        await self._gate.opened()
+        if self._torn:
+            raise EngineLost(self.why_torn)
+        # An adapter stands upon the base that it was asked with.
+        with self._gate.running(self.model, may_be_held=may_be_held and self.serves_base):
+            yield
+
+    # --- versions
+
+    async def attach(self, source: WeightSource, more: Mapping[str, Any]) -> None:
+        """`more`: what the engine tells of itself besides."""
+        answers = await self.workers("tandem_attach", dict(source.link))
+        first = answers[0]
+        told = ("layout", "derived", "adapter_dtype", "copied", "handles", "base_memory", "versions", "digests")
+        reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
+        reply["places"] = [place for answer in answers for place in answer["places"]]
+        reply["devices"] = [answer["device"] for answer in answers]
+        reply |= more
+        if self._process.options.adapter_slots and self._process.options.device != "cpu":
+            reply |= {way: requested(way, why_not) for way, why_not in first["why_not"].items()}
+        if self._process.options.sleeps:
+            why_not = self._process.options.why_awake
+            reply["sleep"] = requested("free", why_not)
+        if "pieces" in first:
+            shapes = {name: shape for name, (_, shape) in first["layout"].items()}
+            reply["base"] = whole(_pieces(answers), shapes)
+        source.attached(reply)
+        self._source = source
+
+    async def load(self, version: int) -> Served:
+        if self._source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        deadline_s = float(self._source.link["deadline_s"])
+        if self._source.carries == "adapter":
+            return await to_its_end(self._load_adapter(version, deadline_s))
+        return await to_its_end(self._load_full(version, deadline_s, live=self._source.carries == "live"))
+
+    async def _until_here(self, version: int, deadline_s: float) -> None:
+        """It comes while requests go on. Each look is a call between two steps, so they become rarer."""
+        pause_s = _LOOK_S
+        while True:
+            answers = await self.workers("tandem_stage", version, 0.0, deadline_s=deadline_s)
+            if all(each["arrived"] for each in answers):
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LOOK_MOST_S)
+
+    def _serve(self, version: int) -> None:
+        self.version = version
+        self.cache_epoch += 1
+
+    def _served(self, fingerprints: Mapping[str, str], seconds: Mapping[str, float], lent_bytes: int) -> Served:
+        return Served(self.version, fingerprints, (self.boot_id,), self.cache_epoch, seconds, lent_bytes=lent_bytes)
+
+    # --- a full version
+
+    async def _load_full(self, version: int, deadline_s: float, *, live: bool) -> Served:
+        phases, lent_bytes = Phases(), self.lent_bytes
+        try:
+            await self._take_back()
+            if lent_bytes:
+                phases.end("wake")
+            if self.receivers == 1 and not live:  # several could wait for each other, half in a step and half in this
+                await self._until_here(version, deadline_s)
+                phases.end("arrive")
+            shut = time.perf_counter()
+            await self._gate.shut(deadline_s)
+            phases.end("pause")
+            answers, _ = await asyncio.gather(
+                self.workers("tandem_load", version, "", None, True, deadline_s=deadline_s + CONTROL_S),
+                self._forget_cached(),
+            )
+            phases.end("load")
+            self._torn, self.model, self._held = "", _BASE, version
+            self._serve(version)
+            await self._gate.open()
+            paused_s = time.perf_counter() - shut
+            phases.end("resume")
+            served = answers[0].get("fingerprints") or await self._proven(version)
+        except BaseException as error:
+            await self._after_failed_load(str(error) or type(error).__name__, live=live)
+            raise
+        phases.end("prove")
+        return self._served(served, {**phases.seconds, **answers[0]["seconds"], "paused": paused_s}, lent_bytes)
+
+    async def _forget_cached(self) -> None:
+        """Of a version that is over nothing is found any more; its room is free at once."""
+        await self._process.post("/reset_prefix_cache", deadline_s=CONTROL_S)
+
+    async def _proven(self, version: int) -> dict[str, str]:
+        """What was read back, told when nobody waits for it."""
+        return _whole(await self.workers("tandem_proof", version))
+
+    async def _after_failed_load(self, why: str, *, live: bool) -> None:
+        """The version before goes on serving, if no worker has written over it. Asleep, it sleeps on; so it does where
+        the trainer may have written (`live`), until whoever looked at that wakes it."""
+        if self._lent or live:
+            return
+        if not await self._untouched():
+            return await self._tear(why)
+        try:
+            await self._gate.open()
+        except EngineError as error:
+            await self._tear(str(error))
+
+    async def _tear(self, why: str) -> None:
+        self._torn = why
+        await self._gate.give_up()
+
+    async def _untouched(self) -> bool:
+        """Whether a load that failed left the version before as it was, in every worker."""
+        try:
+            answers = await self.workers("tandem_status")
+        except (SyncError, EngineError):
+            return False
+        return all(answer["untouched"] and answer["version"] == self._held for answer in answers)
+
+    # --- an adapter
+
+    async def _load_adapter(self, version: int, deadline_s: float) -> Served:
+        """Beside the one that is served, in a slot that nobody asks for: requests under way end with theirs."""
+        phases, lent_bytes = Phases(), self.lent_bytes
+        await self._take_back()
+        if lent_bytes:
+            phases.end("wake")
+        if self._torn:
+            raise SyncError(f"{self.why_torn}; an adapter does not mend what it stands upon: start the engine anew")
+        try:
+            seconds, served = await self._flip_adapter(version, deadline_s, phases)
+        finally:
+            await self._gate.open()  # also after a failure: what was served before was not touched
+        phases.end("resume")
+        return self._served(served, {**phases.seconds, **seconds}, lent_bytes)
+
+    async def _flip_adapter(
+        self, version: int, deadline_s: float, phases: Phases
+    ) -> tuple[Mapping[str, float], dict[str, str]]:
+        slot = await self._free_slot(deadline_s)
+        loaded = await self._loaded_adapter(version, slot, deadline_s)
+        name, seconds = loaded[0]["adapter"], loaded[0]["seconds"]
+        phases.end("load")
+        tiling = self._tilings.get(name)
+        if loaded[0]["loaded"] and tiling is not None:
+            served = tiling.fingerprints(each for answer in loaded for each in parted(answer["digests"]))
+        else:
+            served = await self._first_in_slot(name, slot, deadline_s, phases, loaded=loaded[0]["loaded"])
+        if self.on_update == "restart":
+            await self._gate.shut(deadline_s)
+        self.model = name
+        self._serve(version)
+        return seconds, served
+
+    async def _first_in_slot(
+        self, name: str, slot: str, deadline_s: float, phases: Phases, *, loaded: bool
+    ) -> dict[str, str]:
+        """Where vLLM puts it itself; and from now on it is known which pieces workers hold of it."""
+        if not loaded:
+            if slot:  # it is of another form than what was there
+                await self._drop(slot)
+            self._adapters.append(name)
+            await self._process.post(
+                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": f"tandem:{name}"}, deadline_s=deadline_s
+            )
+            phases.end("apply")
+        answers = await self.workers("tandem_adapter", name, deadline_s=deadline_s)
+        pieces = _pieces(answers)
+        self._tilings[name] = Tiling(pieces, answers[0]["shapes"])
+        phases.end("digest")
+        return self._tilings[name].fingerprints(digests_of(pieces))
+
+    async def _loaded_adapter(self, version: int, slot: str, deadline_s: float) -> list[dict[str, Any]]:
+        """It is let into a slot in the very call that finds it there; several workers first wait for each other."""
+        if self.receivers > 1:
+            await self._until_here(version, deadline_s)
+        while True:
+            arguments = (version, slot, None if self.receivers > 1 else _STALL_S)
+            answers = await self.workers("tandem_load", *arguments, deadline_s=deadline_s + CONTROL_S)
+            if answers[0]["arrived"]:
+                return answers
+            await asyncio.sleep(_LOOK_S)
+
+    async def _free_slot(self, deadline_s: float) -> str:
+        """The adapter whose slot may be written over; none while there are slots that nothing is in. Were vLLM asked
+        for one more than it has slots, it would move those in use in and out with every step."""
+        if len(self._adapters) < self._process.options.adapter_slots:
+            return ""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    if idle := next((each for each in self._adapters if self._is_idle(each)), ""):
+                        return idle
+                    if self.on_update == "restart":
+                        await self._gate.shut(deadline_s)
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise SyncTimeout(
+                f"engine: requests of older versions use every slot for adapters ({len(self._adapters)}), and none "
+                f"ended within {deadline_s:g} s; give it more (--adapter-slots), or set engine.on_update = 'restart'"
+            ) from error
+
+    def _is_idle(self, name: str) -> bool:
+        return name != self.model and not self._gate.is_asked(name)
+
+    async def _drop(self, name: str) -> None:
+        self._adapters.remove(name)
+        self._tilings.pop(name, None)
+        await self._process.post("/v1/unload_lora_adapter", {"lora_name": name}, deadline_s=CONTROL_S)
+        await self.workers("tandem_drop", name)
+
+    # --- what is served
+
+    async def fingerprints(self) -> Fingerprints:
+        """Of what is served, computed now: the version's tensors, as its proof names them."""
+        what = ("tandem_digest",) if self.model == _BASE else ("tandem_adapter", self.model)
+        return _whole(await self.workers(*what))
+
+    async def remember(self) -> None:
+        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        await self.workers("tandem_remember", self._adapters)
+
+    async def intact(self) -> bool:
+        answers = await self.workers("tandem_intact", self._adapters)
+        return all(answer["intact"] for answer in answers)
+
+    # --- its memory
+
+    async def sleep(self) -> None:
+        """What runs ends or is held, what comes waits; and if it was started for that, its GPU's memory is free. Then
+        nobody is held: what vLLM keeps of a request does not outlive its own sleep."""
+        await self._gate.shut(CONTROL_S, holds=not self.gives_memory)
+        if self.gives_memory:
+            await to_its_end(self._lend())
+
+    async def wake(self) -> None:
+        await self._take_back()
+        await self._gate.open()
+
+    async def _lend(self) -> None:
+        async with self._moving_memory:
+            if self._lent:
+                return
+            await self.remember()
+            before = await self._free_bytes()
+            self._lent = [0] * len(before)  # from here on it may be asleep, whatever is heard of it
+            await self._process.post("/sleep", deadline_s=CONTROL_S, level="1")
+            self._lent = [max(0, now - was) for now, was in zip(await self._free_bytes(), before, strict=True)]
+            _log.info("asleep: %.2f GiB of GPU memory are free for others", self.lent_bytes / 2**30)
+
+    async def _take_back(self) -> None:
+        await to_its_end(self._wake_up())
+
+    async def _wake_up(self) -> None:
+        """EngineError while there is no room: it sleeps on, and may be asked again."""
+        async with self._moving_memory:
+            if not self._lent:
+                return
+            for needed, free in zip(self._lent, await self._free_bytes(), strict=True):
+                if free < needed:
+                    raise EngineError(
+                        f"engine: it gave {needed / 2**30:.2f} GiB of its GPU away to sleep, and of them "
+                        f"{free / 2**30:.2f} are free now; set a smaller engine.memory_share, or let the trainer keep "
+                        "less between steps"
+                    )
+            try:
+                await self._process.post("/wake_up", deadline_s=CONTROL_S)
+            except EngineError:
+                await self._process.end()  # half of its memory is there: no vLLM gets over that
+                raise
+            self._lent = []
+            await self._look_after_sleep()
+
+    async def _look_after_sleep(self) -> None:
+        """Raises unless its weights are known to be what they were: it is awake, but nobody may answer with them."""
+        try:
+            if not await self.intact():
+                raise EngineError("engine: its weights are not what they were before it slept; load a version")
+        except BaseException as error:
+            await self._tear(self._torn or str(error) or type(error).__name__)
+            raise
+
+    async def _free_bytes(self) -> list[int]:
+        return [answer["free"] for answer in await self.workers("tandem_free_bytes")]
+
+    # --- its workers
+
+    async def workers(self, method: str, *args: Any, deadline_s: float = CONTROL_S) -> list[dict[str, Any]]:
+        """What each worker answers; the first error that one of them tells of."""
+        if self._lent and method not in ("tandem_free_bytes", "tandem_status"):
+            raise EngineError(f"engine: it is asleep, and its weights are not on the GPU; {method} has to wait")
+        body = {"method": method, "args": list(args), "timeout": deadline_s}
+        answers = (await self._process.post("/collective_rpc", body, deadline_s=deadline_s))["results"]
+        for answer in answers:
+            if told := answer.get("error"):
+                raise _ERRORS.get(told["code"], EngineError)(told["message"])
+        return answers
+
+
+def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return whole(_pieces(answers), answers[0]["shapes"])
+
+
+def _pieces(answers: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
+    return [piece for answer in answers for piece in answer["pieces"]]

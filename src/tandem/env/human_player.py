@@ -1,0 +1,87 @@
+"""`tandem env try NAME`: one episode with a person in the model's place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.env.builtin.split import SPLITS
+from tandem.env.load import load_environment
+from tandem.env.outcome_check import checked
+from tandem.errors import EpisodeFailed, SpecError
+from tandem.io.tool_calls import parse_calls
+from tandem.types import Message, Outcome, ToolCall
+
+
+@dataclass(frozen=True)
+class TypedReply:
+    text: str
+    truncated: bool = False
+    tool_calls: Sequence[ToolCall] = ()
+
+
+class HumanChat:
+    """A `Chat` whose replies are typed in."""
+
+    def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
+        self._ask = ask
+        self._tell = tell
+        self._offers = False
+
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._offers = True
+        for tool in tools:
+            told = tool.get("function", tool)
+            self._tell(f"{'tool':>9}> {told.get('name')}: {told.get('description', '')}")
+        example = json.dumps({"name": "...", "arguments": {}})
+        self._tell(f"{'':>9}  ask by <tool_call>{example}</tool_call>")
+
+    def say(self, *messages: Message | str) -> None:
+        for message in messages:
+            spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
+            self._tell(f"{spoken['role']:>9}> {spoken['content']}")
+
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> TypedReply:
+        try:
+            text = self._ask(f"{'you':>9}> ")
+        except EOFError as error:
+            raise EpisodeFailed("raised", "the input ended before the episode did") from error
+        cut = min((text.find(mark) for mark in stop if mark in text), default=len(text))
+        said, calls = parse_calls(text[:cut]) if self._offers else (text[:cut], [])
+        return TypedReply(said, tool_calls=calls)
+
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
+        self.say(*messages)
+        try:
+            return self._ask(f"{'judge':>9}> ")
+        except EOFError as error:
+            raise EpisodeFailed("raised", "the input ended before the judge spoke") from error
+
+
+def try_environment(
+    name: str | Path,
+    params: Mapping[str, Any] | None = None,
+    *,
+    split: str = "eval",
+    index: int = 0,
+    ask: Callable[[str], str] = input,
+    tell: Callable[[str], object] = print,
+) -> Outcome:
+    """Play one task; whatever the environment raises comes through, with its traceback."""
+    if split not in SPLITS:
+        raise SpecError(f"split = '{split}': an environment has {' and '.join(map(repr, SPLITS))}")
+    environment = load_environment(name, params)
+    tasks = environment.tasks(split)
+    if not 0 <= index < len(tasks):
+        raise SpecError(f"index = {index}: '{split}' of '{name}' has tasks 0 to {len(tasks) - 1}")
+    chat = HumanChat(ask, tell)
+    chat.say(*tasks[index].messages)
+    outcome = asyncio.run(environment.run(tasks[index], chat))
+    reward, metrics = checked(tasks[index].id, outcome)
+    told = "".join(f"  {key} {value:g}" for key, value in metrics.items())
+    tell(f"{'reward':>9}> {reward:g}{told}")
+    return outcome

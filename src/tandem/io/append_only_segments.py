@@ -1,0 +1,205 @@
+"""Payloads in append-only files: written and fsynced before the index that points at them commits.
+
+A record is its length, its CRC-32 and its bytes. What a crash leaves behind the last committed record is never pointed
+at, and goes with its file. A file goes when nothing in it is wanted any more.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import StoreError, StoreFull
+from tandem.io import atomic_write
+
+_HEAD = struct.Struct("<QI")
+ROLL_BYTES = 64 * 2**20
+RESERVE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a payload lies."""
+
+    segment: int
+    offset: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far the files were written."""
+
+    segment: int
+    size: int
+    written: int
+
+
+class Segments:
+    """One thread writes (`mark`, `append`, `sync`, `cut_back`, `sweep`), any thread reads. `roll_bytes`: how large a
+    file grows. `reserve_bytes`: what payloads leave free on the disk, so that the index can still shrink the queue."""
+
+    def __init__(self, directory: Path, *, roll_bytes: int = ROLL_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
+        atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
+        self.directory, self._roll_bytes, self._reserve_bytes = directory, roll_bytes, reserve_bytes
+        self._lock = threading.Lock()
+        self._open: dict[int, _File] = {}
+        self._wanted: Counter[int] = Counter()
+        self._dead: set[int] = set()
+        self._dirty: set[int] = set()
+        self._named = False
+        """A file was made whose name the directory does not hold yet."""
+        present = [int(path.stem) for path in directory.glob("*.seg")]
+        self._current, self._size, self._written = max(present, default=0), roll_bytes, 0  # never after a torn tail
+
+    def keep_only(self, places: Iterable[Place]) -> None:
+        """At the start: what the index points at. Every other file is removed."""
+        self._wanted = Counter(place.segment for place in places)
+        for path in self.directory.glob("*.seg"):
+            if not self._wanted[int(path.stem)]:
+                path.unlink()
+
+    # --- the writer's
+
+    def mark(self) -> Mark:
+        return Mark(self._current, self._size, self._written)
+
+    def append(self, *parts: bytes | memoryview) -> Place:
+        """The parts as one payload. It is safe only after `sync`."""
+        length, crc = sum(len(part) for part in parts), 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        room = os.statvfs(self.directory)
+        if room.f_bavail * room.f_frsize < length + self._reserve_bytes:
+            raise StoreFull(
+                f"{self.directory}: less than {self._reserve_bytes >> 20} MiB would stay free on the disk; free some "
+                "space, and send it again: nothing was stored"
+            )
+        if self._size >= self._roll_bytes:
+            self._begin()
+        file, offset = self._open[self._current], self._size
+        try:
+            _write(file.descriptor, [_HEAD.pack(length, crc), *parts], offset)
+        except OSError:
+            os.ftruncate(file.descriptor, offset)
+            raise
+        self._size += _HEAD.size + length
+        self._written += 1
+        self._dirty.add(self._current)
+        with self._lock:
+            self._wanted[self._current] += 1
+            self._dead.discard(self._current)  # all that was in it before may be forgotten
+        return Place(self._current, offset + _HEAD.size, length, crc)
+
+    def sync(self) -> None:
+        for segment in self._dirty:
+            os.fdatasync(self._open[segment].descriptor)
+        self._dirty.clear()
+        if self._named:
+            atomic_write.sync(self.directory)
+            self._named = False
+
+    def cut_back(self, mark: Mark) -> None:
+        """What was appended since the mark never was."""
+        since = range(mark.segment + 1, self._current + 1)
+        with self._lock:
+            for segment in since:
+                self._written -= self._wanted.pop(segment, 0)
+                self._dead.discard(segment)
+                self._open.pop(segment, None)
+            self._wanted[mark.segment] -= self._written - mark.written
+        self._written, self._current = mark.written, mark.segment
+        for segment in since:  # its number is the next one's again, and a file of that name would be in its way
+            self._path(segment).unlink(missing_ok=True)
+        if mark.segment in self._open:
+            os.ftruncate(self._open[mark.segment].descriptor, mark.size)
+            self._size = mark.size
+        else:
+            self._size = self._roll_bytes
+        self._dirty = {number for number in self._dirty if number <= mark.segment}
+
+    def sweep(self) -> None:
+        """Removes the files in which nothing is wanted any more."""
+        with self._lock:
+            dead = [number for number in self._dead if number != self._current]
+            self._dead.difference_update(dead)
+            for number in dead:
+                self._open.pop(number, None)  # whoever reads it now still holds it
+        for number in dead:
+            self._path(number).unlink(missing_ok=True)
+
+    # --- anybody's
+
+    def read(self, place: Place) -> bytes:
+        file = self._file(place.segment)
+        payload = os.pread(file.descriptor, place.length, place.offset)
+        if len(payload) != place.length or zlib.crc32(payload) != place.crc:
+            raise StoreError(
+                f"{self._path(place.segment)}: the {place.length} bytes at {place.offset} are not what was written; "
+                "the disk, or somebody, changed them"
+            )
+        return payload
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """They are not wanted any more; only after the index said so durably."""
+        with self._lock:
+            for place in places:
+                self._wanted[place.segment] -= 1
+                if self._wanted[place.segment] <= 0:
+                    del self._wanted[place.segment]
+                    self._dead.add(place.segment)
+
+    @property
+    def size_bytes(self) -> int:
+        total = 0
+        for path in self.directory.glob("*.seg"):
+            with suppress(FileNotFoundError):  # swept away while this looks
+                total += path.stat().st_size
+        return total
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _begin(self) -> None:
+        number = self._current + 1
+        descriptor = os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._open[number] = _File(descriptor)
+        self._current, self._size, self._named = number, 0, True
+
+    def _file(self, segment: int) -> _File:
+        with self._lock:
+            if segment not in self._open:
+                self._open[segment] = _File(os.open(self._path(segment), os.O_RDONLY | os.O_CLOEXEC))
+            return self._open[segment]
+
+    def _path(self, segment: int) -> Path:
+        return self.directory / f"{segment:08d}.seg"
+
+
+class _File:
+    """Closed when the last one who uses it lets go."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def _write(descriptor: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+    written = os.pwritev(descriptor, parts, offset)
+    total = sum(len(part) for part in parts)
+    if written < total:  # rare: a signal, or the disk is about to say that it is full
+        rest = memoryview(b"".join(parts))
+        while written < total:
+            written += os.pwrite(descriptor, rest[written:], offset + written)

@@ -1,0 +1,140 @@
+"""A server that is a child of this process: started by its command line, and gone when this process is gone.
+
+Only what was started here is ever signalled, and through its leash alone (`io/leash.py`), which knows until when a
+process number is the program's and nobody else's. All calls block: use them through `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.errors import EngineError
+from tandem.io import leash
+from tandem.io.bounded_json import read_json
+
+_POLL_S = 0.02
+_KILL_S = 5.0
+_LOG_TAIL_BYTES, _LOG_TAIL_LINES = 8192, 12
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a service says of itself once it listens."""
+
+    url: str
+    pid: int
+    token: str
+
+
+class Child:
+    """`command` is the program and its arguments. It is to write `ready_file`; what it prints is appended to `log`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        ready_file: Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        name: str = "engine",
+    ) -> None:
+        """`environment` is added to this process's own. `name`: what errors call it."""
+        self.command, self.ready_file, self.log, self.name = list(command), ready_file, log, name
+        ready_file.unlink(missing_ok=True)  # a stale one names a dead process, or by now somebody else's
+        log.parent.mkdir(parents=True, exist_ok=True)
+        theirs, self._ours = os.pipe()
+        holder = [sys.executable, "-I", leash.__file__, str(theirs), *self.command]
+        with log.open("ab") as output:
+            self._log_start = output.tell()
+            try:
+                self._leash = subprocess.Popen(
+                    holder, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, pass_fds=(theirs,),
+                    start_new_session=True, env={**os.environ, **(environment or {})},
+                )  # fmt: skip
+            except BaseException:
+                os.close(self._ours)
+                raise
+            finally:
+                os.close(theirs)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs. Above 128: the signal that ended it, and 128."""
+        code = self._leash.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def wait_ready(self, deadline_s: float) -> Ready:
+        """EngineError if it ends before it is ready, or takes longer; it is stopped then."""
+        until = time.monotonic() + deadline_s
+        try:
+            while time.monotonic() < until:
+                if self.exit_code is not None:
+                    raise EngineError(f"{self.name}: '{self._program}' ended while it started: {self.epitaph()}")
+                if (ready := self._read_ready()) is not None:
+                    return ready
+                time.sleep(_POLL_S)
+            raise EngineError(f"{self.name}: '{self._program}' was not ready within {deadline_s:g} s: {self.epitaph()}")
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM, some time to end by itself, then SIGKILL to its whole group. May be called again."""
+        if self.exit_code is None:
+            self._leash.terminate()
+            self._ended_within(grace_s)
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
+        if not self._ended_within(_KILL_S):
+            self._leash.kill()  # it is stopped itself; the kernel takes the program along
+            self._leash.wait()
+
+    def epitaph(self) -> str:
+        """How it ended, if it has, and its last words."""
+        code = self.exit_code
+        how = "still running" if code is None else f"exit code {code}" if code <= 128 else f"signal {code - 128}"
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
+            lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        if not lines:
+            return f"{how}; it wrote nothing to {self.log}"
+        return "\n  ".join([f"{how}; the last lines of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
+
+    @property
+    def _program(self) -> str:
+        return " ".join(self.command[:4])
+
+    def _ended_within(self, seconds: float) -> bool:
+        try:
+            self._leash.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _read_ready(self) -> Ready | None:
+        if not self.ready_file.exists():
+            return None
+        try:
+            told = read_json(self.ready_file)
+            url, pid, token_file = str(told["url"]), int(told["pid"]), Path(told["token_file"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"{self.name}: '{self.ready_file}' is not what a service writes: {error!r}") from error
+        if not self._is_ours(pid):
+            raise EngineError(
+                f"{self.name}: '{self.ready_file}' names process {pid}, which is not the one started here"
+            )
+        return Ready(url, pid, token_file.read_text(encoding="utf-8").strip())
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            return os.getsid(pid) == self._leash.pid
+        except ProcessLookupError:
+            return False

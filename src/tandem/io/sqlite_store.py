@@ -1,0 +1,248 @@
+"""The one durable store: SQLite in a directory that one process owns, written by one thread, many changes to an fsync.
+
+consumes: changes (functions of a connection)   waits for: the disk
+produces: their results, once they are on it
+
+Changes that arrive while the disk is busy share the next transaction. A change that raises undoes itself alone. A full
+disk refuses the changes at hand (StoreFull) and harms nothing; a disk that fails otherwise ends the store: after a
+failed fsync nobody knows what is on the disk, so nothing more is acknowledged, and a restart reads what there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import fcntl
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from tandem.errors import StoreBroken, StoreError, StoreFull, StoreOwned
+from tandem.io import atomic_write
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Change = Callable[[sqlite3.Connection], T]
+
+_MOST_AT_ONCE = 512
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Files(Protocol):
+    """What is written beside the index and must be on the disk before it."""
+
+    def mark(self) -> object: ...
+    def sync(self) -> None: ...
+    def cut_back(self, mark: Any) -> None: ...
+    def sweep(self) -> None: ...
+
+
+class Durable:
+    """`schema`: SQL scripts, one a version; a directory of an older version is brought forward, a newer one refused."""
+
+    def __init__(self, directory: Path, schema: Sequence[str], *, files: Files | None = None) -> None:
+        atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
+        self.directory, self._files = directory, files
+        self._lock = _own(directory)
+        self._broken: Exception | None = None
+        try:
+            self._connection = _open(directory / "index.sqlite3", schema)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        # Opened after the first: what it reads is what is committed, never what is under way.
+        self._reading = sqlite3.connect(directory / "index.sqlite3", check_same_thread=False, isolation_level=None)
+        self._changes: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="durable", daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> str:
+        """Why nothing is acknowledged any more; empty while all is well."""
+        return str(self._broken or "")
+
+    async def write(self, change: Change[T]) -> T:
+        """Its result, after the fsync. A caller that is cancelled before the change began takes it back; later it
+        happens all the same."""
+        return await asyncio.wrap_future(self.submit(change))
+
+    def submit(self, change: Change[T]) -> concurrent.futures.Future[T]:
+        """The same for callers that have no event loop, or that go on meanwhile."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        if self._broken is not None:
+            future.set_exception(self._broken)
+        else:
+            self._changes.put(_Waiting(change, future))
+        return future
+
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """What is committed, at once, on the caller's thread: for short questions with an index, and for recovery.
+        One thread at a time."""
+        return self._reading.execute(sql, values).fetchall()
+
+    def close(self) -> None:
+        """Ends what was submitted, then lets go of the directory."""
+        if self._thread.is_alive():
+            self._changes.put(None)
+            self._thread.join()
+        if self._lock >= 0:
+            self._reading.close()
+            self._connection.close()
+            os.close(self._lock)
+            self._lock = -1
+
+    # --- the writer's thread
+
+    def _work(self) -> None:
+        while (first := self._changes.get()) is not None:
+            batch, last = [first], False
+            while len(batch) < _MOST_AT_ONCE and not self._changes.empty():
+                if (more := self._changes.get()) is None:
+                    last = True
+                    break
+                batch.append(more)
+            self._commit(batch)
+            if last:
+                return
+
+    def _commit(self, batch: list[_Waiting]) -> None:
+        if self._broken is not None:
+            return _fail(batch, self._broken)
+        mark = self._files.mark() if self._files else None
+        batch = [each for each in batch if each.future.set_running_or_notify_cancel()]
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            done = [each for each in batch if self._apply(each)]
+            if self._files:
+                self._files.sync()
+            self._connection.execute("COMMIT")
+        except (OSError, sqlite3.Error) as error:
+            return _fail(batch, self._undo(error, mark))
+        for each in done:
+            each.future.set_result(each.result)
+        if self._files:
+            self._files.sweep()
+
+    def _apply(self, waiting: _Waiting) -> bool:
+        """False: it raised, was undone alone, and its caller knows."""
+        mark = self._files.mark() if self._files else None
+        self._connection.execute("SAVEPOINT change")
+        try:
+            waiting.result = waiting.change(self._connection)
+        except (OSError, sqlite3.Error) as error:
+            if not _no_room(error) or not self._connection.in_transaction:
+                raise
+            problem: Exception = StoreFull(_full(self.directory, error))
+        except Exception as error:  # noqa: BLE001 - the caller's own failure, which is handed back to it
+            problem = error
+        else:
+            self._connection.execute("RELEASE change")
+            return True
+        self._connection.execute("ROLLBACK TO change")
+        self._connection.execute("RELEASE change")
+        if self._files:
+            self._files.cut_back(mark)
+        waiting.future.set_exception(problem)
+        return False
+
+    def _undo(self, error: Exception, mark: Any) -> StoreError:
+        """Back to what was committed before; what the callers are told."""
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            if self._files:
+                self._files.cut_back(mark)
+            if isinstance(error, sqlite3.Error) and _no_room(error):
+                return StoreFull(_full(self.directory, error))
+        except (OSError, sqlite3.Error) as worse:
+            error = worse
+        self._broken = StoreBroken(
+            f"{self.directory}: {type(error).__name__}: {error}; nothing more is acknowledged: mend the disk and start "
+            "the service again, which reads what was acknowledged"
+        )
+        _log.critical("%s", self._broken)
+        return self._broken
+
+
+class _Waiting:
+    __slots__ = ("change", "future", "result")
+
+    def __init__(self, change: Change[Any], future: concurrent.futures.Future[Any]) -> None:
+        self.change, self.future, self.result = change, future, None
+
+
+def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
+    for each in batch:
+        if not each.future.done():
+            each.future.set_exception(error)
+
+
+@contextmanager
+def owned(directory: Path) -> Generator[None]:
+    """By this process alone, which keeps no store in it; StoreOwned if another one holds it."""
+    atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
+    lock = _own(directory)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def read_only(directory: Path) -> Generator[sqlite3.Connection]:
+    """Yield a connection that reads a store, also beside the process that owns it."""
+    place = (directory / "index.sqlite3").resolve()
+    with closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", uri=True)) as connection:
+        yield connection
+
+
+def _own(directory: Path) -> int:
+    lock = os.open(directory / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise StoreOwned(
+            f"{directory} belongs to process {owner}, which is alive; end it first, or name another --data-dir"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _open(path: Path, schema: Sequence[str]) -> sqlite3.Connection:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        with suppress(FileNotFoundError):
+            file.chmod(0o600)  # an earlier release left them to the umask; SQLite makes the others like the first
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found > len(schema):
+        connection.close()
+        raise StoreError(
+            f"{path} has schema version {found}, and this Tandem knows {len(schema)}; use the newer Tandem that made it"
+        )
+    for version in range(found, len(schema)):
+        connection.executescript(f"BEGIN; {schema[version]}; PRAGMA user_version={version + 1}; COMMIT;")
+    return connection
+
+
+def _no_room(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
+def _full(directory: Path, error: Exception) -> str:
+    return f"{directory}: no room ({error}); free some space, and send it again: nothing was stored"

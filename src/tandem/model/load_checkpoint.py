@@ -1,0 +1,91 @@
+"""Checkpoints, loaded whole or not at all: transformers alone fills what a file lacks with random numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tandem.errors import SpecError
+from tandem.io.model_path_check import refuse_no_model
+
+
+def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
+    """`field`: of the spec, for whoever has to change it."""
+    from transformers import AutoModelForCausalLM
+
+    refuse_unfit(path, revision, field)
+    return load_whole(AutoModelForCausalLM, path, field, revision=revision, attn_implementation=attention)
+
+
+def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = False, **options: Any) -> Any:
+    """A module of which every weight came from `source`; with `nothing_left`, every weight of `source` is in it too.
+
+    Which names are the same weight (tied ones) and which may be absent is what transformers knows of its models.
+    """
+    from safetensors import SafetensorError
+
+    options = {
+        "dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True, "ignore_mismatched_sizes": True,
+        **options,
+    }  # fmt: skip
+    try:
+        module, report = loader.from_pretrained(source, output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise SpecError(f"{field} = '{source}': no causal language model can be loaded from it: {error}") from error
+    if os.path.isdir(source):  # or else peft writes this machine's path into every adapter, as the name of its base
+        module.name_or_path = module.config._name_or_path = ""
+    faults = {
+        "missing from it": report["missing_keys"],
+        "of another shape in it": [key for key, *_ in report["mismatched_keys"]],
+        "in it and unknown to the model": report["unexpected_keys"] if nothing_left else (),
+        "in it and unreadable": report["error_msgs"],
+    }
+    refuse_faults(faults, f"{field} = '{source}': is no whole checkpoint of {type(module).__name__}")
+    return module
+
+
+def refuse_faults(faults: dict[str, Iterable[str]], what: str) -> None:
+    """SpecError with the count and the first names of each kind, if there are any."""
+    found = {kind: sorted(names) for kind, names in faults.items()}
+    told = [
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in found.items()
+        if names
+    ]
+    if told:
+        raise SpecError(f"{what}: weights are {'; '.join(told)}")
+
+
+def is_adapter(source: str, field: str) -> bool:
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    try:
+        return find_adapter_config_file(source) is not None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{field} = '{source}': no such directory, and the hub does not answer: {error}") from error
+
+
+def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
+    """What transformers would load as something else than the exact weights of one model."""
+    from transformers import AutoConfig
+
+    refuse_no_model(path, revision, field)
+    if is_adapter(path, field):  # it would look for the base model, and load that
+        raise SpecError(
+            f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on; an adapter to begin "
+            "with is named in model.warm_start"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{field} = '{path}': no causal language model can be loaded from it: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise SpecError(
+            f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' "
+            "or 'nf4' holds the base of adapters in few bits)"
+        )

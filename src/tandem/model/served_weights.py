@@ -1,0 +1,133 @@
+"""A trained module's weights as an engine is to serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.model.quantized_base import exact, quantized_parts
+from tandem.ops.cuda_graph import Replay
+from tandem.ops.module_tensors import live_tensors
+
+_foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+_foreach_mul: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
+
+
+@torch.no_grad()
+def whole(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names of a checkpoint of the plain model. Adapters are merged and few bits widened, one tensor at a time."""
+    few_bits = {id(part) for part in quantized_parts(module)}
+    changed = {
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if id(part) in few_bits or hasattr(type(part), "get_base_layer")
+    }
+    for name, tensor in live_tensors(module):
+        plain = name.replace(".base_layer.", ".")
+        if ".lora_" not in name:
+            yield plain, exact(module, plain) if plain in changed or name in changed else tensor.detach()
+
+
+def base(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The plain model under the adapters."""
+    for name, tensor in live_tensors(module):
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor.detach()
+
+
+def base_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """The same without buffers: the parameters themselves."""
+    for name, tensor in module.named_parameters():
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+class Adapted(NamedTuple):
+    """A layer's adapter, as PEFT keeps it."""
+
+    a_name: str
+    b_name: str
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class Standing:
+    """An adapter under PEFT's names, as the very same tensors each time that it is asked for, with the values of then.
+
+    B is scaled already, so that every engine computes with the very same numbers: in float32, in memory that is kept.
+    Hundreds of tensors made for each version take longer than their bytes; and every call of torch lets go of the
+    interpreter, which a thread gets back only when the others let it. So there are two, and on a GPU one.
+    """
+
+    def __init__(self, found: Sequence[Adapted]) -> None:
+        """`found`: what `adapted` has."""
+        self._trained = [tensor for each in found for tensor in (each.a, each.b)]
+        self._names = [name for each in found for name in (each.a_name, each.b_name)]
+        self._scales = [each.scale for each in found]
+        self._where: list[int] = []
+        self._scaled: list[Tensor] = []
+        self._served: list[tuple[str, Tensor]] = []
+        self._scaling: Replay | None = None
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What came of it before has these values, too."""
+        where = [tensor.data_ptr() for tensor in self._trained]
+        if where != self._where:
+            self._make()
+            self._where = where
+        if self._scaling is not None:
+            self._scaling.run()
+        return iter(self._served)
+
+    def _scale(self) -> None:
+        _foreach_copy(self._scaled, self._trained[1::2])
+        _foreach_mul(self._scaled, self._scales)
+
+    def _make(self) -> None:
+        """Parameters lie elsewhere than they did."""
+        self._scaled = [torch.empty_like(tensor, dtype=torch.float32) for tensor in self._trained[1::2]]
+        pairs = zip(self._trained[::2], self._scaled, strict=True)
+        tensors = [tensor for a, scaled in pairs for tensor in (a.detach(), scaled)]
+        self._served = list(zip(self._names, tensors, strict=True))
+        if tensors:
+            self._scaling = Replay(self._scale, {tensor.device for tensor in tensors}, "scalings of an adapter")
+
+
+def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Once, of any module with adapters in it."""
+    return Standing(adapted(module)).tensors()
+
+
+def adapted(module: Any) -> list[Adapted]:
+    """The layers that an adapter was put on."""
+    return [
+        Adapted(
+            f"base_model.model.{name}.lora_A.weight",
+            f"base_model.model.{name}.lora_B.weight",
+            part.lora_A["default"].weight,
+            part.lora_B["default"].weight,
+            float(part.scaling["default"]),
+        )
+        for name, part in module.named_modules()
+        if "lora_A" in part._modules
+    ]
+
+
+def adapter_config(adapted: Any) -> dict[str, Any]:
+    """What PEFT writes beside such tensors. alpha = r: the scale is in B."""
+    config = adapted.peft_config["default"]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.r,
+        "lora_alpha": config.r,
+        "target_modules": sorted(config.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "base_model_name_or_path": None,
+    }

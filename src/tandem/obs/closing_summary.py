@@ -1,0 +1,157 @@
+"""What `tandem train` leaves on the screen: the verdict, the numbers behind it, where things are, what to do next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tandem.obs.claims import (
+    caveat,
+    change,
+    ends,
+    evidence,
+    figure,
+    headline,
+    interval,
+    interval_name,
+    interval_text,
+    printable,
+)
+from tandem.obs.plan_vs_measured import against_plan
+from tandem.obs.run_history import History, evaluations, number, read_history
+from tandem.obs.text_charts import terminal_curve
+
+_STYLES = {
+    "improved": "bold green", "unchanged": "bold yellow", "undecided": "bold yellow", "worse": "bold red",
+}  # fmt: skip
+_FILES = (
+    ("report.html", "everything about this run, in one file"),
+    ("curves.png", "the curves"),
+    ("export/", "the model in Hugging Face format"),
+    ("metrics.jsonl", "every step's numbers"),
+    ("log.txt", "what was logged"),
+)
+
+
+def closing_text(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
+    """`status` is what status.json holds, or is about to."""
+    history = read_history(run_dir)
+    style = _STYLES.get(str(status.get("verdict")), "bold red" if status.get("state") == "failed" else "bold")
+    parts: list[RenderableType] = [Text(""), Text(printable(headline(status)), style=style)]
+    parts += [Text(line) for line in (evidence(status), printable(str(status.get("error") or ""))) if line]
+    if said := caveat(status):
+        parts.append(Text(said, style="dim"))
+    for block in (
+        _evaluations(history, status),
+        _curve(history),
+        _planned(history),
+        _places(run_dir),
+        _next(run_dir, status),
+    ):
+        if block is not None:
+            parts += [Text(""), block]
+    return Group(*parts)
+
+
+def _evaluations(history: History, status: Mapping[str, Any]) -> RenderableType | None:
+    found = evaluations(history)
+    if not found:
+        return None
+    baseline, _ = ends(status)
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("held out")
+    table.add_column(history.measure, justify="right")
+    if baseline is not None:
+        table.add_column("against before RL" if "before_rl" in history.eval else "against before", justify="right")
+    if interval(status):
+        table.add_column(interval_name(status), justify="right")
+    for item in found:
+        cells = [item.label, figure(status, item.value)]
+        if baseline is not None:
+            cells.append("" if item.value == baseline else change(status, item.value - baseline))
+        if interval(status):
+            cells.append(interval_text(status) if item.is_final else "")
+        table.add_row(*cells)
+    return table
+
+
+def _curve(history: History) -> RenderableType | None:
+    key, title = ("reward/mean", "mean reward by RL step")
+    if not any(key in row for row in history.rows):
+        key, title = ("loss/total", "training loss by step")
+    values = [number(row.get(key)) for row in history.rows if key in row]
+    return Text(terminal_curve(values, width=60, height=7, title=title)) if values else None
+
+
+def _planned(history: History) -> RenderableType | None:
+    found = against_plan(history)
+    if not found:
+        return None
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table.add_column("plan")
+    for name in ("planned", "measured", "off by"):
+        table.add_column(name, justify="right")
+    for row in found:
+        table.add_row(row.what, row.planned, row.measured, row.off_by)
+    return table
+
+
+def _places(run_dir: Path) -> RenderableType | None:
+    found = [(str(run_dir / name), what) for name, what in _FILES if (run_dir / name).exists()]
+    return _pairs(found, style="") if found else None
+
+
+def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
+    """Commands that work from here, as they stand."""
+    tandem, run = _command(), shlex.quote(str(run_dir))
+    commands: list[tuple[str, str]] = []
+    if (run_dir / "export").exists():
+        commands = [
+            (f"{tandem} chat {run}", "talk to the model"),
+            (f"{tandem} serve {run}", "an OpenAI-compatible API on this machine"),
+            (f"{tandem} env new my_env", "a task of your own to train on"),
+        ]
+    else:
+        if how := _goes_on(run_dir, status):
+            commands = [(f"{tandem} resume {run}", how)]
+        commands += [
+            (f"{tandem} report {run}", "write the report again"),
+            (f"less {shlex.quote(str(run_dir / 'log.txt'))}", "read what happened"),
+            (f"{tandem} env try arithmetic", "play an environment yourself"),
+        ]
+    return Group(Text("Next:"), _pairs([(f"  {command}", what) for command, what in commands], style="bold cyan"))
+
+
+def _goes_on(run_dir: Path, status: Mapping[str, Any]) -> str:
+    """What `tandem resume` would do; empty for a failure that it would meet again at the same place."""
+    names = [path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*")]
+    saved = [int(name) for name in names if name.isdecimal()]
+    where = f"go on from step {max(saved)}" if saved else "begin it again: nothing is saved yet"
+    if status.get("state") != "failed":
+        return where
+    return f"{where}, once the cause is mended" if saved else ""
+
+
+def _command() -> str:
+    """How to call tandem from here: by its name, if the shell finds it, else by where this Python keeps it."""
+    if shutil.which("tandem"):
+        return "tandem"
+    beside = Path(sys.executable).with_name("tandem")
+    here = os.path.relpath(beside)
+    return shlex.quote(here if not here.startswith("..") else str(beside))
+
+
+def _pairs(pairs: Sequence[tuple[str, str]], style: str) -> RenderableType:
+    """Not a table: that would break a long path over two lines, and nobody could copy it."""
+    width = max(len(left) for left, _ in pairs) + 3
+    lines = [Text.assemble((f"{left:<{width}}", style), (right, "dim")) for left, right in pairs]
+    return Text("\n", no_wrap=True, overflow="ignore").join(lines)

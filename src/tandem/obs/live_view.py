@@ -1,0 +1,222 @@
+"""What a person sees while a run trains: a panel in a terminal, plain lines anywhere else.
+
+The trainer's thread only stores numbers (microseconds); a thread of rich's draws them a few times a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tandem.obs.claims import figure_of, printable
+from tandem.obs.text_charts import sparkline
+from tandem.types import Measure
+
+REFRESH_PER_SECOND = 3
+PLAIN_EVERY_S = 5.0
+_KEPT = 600  # latest steps behind a sparkline
+_TRACED = {"reward": ("reward/mean", "green"), "loss": ("loss/total", "yellow")}
+_STAGES = {"warmup": "warm-up", "sft": "supervised training", "preference": "preference training", "rl": "RL"}
+
+
+class OutlivedConsole(Console):
+    """A run outlives what reads its output, as `tandem train SPEC | head` does: from then on nothing is printed."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # or else the interpreter complains at its end
+        os.close(nowhere)
+
+
+class LiveView:
+    """`with LiveView("name") as view:` then stage(), step() after every optimizer step, evaluation(), say()."""
+
+    def __init__(
+        self, name: str = "run", console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.console = console or OutlivedConsole(highlight=False)
+        self._name = name
+        self._clock = clock
+        self._started = clock()
+        self._open = ExitStack()
+        self._last_eval = ""
+        self._reset("", 0, 0)
+
+    def __enter__(self) -> LiveView:
+        if self._has_panel:
+            live = Live(console=self.console, get_renderable=self.panel, refresh_per_second=REFRESH_PER_SECOND)
+            self._open.enter_context(live)
+            self._open.enter_context(_logging_above_the_panel())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._say_how_the_stage_went()
+        self._open.close()
+
+    def stage(self, name: str, total_steps: int, note: str = "", *, done: int = 0) -> None:
+        """A stage begins; `done` steps of it were taken before a resume."""
+        self._say_how_the_stage_went()
+        self._reset(name, total_steps, done)
+        self.say(f"── {self._title()}: {_count(total_steps, 'step')}{' · ' + note if note else ''}")
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        self._done += 1
+        self._row = row
+        self._times.append(self._clock())
+        for name, (key, _) in _TRACED.items():
+            if (value := _number(row.get(key))) is not None:
+                self._traces[name].append(value)
+        if not self._has_panel and self._plain_line_due():
+            self._print_step()
+        if self._done == self._total:
+            self._say_how_the_stage_went()
+
+    def evaluation(self, name: str, value: float, note: str = "", *, metric: Measure = "accuracy") -> None:
+        """The mean over what was held out; accuracy as a fraction."""
+        said = figure_of(metric, value)
+        self._last_eval = (
+            f"{name}: {said if metric == 'accuracy' else f'{metric} {said}'}{' · ' + note if note else ''}"
+        )
+        self.say(f"   evaluation {self._last_eval}")
+
+    def say(self, text: str) -> None:
+        """A line that stays. Never read as markup: it may hold what a model wrote."""
+        self.console.print(Text(printable(text)), soft_wrap=True)
+
+    def panel(self) -> RenderableType:
+        """The panel as of now."""
+        total, elapsed = max(self._total, self._done, 1), _clock_text(self._clock() - self._started)
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        head.add_row(
+            Text(self._title(), style="bold"),
+            ProgressBar(total=total, completed=self._done),
+            Text(" · ".join([f"{self._done:,}/{self._total:,} steps", elapsed, self._eta()])),
+        )
+        parts: list[RenderableType] = [head, self._charts(), self._numbers()]
+        if self._last_eval:
+            parts.append(Text(f"evaluation  {self._last_eval}", style="cyan"))
+        return Panel(Group(*parts), title=Text(f"tandem · {self._name}"), title_align="left", border_style="dim")
+
+    @property
+    def _has_panel(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def _reset(self, name: str, total_steps: int, done: int) -> None:
+        self._stage, self._total, self._done, self._first = name, total_steps, done, done
+        self._row: Mapping[str, Any] = {}
+        self._traces: dict[str, deque[float]] = {name: deque(maxlen=_KEPT) for name in _TRACED}
+        self._times: deque[float] = deque([self._clock()], maxlen=32)
+        self._stage_started = self._last_print = self._clock()
+
+    def _say_how_the_stage_went(self) -> None:
+        """One line that stays in the scrollback when the panel moves on."""
+        if self._done > self._first:
+            self._first, first = self._done, self._first
+            steps, took = _count(self._done - first, "step"), _clock_text(self._clock() - self._stage_started)
+            moves = [_moved(name, values) for name, trace in self._traces.items() if (values := list(trace))]
+            self.say(" · ".join([f"   {self._title()}: {steps} in {took}", *moves]))
+
+    def _title(self) -> str:
+        return _STAGES.get(self._stage, self._stage) or "starting"
+
+    def _charts(self) -> RenderableType:
+        width = max(8, min(60, self.console.width - 34))
+        grid = Table.grid(padding=(0, 2))
+        for name, (_, style) in _TRACED.items():
+            if values := list(self._traces[name]):
+                now = Text(f"{values[-1]:>8.4g}", style="bold")
+                grid.add_row(name, now, Text(sparkline(values, width), style=style))
+        return grid if grid.row_count else Text("waiting for the first step", style="dim")
+
+    def _numbers(self) -> Text:
+        return Text("   ".join(f"{label} {text}" for label, text in _readings(self._row)), style="dim")
+
+    def _eta(self) -> str:
+        left = self._total - self._done
+        if left <= 0:
+            return "done"
+        if len(self._times) < 3:
+            return "– left"
+        return f"{_clock_text((self._times[-1] - self._times[0]) / (len(self._times) - 1) * left)} left"
+
+    def _plain_line_due(self) -> bool:
+        every = max(1, self._total // 10)
+        return (
+            self._done % every == 0 or self._done == self._total or (self._clock() - self._last_print >= PLAIN_EVERY_S)
+        )
+
+    def _print_step(self) -> None:
+        self._last_print = self._clock()
+        readings = [f"{name} {trace[-1]:.4g}" for name, trace in self._traces.items() if trace]
+        readings += [f"{label} {text}" for label, text in _readings(self._row)]
+        self.say(f"   {self._stage or 'step'} {self._done}/{self._total} · {' · '.join(readings)} · {self._eta()}")
+
+
+def _readings(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, label, form in (
+        ("time/tokens_per_s", "tokens/s", "{:,.0f}"),
+        ("lag/max", "lag", "{:.0f}"),
+        ("loss/clip_fraction", "clipped", "{:.1%}"),
+        ("policy/entropy", "entropy", "{:.3f}"),
+        ("grad/norm", "grad", "{:.3g}"),
+        ("lr", "lr", "{:.2g}"),
+    ):
+        if (value := _number(row.get(key))) is not None:
+            yield label, form.format(value).replace("%", " %")
+
+
+@contextmanager
+def _logging_above_the_panel() -> Generator[None]:
+    """A handler made earlier holds the bare stream and would write into the panel; rich's stream prints above it."""
+    names = [name for name, logger in logging.Logger.manager.loggerDict.items() if isinstance(logger, logging.Logger)]
+    lent: list[tuple[logging.StreamHandler[Any], Any]] = []
+    for logger in [logging.getLogger(), *map(logging.getLogger, names)]:
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__):
+                lent.append((handler, handler.setStream(sys.stderr)))
+    try:
+        yield
+    finally:
+        for handler, stream in lent:
+            handler.setStream(stream)
+
+
+def _moved(name: str, values: list[float]) -> str:
+    """From the mean of the first tenth to that of the last: a single step is noise."""
+    part = max(1, len(values) // 10)
+    return f"{name} {sum(values[:part]) / part:.3g} → {sum(values[-part:]) / part:.3g}"
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,138 @@
+"""Whether the trainer half lives; and another one where it does not.
+
+consumes: the start of a process, what it tells of its steps     waits for: its answers
+produces: a half that has opened its files                       an error once too many in a row died over their work
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tandem.errors import EngineError, TandemError
+from tandem.online.messages import Asked, Open, Opened, Progress, Train, Trained
+from tandem.online.restart_backoff import Losses
+from tandem.online.rpc import HalfLost, Handle, Peer
+from tandem.online.trainer_process import TrainerProcess
+
+_log = logging.getLogger(__name__)
+
+_STOP_S = 0.3
+_LOOKS = 8  # a deadline
+
+
+@dataclass
+class _Half:
+    process: TrainerProcess
+    peer: Peer
+    opened: Opened
+
+
+class TrainerLife:
+    def __init__(self, start: Callable[[], TrainerProcess], handle: Handle, deadline_s: float, most: int) -> None:
+        """`handle`: what it asks. `deadline_s`: for an answer, and for a step. `most`: losses in a row."""
+        self.why_lost = ""
+        self.why_none = ""
+        """Why there will be none any more."""
+        self.deadline_s = deadline_s
+        self._start, self._handle, self._losses = start, handle, Losses(most)
+        self._half: _Half | None = None
+        self._steps = 0
+
+    @property
+    def is_gone(self) -> bool:
+        return self._half is None or self._half.peer.gone.is_set()
+
+    def status(self) -> dict[str, Any]:
+        half = self._half
+        return {
+            "alive": not self.is_gone,
+            "pid": half.process.pid if half is not None and not self.is_gone else 0,
+            "restarts": self._losses.count,
+            "why": self.why_none,
+            "parameters": half.opened.parameters if half is not None else 0,
+        }
+
+    async def begin(self, asked: Open, deadline_s: float) -> Opened:
+        """Another one, instead of what is left of the one before."""
+        if self._half is not None and self.is_gone:  # nobody has asked it for anything since
+            self.why_lost = f"online: the trainer half was gone, with nothing to do: {await self._epitaph()}"
+            _log.error("%s", self.why_lost)
+        await self.end()
+        process = await asyncio.to_thread(self._start)
+        peer = Peer(self._heard, "trainer half")
+        await peer.start(process.end)
+        self._half = half = _Half(process, peer, Opened(0, "", False))
+        half.opened = msgspec.convert(await peer.ask(asked, deadline_s), Opened)
+        _log.info("trainer half %d has version %d", process.pid, half.opened.version)
+        return half.opened
+
+    async def end(self) -> None:
+        half, self._half = self._half, None
+        if half is not None:
+            await half.peer.close()
+            await asyncio.to_thread(half.process.stop, _STOP_S)
+
+    async def lost(self, error: TandemError) -> None:
+        """It died over its work, or cannot go on: it is ended."""
+        dead = isinstance(error, HalfLost) and self._half is not None
+        self.why_lost = f"{error}: {await self._epitaph()}" if dead else str(error)
+        _log.error("%s", self.why_lost)
+        await self.end()
+        self._losses.count += 1
+
+    async def pause(self) -> None:
+        """Before another one begins, where the disk says; EngineError if there will be none any more."""
+        if self._losses.are_too_many:
+            self.why_none = (
+                f"online: the trainer half died {self._losses.count} times in a row, and max_restarts = "
+                f"{self._losses.most}; jobs wait until the server is started anew. The last time: {self.why_lost}"
+            )
+            raise EngineError(self.why_none)
+        await self._losses.pause()
+
+    def did_well(self) -> None:
+        """A job ended: what was lost before counts no more."""
+        self._losses.count = 0
+
+    async def ask(self, what: Asked, deadline_s: float = 0.0) -> dict[str, Any]:
+        deadline_s = deadline_s or self.deadline_s
+        try:
+            return await self._peer.ask(what, deadline_s)
+        except TimeoutError:
+            kind = type(what).__name__
+            raise HalfLost(f"online: the trainer half did not answer to {kind} in {deadline_s:g} s") from None
+
+    async def train(self, asked: Train) -> Trained:
+        """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
+        answer = asyncio.ensure_future(self._peer.ask(asked))
+        try:
+            looks = 0
+            while looks < _LOOKS:
+                steps = self._steps
+                done, _ = await asyncio.wait((answer,), timeout=self.deadline_s / _LOOKS)
+                if done:
+                    return msgspec.convert(answer.result(), Trained)
+                looks = looks + 1 if self._steps == steps else 0
+        finally:
+            answer.cancel()
+        raise HalfLost(f"online: the trainer half did no step of a job in {self.deadline_s:g} s")
+
+    async def _epitaph(self) -> str:
+        assert self._half is not None
+        return await asyncio.to_thread(self._half.process.epitaph)
+
+    @property
+    def _peer(self) -> Peer:
+        if self._half is None:
+            raise HalfLost("online: there is no trainer half")
+        return self._half.peer
+
+    async def _heard(self, what: Asked) -> dict[str, Any]:
+        self._steps += isinstance(what, Progress)
+        return await self._handle(what)

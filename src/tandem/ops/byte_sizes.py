@@ -1,0 +1,294 @@
+"""How many bytes things take, from their shapes alone: what a run makes and accounts for, and what a plan foretells.
+
+No torch here. The optimizers make their state with `state_shapes`, the lm-head cuts its chunks with `pieces`, the
+embedded engine grows its cache with `cache_held`, and `peak` puts the parts together, for train/memory_accounting.py
+as for
+runs/planner/memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+Dims = tuple[int, ...]
+
+# --- parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense decoder: attention with grouped keys and values, and a gated MLP."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    context: int = 0
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linears(self) -> dict[str, Dims]:
+        """Of a layer, [out, in]."""
+        return {
+            "q_proj": (self.query, self.hidden),
+            "k_proj": (self.key, self.hidden),
+            "v_proj": (self.key, self.hidden),
+            "o_proj": (self.hidden, self.query),
+            "gate_proj": (self.intermediate, self.hidden),
+            "up_proj": (self.intermediate, self.hidden),
+            "down_proj": (self.hidden, self.intermediate),
+        }
+
+    def vectors(self) -> list[int]:
+        """Of a layer: norms and biases."""
+        found = [self.hidden, self.hidden] + [self.head_dim, self.head_dim] * self.qk_norm
+        found += [self.query, self.key, self.key] * self.qkv_bias + [self.hidden] * self.out_bias
+        return found + [self.intermediate, self.intermediate, self.hidden] * self.mlp_bias
+
+    @property
+    def tables(self) -> list[Dims]:
+        """Embedding, and head if it has weights of its own."""
+        return [(self.vocab, self.hidden)] * (1 if self.tied else 2)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Parameters by component."""
+        attention = sum(prod(self.linears[name]) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        mlp = sum(prod(self.linears[name]) for name in ("gate_proj", "up_proj", "down_proj"))
+        return {
+            "embedding": self.vocab * self.hidden,
+            "attention": attention * self.layers,
+            "mlp": mlp * self.layers,
+            "norms and biases": sum(self.vectors()) * self.layers + self.hidden,
+            "head": 0 if self.tied else self.vocab * self.hidden,
+        }
+
+    @property
+    def total(self) -> int:
+        return sum(self.numbers.values())
+
+
+# --- optimizers
+
+ROWS_8BIT, FEWEST_8BIT = 256, 4096
+UPDATE_CHUNK = 2**23
+"""Numbers updated together: what an update holds meanwhile is on top of every gradient."""
+
+
+def state_shapes(kind: str, like: Dims, rank: int = 1) -> dict[str, tuple[Dims, int]]:
+    """What a rule keeps for one parameter: name -> (shape, bytes a number)."""
+    if kind == "adafactor" and len(like) > 1:
+        return {"row_square": ((*like[:-1], 1), 4), "column_square": ((*like[:-2], 1, like[-1]), 4)}
+    if kind == "adafactor":
+        return {"square": (like, 4)}
+    if kind == "muon":
+        return {"momentum": (like, 4)}
+    if kind == "apollo":
+        m, n = sorted(like[-2:])
+        stack = like[:-2]
+        moment = (*stack, min(rank, m), n)
+        return {"momentum": (moment, 4), "variance": (moment, 4), "norm": (stack, 4), "count": (stack, 4)}
+    if kind == "adamw_8bit" and len(like) > 1 and prod(like) >= FEWEST_8BIT:
+        scales = (like[0], -(-prod(like[1:]) // ROWS_8BIT))
+        return {
+            key: value
+            for moment in ("exp_avg", "exp_avg_sq")
+            for key, value in ((moment, (like, 1)), (f"{moment}_scale", (scales, 4)))
+        }
+    return {"exp_avg": (like, 4), "exp_avg_sq": (like, 4)}
+
+
+def state_bytes(kind: str, like: Dims, rank: int = 1) -> int:
+    return sum(prod(dims) * width for dims, width in state_shapes(kind, like, rank).values())
+
+
+def update_bytes(numbers: Iterable[int], undivided: Iterable[int], *, narrow: bool) -> int:
+    """Held at most while an update is applied, beside state and gradients. `undivided`: those whose rows go together.
+
+    Value, gradient, what it was and what was kept, and the terms of two expressions, in fp32; of fp32 weights, value
+    and gradient are there already.
+    """
+    return (40 if narrow else 20) * max(min(UPDATE_CHUNK, sum(numbers)), *undivided, 0)
+
+
+# --- the lm-head
+
+WORKSPACE_BYTES = 1_800_000_000
+"""What forward or backward of the head may hold beside inputs, outputs and gradients."""
+EAGER_COPIES = 3
+"""Of the logits at once, without kernels: the logits, and two steps of an expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNumbers:
+    """Bytes of a number, and how many make a tile, where the head is computed."""
+
+    sums: int
+    forward: int
+    backward: int
+    multiple: int
+
+
+def head_numbers(itemsize: int, *, on_gpu: bool) -> HeadNumbers:
+    sums = 8 if itemsize == 8 else 4
+    kernels = on_gpu and itemsize != 8
+    logit = sums * (1 if kernels else EAGER_COPIES)
+    slope = itemsize if on_gpu else sums
+    return HeadNumbers(sums, logit, logit if slope == sums else logit + slope, 256 if kernels else 1)
+
+
+def head_chunks(count: int, vocab: int, numbers: HeadNumbers, workspace: int) -> tuple[list[slice], int]:
+    """Of the tokens, for the forward pass, and what it holds at once."""
+    bytes_a_token = vocab * numbers.forward
+    chunks = list(pieces(count, workspace // bytes_a_token, numbers.multiple))
+    return chunks, min(count, chunks[0].stop) * bytes_a_token if chunks else 0
+
+
+def head_blocks(
+    count: int, ids: int, width: int, numbers: HeadNumbers, wanted: tuple[bool, bool], workspace: int
+) -> tuple[list[slice], int]:
+    """Of the vocabulary, for the backward pass, and what it holds at once."""
+    hidden_bytes = count * width * numbers.sums * wanted[0]
+    bytes_an_id = count * numbers.backward + width * numbers.sums * wanted[1]
+    blocks = list(pieces(ids, (workspace - hidden_bytes) // max(1, bytes_an_id), numbers.multiple))
+    return blocks, hidden_bytes + (blocks[0].stop if blocks else 0) * bytes_an_id
+
+
+def head_bytes(
+    count: int, vocab: int, width: int, itemsize: int, *, on_gpu: bool, trained: bool, workspace: int = WORKSPACE_BYTES
+) -> tuple[int, int]:
+    """Held at most while so many tokens are scored, and while they are differentiated."""
+    numbers = head_numbers(itemsize, on_gpu=on_gpu)
+    _, forward = head_chunks(count, vocab, numbers, workspace)
+    _, backward = head_blocks(count, vocab, width, numbers, (True, trained), workspace)
+    return forward, backward
+
+
+def unfused_head_bytes(count: int, ids: int, top_p: float) -> int:
+    """Of a head that is computed by chunks and checkpoints."""
+    return min(WORKSPACE_BYTES, count * ids * bytes_a_logit(top_p))
+
+
+def bytes_a_logit(top_p: float) -> int:
+    """Held at once for each logit of a chunk, in forward and backward of what is checkpointed."""
+    return 24 if top_p >= 1 else 48
+
+
+def pieces(total: int, most: int, multiple: int) -> Iterator[slice]:
+    """`total` in as few pieces as `most` allows, about equally long; the first is the longest."""
+    most = max(most // multiple, 1) * multiple
+    count = max(-(-total // most), 1)
+    size = -(-total // (count * multiple)) * multiple
+    for start in range(0, total, max(size, 1)):
+        yield slice(start, min(start + size, total))
+
+
+# --- keys and values
+
+
+def position_bytes(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Keys and values of one token."""
+    return 2 * layers * kv_heads * head_dim * itemsize
+
+
+def cache_held(rows: int, length: int, most: int) -> tuple[int, int]:
+    """Rows and length that the embedded engine's cache has for so many: doubled while that stays within `most`
+    positions, exact beyond. One row more than a power of two: the last is for who is urgent, beside all that run."""
+    wide, long = _doubled(8, rows - 1) + 1, _doubled(64, length)
+    return (wide, long) if wide * long <= most else (rows, length)
+
+
+def _doubled(size: int, wanted: int) -> int:
+    while size < wanted:
+        size *= 2
+    return size
+
+
+# --- a prompt that siblings share
+
+Shares: TypeAlias = Callable[[Sequence[float], float], bool]
+"""Whether sequences that begin alike, so many tokens each, become one tree of so many tokens."""
+
+
+def shares_never(alone: Sequence[float], tree: float) -> bool:
+    return False
+
+
+def shares_unmasked(alone: Sequence[float], tree: float) -> bool:
+    """Where rows need no mask, a tree costs its tokens."""
+    return tree < sum(alone)
+
+
+def shares_masked(hidden: int) -> Shares:
+    """A layer costs 24 h^2 a token, and 4 h L^2 a masked row of length L."""
+
+    def shares(alone: Sequence[float], tree: float) -> bool:
+        return 6 * hidden * (sum(alone) - tree) > tree**2 - sum(length**2 for length in alone) / 2
+
+    return shares
+
+
+# --- all of it
+
+GIVEN_BACK_BYTES = 2**27
+"""Weights and optimizer state that make it worth the time to give a host's free memory back
+(ops/release_host_memory.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of a training step, in any one unit."""
+
+    always: float
+    """Weights, master, optimizer state, reference, and whatever else is there."""
+    activations: float
+    gradients: float
+    """Those that exist at once."""
+    num_micro: int
+    head_forward: float
+    head_backward: float
+    largest: float
+    """Of one trained tensor's gradient."""
+    update: float
+    """While an update is applied."""
+    layer: float = 0.0
+    """One layer on its way through backward: what of it is computed again, and the gradients in it."""
+
+
+def peak(parts: Parts) -> float:
+    """The most that is held at once.
+
+    Backward begins with every activation, and the gradient of the head is made first; those of earlier micro-batches
+    are all there. It ends with one layer's activations, and every gradient.
+    """
+    summed = parts.gradients if parts.num_micro > 1 else 0.0
+    begins = parts.activations + summed + max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
+    ends = parts.gradients + parts.layer
+    return parts.always + max(begins, ends, parts.gradients + parts.update)
+
+
+def heaped(parts: Parts, *, scattered: bool) -> float:
+    """Return the most that is held at once where a host's free memory is kept: nothing takes another part's place.
+
+    `scattered`: among what lives on there are holes that do not fit, so that activations lie there twice.
+    """
+    activations = parts.activations * (2 if scattered else 1)
+    return parts.always + activations + max(parts.head_forward, parts.head_backward) + parts.gradients + parts.update

@@ -1,0 +1,117 @@
+"""How long a run's rows and prompts are, read before it begins: for its plan.
+
+Bounded, so that a plan of a large data set comes in seconds: the first rows stand for all. torch is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TypeVar
+
+from tandem.build import standalone_engines, training
+from tandem.data.conversation import Conversation
+from tandem.data.preference_pairs import Pair
+from tandem.env.load import ADAPTERS
+from tandem.env.protocol_check import their_code
+from tandem.errors import DataError, SpecError, TandemError, TemplateError
+from tandem.ops.row_packing import common_prefix
+from tandem.protocols import Environment
+from tandem.rollout.recorded_producer import record, record_pair
+from tandem.runs.planner.lengths import Lengths, RecordedGroup
+from tandem.runs.planner.model_shape import NoPlan, read_shape
+from tandem.spec.data import DatasetData
+from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
+from tandem.types import Group
+
+_ROWS, _CHARACTERS, _PROMPTS = 2000, 4_000_000, 256
+"""Read at most."""
+R = TypeVar("R")
+
+
+def read_lengths(spec: RunSpec, environment: Environment | None = None, *, in_a_run: bool = False) -> Lengths:
+    """Return the lengths of what a run trains on; none, with the reason, where they cannot be had.
+
+    `in_a_run`: the data and `environment` are used in a moment anyway. Otherwise no data set is downloaded, and no
+    environment is loaded that starts processes or downloads something.
+    """
+    try:
+        if isinstance(spec, RlSpec):
+            return _of_prompts(spec, environment or _environment(spec))
+        return _of_rows(spec, download=in_a_run)
+    except NoPlan:  # there will be no plan either
+        raise
+    except TandemError as error:
+        return Lengths(f"lengths are assumed, because none could be read: {error}")
+
+
+def _of_rows(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
+    data = spec.data
+    if isinstance(data, DatasetData) and not download and not Path(data.name).exists():
+        raise DataError(f"data.name = '{data.name}' is not on this machine")
+    held_out = "eval_split" if isinstance(data, DatasetData) else "eval_path"
+    bounds = {"max_examples": min(data.max_examples or _ROWS, _ROWS), "allow_bad_rows": True, held_out: ""}
+    share = 0.0 if getattr(data, held_out) else data.eval_share
+    bounded = data.model_copy(update={**bounds, "eval_share": share})
+    most = min(data.max_tokens or 2**31, read_shape(spec.model).context or 2**31)
+    renderer = standalone_engines.renderer(spec.model)
+
+    def example(row: Conversation) -> Group:
+        return [record(renderer, row.messages, "")]
+
+    def pair(row: Pair) -> Group:
+        return record_pair(renderer, row.prompt, row.chosen, row.rejected, "")
+
+    if isinstance(spec, PreferenceSpec):
+        pairs = training.pairs(bounded, "data")
+        read, groups = pairs.report.read, _measured(pairs.train, pair, most)
+    else:
+        rows = training.rows(bounded, "data")
+        read, groups = rows.report.read, _measured(rows.train, example, most)
+    if not groups:
+        raise DataError(f"data: no row has at most {most:,} tokens")
+    lengths = [length for group in groups for length in group.lengths]
+    trained = fmean(count for group in groups for count in group.trained)
+    what = f"{'the first ' if read == _ROWS else ''}{read:,} rows were read"
+    told = f"{what}: sequences have {min(lengths):,} to {max(lengths):,} tokens, {fmean(lengths):,.0f} on average, of "
+    return Lengths(f"{told}which {trained:,.0f} are trained on", groups=groups)
+
+
+def _measured(rows: Sequence[R], to_group: Callable[[R], Group], most: int) -> list[RecordedGroup]:
+    """Without those that the run leaves out."""
+    found: list[RecordedGroup] = []
+    characters = 0
+    for row in rows:
+        try:
+            group = to_group(row)
+        except TemplateError:
+            continue
+        lengths = tuple(len(each.ids) for each in group)
+        if max(lengths) > most:
+            continue
+        trained = tuple(sum(each.trained) for each in group)
+        first = min(each.trained.index(True) for each in group)
+        found.append(RecordedGroup(lengths, trained, common_prefix([each.ids[:first] for each in group])))
+        characters += sum(len(str(message.get("content"))) for each in group for message in each.messages)
+        if characters > _CHARACTERS:
+            break
+    return found
+
+
+def _environment(spec: RlSpec) -> Environment:
+    its = training.its_spec(spec)
+    name = its.name
+    if its.workers or name.partition(":")[0] in ADAPTERS:
+        raise SpecError(f"environment.name = '{name}' is not loaded for a plan (--prompt-tokens)")
+    return training.environment(its)
+
+
+def _of_prompts(spec: RlSpec, environment: Environment) -> Lengths:
+    """Of tasks from all parts of the training split."""
+    with their_code(training.its_spec(spec).name, "tasks('train')"):
+        tasks = environment.tasks("train")
+        step = max(1, len(tasks) // _PROMPTS)
+        chosen = [tasks[index] for index in range(0, len(tasks), step)]
+    renderer = standalone_engines.renderer(spec.model)
+    return Lengths("", prompts=[len(renderer.prompt(task.messages)) for task in chosen])

@@ -1,0 +1,226 @@
+"""`tandem engine install | check`: an environment for vLLM, and whether what it holds may be trained with.
+
+A check is what a run would do: the trainer's own policy, vLLM in its own process and environment, every bridge that the
+device allows, with the proofs that a run asks for; and requests, compared with what the trainer says of those tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem.build import joined_engines, standalone_engines, training
+from tandem.errors import TandemError
+from tandem.protocols import Engine, Trainer
+from tandem.recipes import sync_bench
+from tandem.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from tandem.build.training import Model
+
+_BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # that one is for the embedded engine
+_ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    state: Literal["passed", "failed", "not here"]
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state}{f': {self.why}' if self.why else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """What became of one engine."""
+
+    python: str
+    version: str
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.state != "failed" for check in self.checks)
+
+
+def install_engine(
+    directory: str | Path | None = None,
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    version: str = "",
+    tell: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """A Python environment with vLLM: its interpreter. No `directory`: where runs look for one. No `version`: one that
+    has passed the conformance suite on this device."""
+    place = Path(directory or Path(standalone_engines.default_python()).parent.parent)
+    return standalone_engines.install_vllm(place, _picked(device), version, tell)
+
+
+def check_engine(
+    python: str | Path = "",
+    *,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    tell: Callable[[str], None] = lambda text: None,
+) -> EngineCheck:
+    """Whether the vLLM of an interpreter does what runs need. If so, that is recorded beside it."""
+    python, picked = str(python or standalone_engines.default_python()), _picked(device)
+    version = standalone_engines.vllm_version(python)
+    tell(f"vLLM {version}, {python}, on {picked}")
+    checks: list[Check] = []
+    for check in _checks(python, picked):
+        checks.append(check)
+        tell(str(check))
+    found = EngineCheck(python, version, picked, tuple(checks))
+    if found.passed:
+        names = [check.name for check in checks if check.state == "passed"]
+        tell(f"vLLM {version} has passed: recorded in {standalone_engines.record_passed(python, version, names)}")
+    return found
+
+
+def _picked(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    return device if device != "auto" else training.pick_device("auto").type
+
+
+def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
+    yield from _request_checks(python, device)
+    yield from _bridge_checks(python, device)
+
+
+# --- bridges
+
+
+def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
+    for name in _BRIDGES:
+        (row,) = sync_bench.bench_sync(
+            "tiny", [name], device=device, engine="vllm", rounds=_ROUNDS, python=python, unchecked=True
+        ).rows
+        if row.skipped:
+            yield Check(name, "not here", row.skipped)
+        elif row.verified:
+            yield Check(name, "passed", f"{row.rounds} versions, {row.tensors} tensors, {row.how}")
+        else:
+            yield Check(name, "failed", row.error or "published without proof")
+
+
+# --- requests
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A version is served. `ask` goes to the engine, `score` to the trainer."""
+
+    engine: Engine
+    trainer: Trainer
+    prompts: Sequence[list[int]]
+    end_ids: frozenset[int]
+    limit: float
+    """Nats a token that two computations of the same logprobs may differ by."""
+
+    async def ask(self, sampling: Sampling) -> list[Completion]:
+        """All at once, each with a seed of its own."""
+        return await asyncio.gather(
+            *(
+                self.engine.generate(prompt, replace(sampling, seed=sampling.seed + number))
+                for number, prompt in enumerate(self.prompts)
+            )
+        )
+
+
+def _request_checks(python: str, device: str) -> list[Check]:
+    with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
+        spec = sync_bench.bench_spec("disk", "tiny", device, "vllm", Path(home), {"python": python})
+        model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+        try:
+            return asyncio.run(_served_and_asked(spec, model, Path(home)))
+        except (TandemError, RuntimeError) as error:
+            return [Check("requests", "failed", f"{type(error).__name__}: {error}")]
+
+
+async def _served_and_asked(spec: Any, model: Model, home: Path) -> list[Check]:
+    joined = joined_engines.join(spec, model, home, unchecked=True)
+    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
+    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
+    rng = random.Random("engine check")
+    prompts = [[rng.randrange(model.num_ids) for _ in range(5 + 3 * number)] for number in range(_PROMPTS)]
+    limit = joined_engines.canary(model).ceiling
+    try:
+        await publisher.publish(trainer)
+        sync_bench.move_weights(model, trainer)
+        await publisher.publish(trainer)
+        asked = _Asked(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
+        return [await _outcome(name, check, asked) for name, check in _CHECKS.items()]
+    finally:
+        await joined.engine.close()
+        joined.bridge.close()
+
+
+async def _outcome(name: str, check: Callable[[_Asked], Any], asked: _Asked) -> Check:
+    try:
+        why = await check(asked)
+    except TandemError as error:
+        why = f"{type(error).__name__}: {error}"
+    return Check(name, "failed" if why else "passed", why)
+
+
+async def _counts(asked: _Asked) -> str:
+    for told in await asked.ask(Sampling(max_tokens=_TOKENS, seed=1)):
+        ended = bool(told.ids) and told.ids[-1] in asked.end_ids
+        if len(told.ids) > _TOKENS or (len(told.ids) < _TOKENS and not ended):
+            return f"{len(told.ids)} tokens where {_TOKENS} were asked for, and none that ends"
+        if len(told.logprobs) != len(told.ids) or len(told.versions) != len(told.ids):
+            return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs, {len(told.versions)} versions"
+        if (told.finish_reason == "stop") != ended:
+            return f"'{told.finish_reason}' is why it ended, and its last token is {told.ids[-1]}"
+    return ""
+
+
+async def _logprobs(asked: _Asked) -> str:
+    for sampling in (Sampling(max_tokens=_TOKENS, seed=2), Sampling(max_tokens=_TOKENS, temperature=0.0)):
+        for prompt, told in zip(asked.prompts, await asked.ask(sampling), strict=True):
+            if not told.ids or len(told.logprobs) != len(told.ids):
+                return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs"
+            ours = asked.trainer.score([*prompt, *told.ids], len(prompt))
+            gap = sum(abs(a - b) for a, b in zip(ours, told.logprobs, strict=True)) / len(ours)
+            if not gap <= asked.limit:
+                return f"{gap:.4f} nats a token from the trainer's, at temperature {sampling.temperature:g}"
+    return ""
+
+
+async def _seeds(asked: _Asked) -> str:
+    first, again, other = [await asked.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
+    if [told.ids for told in first] != [told.ids for told in again]:
+        return "one seed gave two answers"
+    return "two seeds gave one answer" if [told.ids for told in first] == [told.ids for told in other] else ""
+
+
+async def _stop_ids(asked: _Asked) -> str:
+    prompt = asked.prompts[0]
+    free = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
+    stop = free.ids[len(free.ids) // 2]
+    told = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
+    until = free.ids[: free.ids.index(stop) + 1]
+    if told.ids != until or told.finish_reason != "stop":
+        return f"{told.ids} ('{told.finish_reason}') where {until} was to be said: the first {stop}, and no more"
+    return ""
+
+
+async def _versions(asked: _Asked) -> str:
+    found = {version for told in await asked.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in told.versions}
+    return "" if found == {asked.trainer.version} else f"{sorted(found)} where {asked.trainer.version} is served"
+
+
+_CHECKS: dict[str, Callable[[_Asked], Any]] = {
+    "as many tokens as asked for": _counts,
+    "logprobs are the trainer's": _logprobs,
+    "a seed gives the same tokens again": _seeds,
+    "a stop id ends it": _stop_ids,
+    "every token has the version served": _versions,
+}

@@ -1,0 +1,129 @@
+"""An environment that plays for a rollout service: `tandem env serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.build import standalone_engines, training
+from tandem.errors import EngineError
+from tandem.recipes.serve import find_model
+from tandem.rollout.episode import Setting
+from tandem.rollout.producer import EnvironmentProducer
+from tandem.rollout.remote.client import ServiceClient
+from tandem.rollout.remote.environment_store import Registration, TicketStore
+from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
+from tandem.types import Sampling
+
+_log = logging.getLogger(__name__)
+
+_ENGINE_AGAIN_S = 1.0
+_LEAVE_S = 5.0
+
+
+def serve_environment(
+    name: str | Path,
+    params: Mapping[str, Any] | None = None,
+    *,
+    rollouts: str,
+    token_file: str | Path,
+    engine: str,
+    engine_token_file: str | Path,
+    model: str | Path,
+    group_size: int = 8,
+    sampling: Sampling | None = None,
+    thinking: bool = False,
+    workers: int = 0,
+    most_groups: int = 16,
+    weight: float = 1.0,
+    min_share: float = 0.0,
+    seed: int = 0,
+    episode_timeout_s: float = 60.0,
+    max_failed_share: float = 0.2,
+    engine_deadline_s: float = 120.0,
+    judge: JudgeSpec | None = None,
+) -> None:
+    """Until SIGTERM or Ctrl-C. `model`: the tokenizer and chat template of what answers at `engine`. Services and
+    engines may come and go; what was under way with an engine that went is dropped, and played anew."""
+    spec = EnvironmentSpec(
+        name=str(name), params=dict(params or {}), episode_timeout_s=episode_timeout_s,
+        max_failed_share=max_failed_share, workers=workers, judge=judge or NoJudge(),
+    )  # fmt: skip
+    client = ServiceClient(rollouts, Path(token_file), url_option="--rollouts", token_option="--token-file")
+    environment = training.environment(spec)
+    try:
+        path, _, _ = find_model(model, field="--model", weights=False)
+        alone, _ = standalone_engines.followed(engine, Path(engine_token_file), path, thinking=thinking)
+        setting = Setting(
+            environment, alone.engine, alone.renderer, sampling or Sampling(), alone.context, engine_deadline_s,
+            episode_timeout_s, judge=training.judge(spec.judge, alone.engine, alone.renderer, alone.context),
+            retries=1 if workers else 0,
+        )  # fmt: skip
+        registration = Registration(
+            _short(spec.name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint
+        )
+        asyncio.run(_until_stopped(setting, client, registration, most_groups, seed, max_failed_share))
+    finally:
+        training.close(environment)
+
+
+def _short(name: str) -> str:
+    """`words` for path/to/words.py:Words, `Words` for package.module:Words, `Pong-v5` for gymnasium:ALE/Pong-v5."""
+    place, _, last = name.rpartition(":")
+    file = place if place.endswith(".py") else last
+    short = Path(file).stem if file.endswith(".py") else file.rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", short).lstrip("._-")[:128] or "environment"
+
+
+async def _until_stopped(
+    setting: Setting,
+    client: ServiceClient,
+    registration: Registration,
+    most_groups: int,
+    seed: int,
+    max_failed_share: float,
+) -> None:
+    store = TicketStore(client, registration, most_under_way=most_groups)
+    producer = EnvironmentProducer(
+        setting, store, lambda _: True, group_size=registration.group_size, seed=seed, max_failed_share=max_failed_share
+    )
+    playing = asyncio.ensure_future(_play(producer, store, client))
+    alive = asyncio.create_task(store.keep_alive())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: its owner has the signals
+            asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
+    try:
+        await playing
+    except asyncio.CancelledError:
+        _log.info("stopped: %d groups posted, %d dropped", store.put_groups, store.dropped.total())
+    except ExceptionGroup as failed:
+        first: Exception = failed  # several end together; one line says why
+        while isinstance(first, ExceptionGroup):
+            first = cast("ExceptionGroup[Exception]", first).exceptions[0]
+        raise first from None
+    finally:
+        alive.cancel()
+        with suppress(TimeoutError, Exception):  # a service that is gone lets its seats lapse by itself
+            async with asyncio.timeout(_LEAVE_S):
+                await store.leave()
+        training.close(setting.environment)
+        await setting.engine.close()
+        await client.close()
+
+
+async def _play(producer: EnvironmentProducer, store: TicketStore, client: ServiceClient) -> None:
+    """For ever, or until it is no use: an environment that fails too often ends it, an engine that went does not."""
+    await client.meet()
+    while True:
+        try:
+            await producer.run()
+        except* EngineError as errors:
+            _log.warning("the engine: %s; what was under way is dropped", errors.exceptions[0])
+        await store.drop_all("engine")
+        await asyncio.sleep(_ENGINE_AGAIN_S)

@@ -1,0 +1,61 @@
+"""Checkpoints with the shape of a released model and random weights: for benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tandem.build import training
+from tandem.io import atomic_write
+
+_IDS = {"qwen3": 151_669, "llama": 49_152}
+"""Of the released models' tokenizers."""
+_OWN_IDS = 266
+"""Of the presets' tokenizer."""
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    },
+    "qwen3-1.7b": {
+        **_QWEN3, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+    },
+    "qwen3-8b": {
+        **_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "smollm2-135m": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def random_checkpoint(shape: str, path: Path, seed: int = 0, device: str = "cpu") -> None:
+    """Write a checkpoint in bfloat16, with the presets' tokenizer and as many ids as the released model has.
+
+    A large one is made sooner on a GPU, of other numbers.
+    """
+    import torch
+    from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM
+
+    kind = SHAPES[shape]["model_type"]
+    tokenizer = training.tokenizer_from_scratch(_IDS[kind] - _OWN_IDS)
+    config: Any = AutoConfig.for_model(
+        **SHAPES[shape],
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        module: Any = (Qwen3ForCausalLM if kind == "qwen3" else LlamaForCausalLM)(config)
+    with atomic_write.directory(path, durable=False) as directory:
+        module.to(torch.bfloat16).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)

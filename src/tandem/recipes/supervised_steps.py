@@ -1,0 +1,165 @@
+"""Steps on recordings: the warm-up of an RL run, the whole of an SFT or preference run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+from tandem.build import joined_engines, training
+from tandem.data.conversation import Conversation
+from tandem.data.load import Row, Split
+from tandem.errors import DataError, TemplateError
+from tandem.loop import run_loop
+from tandem.protocols import Algorithm, Trainer
+from tandem.rollout.recorded_producer import record
+from tandem.runs.checkpointer import Keeper
+from tandem.runs.run import Run
+from tandem.runs.verdict import judge, too_few
+from tandem.spec.evaluation import LossEvalSpec
+from tandem.spec.train import SftStage
+from tandem.types import Group, Message, Metrics, Trajectory
+
+R = TypeVar("R", bound=Row)
+
+MORE_ROWS = "give it more rows, a larger data.eval_share, or rows of their own (data.eval_path, data.eval_split)"
+
+
+def due(every: int, done: int, steps: int) -> bool:
+    """Whether to evaluate after `done` of `steps`; the last one is judged by itself."""
+    return bool(every) and done % every == 0 and done < steps
+
+
+async def supervised_stage(
+    run: Run,
+    model: training.Model,
+    trainer: Trainer,
+    stage: SftStage,
+    recordings: Sequence[Trajectory],
+    *,
+    seed: int,
+    deterministic: bool,
+    keeper: Keeper,
+    before_record: Callable[[Metrics], None] | None = None,
+) -> None:
+    """Every conversation by itself."""
+    await recorded_stage(
+        run,
+        model,
+        trainer,
+        stage,
+        [[recording] for recording in recordings],
+        training.sft_algorithm(),
+        seed=seed,
+        deterministic=deterministic,
+        keeper=keeper,
+        before_record=before_record,
+    )
+
+
+async def recorded_stage(
+    run: Run,
+    model: training.Model,
+    trainer: Trainer,
+    stage: SftStage,
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    *,
+    seed: int,
+    deterministic: bool,
+    keeper: Keeper,
+    before_record: Callable[[Metrics], None] | None = None,
+) -> None:
+    """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
+    training.show_life(trainer, run.progress.tick, run.note_option)
+    call = training.caller(deterministic)
+    store = training.store(stage)
+
+    async def record_step(metrics: Metrics) -> None:
+        if before_record is not None:
+            before_record(metrics)
+        run.record(trainer.version, metrics)
+
+    await run_loop(
+        trainer=trainer,
+        publisher=joined_engines.no_publisher(call),
+        store=store,
+        producers=[training.recordings(groups, store, seed)],
+        make_batch=training.batches(stage, model, algorithm),
+        groups_per_step=stage.batch_size,
+        last_version=stage.steps,
+        after_step=record_step,
+        call=call,
+        keeper=keeper,
+    )
+    trainer.finish()
+
+
+def recordings_of(model: training.Model, conversations: Sequence[tuple[str, Sequence[Message]]]) -> list[Trajectory]:
+    """Conversations that an environment showed, as trajectories."""
+    recorded = [record(model.renderer, messages, name) for name, messages in conversations]
+    if longest := next((t for t in recorded if len(t.ids) > model.context), None):
+        raise DataError(
+            f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, the model's "
+            f"context holds {model.context}; use shorter tasks, or a model with a longer context"
+        )
+    return recorded
+
+
+def checked_rows(
+    model: training.Model, data: training.FileOrDataset, run: Run, field: str
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Rows of a file or data set as trajectories, with the report that says what was left out and why."""
+    longest = longest_of(model, data)
+
+    def unusable(conversation: Conversation) -> str:
+        try:
+            ids, _ = model.renderer.conversation(conversation.messages)
+        except TemplateError as error:
+            return str(error)
+        return f"longer than {longest} tokens" if len(ids) > longest else ""
+
+    split = reported(training.rows(data, field).without(unusable), "conversation", run, field)
+    train, held_out = (
+        [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
+        for rows in (split.train, split.held_out)
+    )
+    run.view.say("   one example; the tokens in [[ ]] are trained: " + marked(model, train[0]))
+    return train, held_out
+
+
+def longest_of(model: training.Model, data: training.FileOrDataset) -> int:
+    return min(data.max_tokens or model.context, model.context)
+
+
+def reported(split: Split[R], noun: str, run: Run, field: str) -> Split[R]:
+    """Says what was left out and why; DataError if nothing is left."""
+    if not split.train:
+        raise DataError(f"{field}: no {noun} is left to train on; {split.report.text()}")
+    run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
+    run.view.say("   data: " + split.report.text())
+    return split
+
+
+def conclude_by_loss(run: Run, before: Sequence[float], after: Sequence[float], eval: LossEvalSpec, seed: int) -> None:
+    """The verdict from the held-out losses, in the same order both times."""
+    if not before:
+        why = "nothing was held out, so nothing can be compared"
+        run.conclude("undecided", {"metric": "loss", "tasks": 0, "why": why})
+        return
+    verdict = judge(before, after, confidence=eval.confidence, measure="loss", seed=seed)
+    told = {"metric": "loss", "after_minus_before": verdict.difference}
+    run.conclude(verdict.verdict, told | verdict.evaluation())
+
+
+def say_if_too_few(run: Run, held_out: int, confidence: float, way_out: str) -> None:
+    """Before hours are spent: that no verdict can come of it."""
+    if why := too_few(held_out, confidence):
+        run.view.say(f"   the verdict will be undecided: {why}; {way_out}")
+
+
+def marked(model: training.Model, trajectory: Trajectory) -> str:
+    """A trajectory as text with its trained tokens between [[ and ]]."""
+    runs = groupby(zip(trajectory.ids, trajectory.trained, strict=True), key=lambda pair: pair[1])
+    texts = ((trained, model.renderer.decode([pair[0] for pair in run], skip_special=False)) for trained, run in runs)
+    return "".join(f"[[{text}]]" if trained else text for trained, text in texts)

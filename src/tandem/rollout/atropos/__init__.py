@@ -1,0 +1,1 @@
+"""The Atropos protocol over the rollout queue: its calls, its group format, its version lookup."""

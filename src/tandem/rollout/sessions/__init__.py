@@ -1,0 +1,1 @@
+"""The gateway's sessions: agents' conversations as token trees, with rewards, kept on disk."""

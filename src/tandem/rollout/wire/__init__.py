@@ -1,0 +1,1 @@
+"""The native wire format of groups: schema, validation, codec."""

@@ -1,0 +1,1 @@
+"""Environments in worker processes: the pool that plays episodes and the client of its fork server."""

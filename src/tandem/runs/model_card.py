@@ -1,0 +1,89 @@
+"""A model card from what a run's directory says, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.obs.claims import caveat, evidence, figure, headline
+from tandem.obs.run_history import History, evaluations, read_history, total
+
+
+def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | None = None) -> str:
+    """`step`: of a copy from the middle, for which the verdict of the run does not speak."""
+    history = read_history(run_dir)
+    if step is not None:
+        history = _until(history, step)
+    spec: dict[str, Any] = tomllib.loads(history.spec)
+    parts = [_head(spec, kind), f"# {history.name}"]
+    if step is None:
+        parts += [headline(history.status), evidence(history.status), caveat(history.status)]
+    else:
+        parts += [f"As it was after optimizer step {step}."]
+    parts += [_table(history), _facts(history, spec), _use(spec, kind), _spec(history.spec)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def learned_card(name: str, version: int, kind: Literal["adapter", "model"], base: str) -> str:
+    """Of what an online server learned."""
+    spec = {"recipe": "online", "model": {"path": base} if base else {}}
+    told = f"Version {version} of what a server learned while it answered (`tandem online serve`)."
+    return "\n\n".join([_head(spec, kind), f"# {name}", told, _use(spec, kind)]) + "\n"
+
+
+def _until(history: History, step: int) -> History:
+    """What was known when that step had ended."""
+    rows = [row for row in history.rows if row["step"] <= step]
+    known = {name: value for name, value in history.eval.items() if name != "after"}
+    return replace(history, rows=rows, status={**history.status, "steps_done": step, "eval": known})
+
+
+def _head(spec: dict[str, Any], kind: str) -> str:
+    lines = ["---", f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"]
+    base = spec["model"].get("path", "")
+    if base and not Path(base).is_absolute() and not Path(base).exists():  # a path of this machine is nobody's business
+        lines.append(f"base_model: {json.dumps(base)}")
+    return "\n".join([*lines, "pipeline_tag: text-generation", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
+
+
+def _table(history: History) -> str:
+    found = evaluations(history)
+    if not found:
+        return ""
+    rows = [f"| {item.label} | {item.step} | {figure(history.status, item.value)} |" for item in found]
+    return "\n".join(["## Held out", "", f"| when | step | {history.measure} |", "|---|---:|---:|", *rows])
+
+
+def _facts(history: History, spec: dict[str, Any]) -> str:
+    facts = [
+        ("recipe", spec["recipe"]),
+        ("algorithm", spec.get("algorithm", {}).get("kind", "")),
+        ("environment", _public(spec.get("environment", {}).get("name", ""))),
+        ("optimizer steps", str(history.status.get("steps_done", ""))),
+        ("tokens trained on", f"{total(history.rows, 'tokens/trained'):,.0f}"),
+        ("seed", str(spec.get("seed", 0))),
+        ("adapter rank", str(spec["model"].get("lora", {}).get("rank", ""))),
+    ]
+    return "\n".join(["## Training", "", *(f"- {label}: {value}" for label, value in facts if value not in ("", "0"))])
+
+
+def _use(spec: dict[str, Any], kind: str) -> str:
+    if kind == "adapter":
+        return "## Use\n\nAn adapter in PEFT's format: load it on its base model."
+    return "## Use\n\nA whole model in Hugging Face format. With Tandem: `tandem serve DIR`, or `tandem chat DIR`."
+
+
+def _spec(text: str) -> str:
+    """The spec itself, without what names this machine."""
+    raw: dict[str, Any] = tomllib.loads(text)
+    stage = {key: value for key, value in raw.get("train", {}).items() if not isinstance(value, dict)}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in stage.items()]
+    return "\n".join(["## Settings", "", "```toml", "[train]", *lines, "```"])
+
+
+def _public(name: str) -> str:
+    """`sort`, `package.module:Class`; of a file only its name."""
+    return name.rsplit("/", 1)[-1]

@@ -1,0 +1,108 @@
+"""What is known of a kind of GPU by measuring, and what it costs: two tables beside this file."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One GPU, or a CPU with its RAM. runs/planner/calibration.toml says what each number is, and where it is from."""
+
+    kind: str
+    memory_gib: float
+    usable: float
+    context_gib: float
+    adapters_gib: float
+    kept_gib: float
+    asleep_gib: float
+    bandwidth_gb_s: float
+    train_flops: float
+    attention_flops: float
+    passed_gb_s: float
+    layer_s: float
+    compiled_passed_gb_s: float
+    compiled_layer_s: float
+    updated_per_s: float
+    updated_at_once_per_s: float
+    answer_share: float
+    decode_step_s: float
+    decode_step_lora_s: float
+    decode_row_s: float
+    episode_s: float
+    prefill_flops: float
+    source: str
+    sync: dict[str, tuple[float, float]]
+
+    @property
+    def limit_gib(self) -> float:
+        return self.memory_gib * self.usable
+
+    def process_gib(self, *, adapters: bool) -> float:
+        """Return what a process takes that holds nothing yet."""
+        return self.context_gib + self.adapters_gib * adapters
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.kind != "cpu"
+
+
+def machine(kind: str, memory_gib: float = 0.0) -> Machine:
+    """`memory_gib`: of the very one, where that is known."""
+    table = _read(Path(__file__).with_name("calibration.toml"))
+    if kind not in table:
+        raise SpecError(f"--gpu {kind}: no figures of it; known are {', '.join(sorted(table))}")
+    found = dict(table[kind])
+    found["memory_gib"] = memory_gib or found["memory_gib"] or ram_gib()[0]
+    found["sync"] = {name: (float(pair[0]), float(pair[1])) for name, pair in found["sync"].items()}
+    return Machine(kind=kind, **{each.name: found[each.name] for each in fields(Machine) if each.name != "kind"})
+
+
+def known() -> list[str]:
+    return sorted(_read(Path(__file__).with_name("calibration.toml")))
+
+
+def usd_per_hour(kind: str, prices: Path | None = None) -> float:
+    path = prices or Path(__file__).with_name("prices.toml")
+    price = _read(path).get(kind, 0.0)
+    if not isinstance(price, int | float) or isinstance(price, bool) or price < 0:
+        raise SpecError(f"{path}: {kind} = {price!r}: a price is a number of dollars an hour")
+    return float(price)
+
+
+def ram_gib() -> tuple[float, float]:
+    """Of this machine, or of the control group that holds this process: all, and what is free."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()) if _linux() else {}
+    total, free = (int(rows.get(key, "0 kB").split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    if not total:
+        return 8.0, 8.0  # no /proc: a guess that refuses little
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and limit / 2**30 < total:
+        total = limit / 2**30
+        free = min(free, total - (used or 0) / 2**30)
+    return total, free
+
+
+def _linux() -> bool:
+    return Path("/proc/meminfo").exists()
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: neither UTF-8 nor TOML, for two
+        raise SpecError(f"{path}: cannot be read: {error}") from error

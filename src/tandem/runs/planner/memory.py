@@ -1,0 +1,312 @@
+"""GiB by component over the phases of a run, from shapes alone. The sums are ops/byte_sizes.py's, as at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+from tandem.ops import byte_sizes
+from tandem.ops.activation_sizes import activation_bytes, backward_bytes
+from tandem.ops.byte_sizes import Shape
+from tandem.runs.planner.calibration import Machine
+from tandem.runs.planner.lengths import Micro
+from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
+from tandem.runs.planner.workload import Work, pass_of, width_of
+from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.model import LoraSpec
+from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec
+from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, BroadcastSync, SharedSync
+from tandem.spec.train import Stage
+
+_GIB = 2**30
+_FEW_BITS = {"int8": 1.01, "nf4": 0.52}
+"""Bytes a number, scales included (bitsandbytes, double quantisation)."""
+_OF_VLLM_GIB = 2.0
+"""What vLLM takes of its share beside weights, keys and values. A guess: activations, samplers and graphs."""
+_OFFLOAD_BUFFERS = 3 * 2 * 2**22 * 4
+"""Of adamw_offload on the device (optim/adamw_offload.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`parts` are GiB and need not add up to `peak_gib`: they are not all there at once."""
+
+    name: str
+    peak_gib: float
+    parts: Mapping[str, float]
+
+
+def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> list[Phase]:
+    always = _always(spec, shape, spec.train, machine)
+    static = sum(always.values())
+    engine = _engine(spec, shape, work, machine)
+    process = machine.process_gib(adapters=spec.model.lora is not None)
+    context = {"process": process}
+    found = [_load(spec, shape, machine)]
+    if isinstance(spec, RlSpec):
+        awake = engine["awake"]
+        found.append(Phase("rollout", static + awake + process, {**always, "engine": awake, **context}))
+    train = _train(spec, shape, spec.train, work, always, machine)
+    beside = engine["in training"]
+    parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
+    found.append(Phase("train", train.peak_gib + beside + process, parts))
+    if isinstance(spec, RlSpec):
+        moved = sync_bytes(spec, shape)
+        staged = _staged(spec, moved) / _GIB
+        peak = static + engine["awake"] + staged + process
+        found.append(Phase("sync", peak, {**always, "engine": engine["awake"], "in flight": staged, **context}))
+    if not machine.on_gpu and spec.checkpoint.every and not saves_between_steps(spec):
+        copy = copied_bytes(spec, shape) / _GIB  # made when training has ended
+        peak = static + engine["awake"] + copy + process
+        found.append(Phase("save", peak, {**always, "engine": engine["awake"], "checkpoint": copy, **context}))
+    if spec.model.lora is not None:  # adapters are merged into a copy (model/policy.py)
+        copy = shape.total * width_of(spec.precision) / _GIB
+        peak = static + engine["awake"] + copy + process
+        found.append(Phase("export", peak, {**always, "engine": engine["awake"], "merged copy": copy, **context}))
+    return found
+
+
+def saves_between_steps(spec: RunSpec) -> bool:
+    """Or at the end of a stage alone."""
+    every, best = spec.checkpoint.every, spec.eval.every if spec.checkpoint.keep_best else 0
+    return every > 0 and (every < spec.train.steps or 0 < best < spec.train.steps)
+
+
+def copied_bytes(spec: RunSpec, shape: Shape) -> int:
+    """What a checkpoint copies to the host and keeps room for there (train/trainer.py)."""
+    state, _ = _state(spec.train.optimizer, shape, spec.model.lora)
+    master = _master(spec.precision, shape.total) if spec.model.lora is None else 0
+    return _trained_bytes(spec, shape) + state + master
+
+
+def checkpoint_bytes(spec: RunSpec, shape: Shape) -> int:
+    """On the disk: that, and a deployable copy of what is trained."""
+    return copied_bytes(spec, shape) + _trained_bytes(spec, shape)
+
+
+def _trained_bytes(spec: RunSpec, shape: Shape) -> int:
+    lora = spec.model.lora
+    return adapter_numbers(shape, lora) * 4 if lora else shape.total * width_of(spec.precision)
+
+
+def sync_bytes(spec: RlSpec, shape: Shape) -> int:
+    """What a version moves."""
+    if spec.sync.bridge in ("inproc", "shared"):
+        return 0
+    if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync):
+        return adapter_numbers(shape, spec.model.lora) * width_of(spec.precision)
+    return shape.total * width_of(spec.precision)
+
+
+def _staged(spec: RlSpec, moved: int) -> float:
+    if isinstance(spec.sync, BroadcastSync):
+        return 2 * spec.sync.bucket_mib * 2**20
+    return float(moved) if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync) else 0.0
+
+
+def _load(spec: RunSpec, shape: Shape, machine: Machine) -> Phase:
+    """Weights come in 32 bits by way of the host, and are narrowed one after the other."""
+    process = machine.process_gib(adapters=spec.model.lora is not None)
+    weights = _weights(spec.model.lora, shape, width_of(spec.precision))
+    low = _master(spec.precision, shape.total) if spec.model.lora is None else 0
+    largest = max(prod(dims) for dims in shape.tables) * 4
+    there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.total) / _GIB
+    parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": process}
+    return Phase("load", there + largest / _GIB * machine.on_gpu + process, parts)
+
+
+def _weights(lora: LoraSpec | None, shape: Shape, width: int) -> int:
+    if lora is None:
+        return shape.total * width
+    few = _FEW_BITS.get(lora.base, float(width))
+    linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
+    return int(linears * few + (shape.total - linears) * width) + adapter_numbers(shape, lora) * 4
+
+
+def _master(precision: PrecisionSpec, trained: int) -> int:
+    if not isinstance(precision, Bfloat16Precision):
+        return 0
+    return trained * {"split": 2, "fp32": 4}.get(precision.master, 0)
+
+
+def _state(optimizer: OptimizerSpec, shape: Shape, lora: LoraSpec | None) -> tuple[int, list[int]]:
+    """Bytes of the state, and the sizes of what is updated whole."""
+    kind = "apollo" if optimizer.kind == "apollo_mini" else optimizer.kind
+    rank = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
+    tables = optimizer.tables if isinstance(optimizer, ApolloMiniSpec) else "adamw"
+    others = tables if kind == "apollo" else "adamw" if kind == "muon" else kind
+    total, whole = 0, list[int]()
+    for dims, matrix in trained_tensors(shape, lora):
+        rule = kind if matrix else others
+        total += byte_sizes.state_bytes(rule, dims, rank)
+        whole += [prod(dims)] if rule in ("apollo", "muon", "adafactor") else []
+    return total, whole
+
+
+def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict[str, float]:
+    lora, width = spec.model.lora, width_of(spec.precision)
+    state, _ = _state(stage.optimizer, shape, lora)
+    if stage.optimizer.kind == "adamw_offload" and machine.on_gpu:
+        state = _OFFLOAD_BUFFERS
+    shared = isinstance(spec, RlSpec) and isinstance(spec.sync, SharedSync) and machine.on_gpu
+    found = {
+        "weights": 0.0 if shared else _weights(lora, shape, width) / _GIB,
+        "master": (_master(spec.precision, shape.total) if lora is None else 0) / _GIB,
+        "optimizer": state / _GIB,
+    }
+    if not machine.on_gpu and saves_between_steps(spec):
+        found["checkpoint"] = copied_bytes(spec, shape) / _GIB
+    teacher = read_teacher(spec)
+    compares = not isinstance(spec, RlSpec) or getattr(spec.algorithm, "kl_coef", 0) > 0
+    if teacher is not None:
+        found["teacher"] = teacher.total * width / _GIB
+    elif compares and spec.recipe != "sft" and lora is None:
+        found["reference"] = shape.total * width / _GIB
+    return found
+
+
+def _train(
+    spec: RunSpec, shape: Shape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine
+) -> Phase:
+    """The more of two: a micro-batch that begins a step, and one that finds gradients there."""
+    first = _micro(spec, shape, stage, work, work.micro, always, machine, summed=False)
+    if work.later is None:
+        return first
+    later = _micro(spec, shape, stage, work, work.later, always, machine, summed=True)
+    return max(first, later, key=lambda phase: phase.peak_gib)
+
+
+def _micro(
+    spec: RunSpec, shape: Shape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float], machine: Machine,
+    *, summed: bool,
+) -> Phase:  # fmt: skip
+    lora, width = spec.model.lora, width_of(spec.precision)
+    how = pass_of(spec, micro, on_gpu=machine.on_gpu)
+    tensors = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
+    grad_width = 4 if lora or width == 4 or work.num_micro > 1 else width
+    gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
+    head = byte_sizes.head_bytes(
+        micro.credited, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
+    )
+    _, whole = _state(stage.optimizer, shape, lora)
+    update = byte_sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None)
+    parts = byte_sizes.Parts(
+        always=sum(always.values()),
+        activations=activation_bytes(shape, how, micro.tokens) / _GIB,
+        gradients=gradients / _GIB,
+        num_micro=2 if summed else 1,
+        head_forward=head[0] / _GIB,
+        head_backward=head[1] / _GIB,
+        largest=max(tensors) * (4 if lora else width) / _GIB,
+        update=0.0 if at_once(spec, stage, machine) else update / _GIB,
+        layer=backward_bytes(shape, how, micro.tokens) / _GIB,
+    )
+    shown = {
+        **always, "activations": parts.activations, "gradients": parts.gradients, "logits": max(head) / _GIB,
+        "update": parts.update,
+    }  # fmt: skip
+    if machine.on_gpu:
+        return Phase("train", byte_sizes.peak(parts), shown)
+    if _GIB * sum(always[name] for name in ("weights", "master", "optimizer")) < byte_sizes.GIVEN_BACK_BYTES:
+        freed = byte_sizes.heaped(parts, scattered=lora is not None) - byte_sizes.peak(parts)
+    else:
+        freed = machine.kept_gib
+    return Phase("train", byte_sizes.peak(parts) + freed, {**shown, "freed": freed})
+
+
+def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
+    """One launch updates all of it (optim/adamw_triton.py)."""
+    precision = spec.precision
+    halves = not isinstance(precision, Bfloat16Precision) or precision.master == "split" or spec.model.lora is not None
+    return machine.on_gpu and stage.optimizer.kind in ("adamw", "adamw_8bit") and halves
+
+
+def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[str, float]:
+    """GiB of this card that the engine has, awake and while the trainer steps."""
+    if not isinstance(spec, RlSpec):
+        return {"awake": 0.0, "in training": 0.0}
+    engine, width = spec.engine, width_of(spec.precision)
+    if isinstance(engine, HfEngineSpec):  # it keeps its cache
+        cache = cache_gib(shape, work, width, engine.kv_gib, touched=not machine.on_gpu)
+        return {"awake": cache, "in training": cache}
+    if isinstance(engine, ServerEngineSpec) and not engine.url:
+        copies = shape.total * width / _GIB * (not isinstance(spec.sync, SharedSync))
+        of_one = replace(work, rows=ceil(work.rows / engine.replicas))
+        cache = cache_gib(shape, of_one, width, engine.kv_gib, touched=not machine.on_gpu)
+        held = engine.replicas * (copies + cache + machine.context_gib)
+        return {"awake": held, "in training": held}
+    if isinstance(engine, VllmEngineSpec) and colocated(engine) and machine.on_gpu:
+        awake = engine.memory_share * machine.memory_gib + machine.asleep_gib
+        return {"awake": awake, "in training": machine.asleep_gib if sleeps(spec, engine) else awake}
+    return {"awake": 0.0, "in training": 0.0}
+
+
+def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
+    """Sequences whose keys and values the engines' memory holds at once. Of one that was started elsewhere, all."""
+    engine = spec.engine
+    if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
+        share = engine.tensor_parallel * (engine.memory_share * machine.memory_gib - _OF_VLLM_GIB) * _GIB
+        room = share - shape.total * width_of(spec.precision)
+    elif isinstance(engine, HfEngineSpec):
+        room = engine.kv_gib * _GIB / engine.replicas
+    elif isinstance(engine, ServerEngineSpec) and not engine.url:
+        room = engine.kv_gib * _GIB
+    else:
+        return work.rows
+    return min(work.rows, engine.replicas * max(1, int(room / row_bytes(spec, shape, work))))
+
+
+def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: Shape, work: Work, machine: Machine) -> float:
+    """`engine.memory_share` that holds the keys and values of all sequences, in whole hundredths."""
+    held = shape.total * width_of(spec.precision) + work.rows / engine.replicas * row_bytes(spec, shape, work)
+    return ceil(100 * (held / _GIB / engine.tensor_parallel + _OF_VLLM_GIB) / machine.memory_gib) / 100
+
+
+def row_bytes(spec: RlSpec, shape: Shape, work: Work) -> int:
+    """Keys and values of the longest sequence."""
+    width = width_of(spec.precision)
+    return work.row_tokens * byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+
+
+def colocated(engine: VllmEngineSpec) -> bool:
+    return not engine.url and not engine.gpus
+
+
+def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:
+    if isinstance(spec.sync, SharedSync):
+        return False
+    return engine.sleep == "free" or (engine.sleep == "auto" and spec.train.max_lag == 0)
+
+
+def cache_gib(shape: Shape, work: Work, width: int, most_gib: float, *, touched: bool) -> float:
+    """Of the embedded engine, which grows to what is asked. `touched`: what is written of it alone, as on a CPU."""
+    one = byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    rows, length = work.rows, work.row_tokens + 1
+    if not touched:
+        rows, length = byte_sizes.cache_held(rows, length, int(most_gib * _GIB / one))
+    return min(rows * length * one / _GIB, max(most_gib, length * one / _GIB))
+
+
+def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> int:
+    """The most tokens of one forward and backward that fit; 0 if none do."""
+
+    def fits(tokens: int) -> bool:
+        found = phases(spec, shape, work.sized(tokens), machine)
+        return max(phase.peak_gib for phase in found if phase.name == "train") <= machine.limit_gib
+
+    low, high = 0, 2**20
+    while high - low > 16:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low // 16 * 16
+
+
+def largest_cache_gib(spec: RunSpec, shape: Shape, machine: Machine) -> float:
+    """For keys and values beside all that is there between training steps."""
+    width = width_of(spec.precision)
+    rest = machine.limit_gib - machine.context_gib - sum(_always(spec, shape, spec.train, machine).values())
+    own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
+    return max(0.0, rest - (shape.total * width / _GIB + machine.context_gib if own else 0.0))

@@ -1,0 +1,119 @@
+"""What a plan has to know of a model: its shape, from its config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import SpecError
+from tandem.io.bounded_json import read_json
+from tandem.io.model_path_check import refuse_no_model
+from tandem.ops.byte_sizes import Dims, Shape
+from tandem.spec.algorithm import DistillSpec
+from tandem.spec.model import LoraSpec, ModelSpec, PresetModel
+from tandem.spec.presets import preset_config
+from tandem.spec.run import RunSpec
+
+
+class NoPlan(SpecError):
+    """What the model is made of is not known to the planner."""
+
+
+BYTE_VOCABULARY = 266
+"""Of the presets: 256 bytes and ten special tokens."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+"""Architectures whose layers are known here, and whether queries and keys have norms."""
+
+
+def read_shape(spec: ModelSpec) -> Shape:
+    if isinstance(spec, PresetModel):
+        return shape_of({"model_type": "qwen3", **preset_config(spec.preset, BYTE_VOCABULARY)}, spec.preset)
+    return shape_of(read_config(spec.path, spec.revision), spec.path)
+
+
+def read_teacher(spec: RunSpec) -> Shape | None:
+    """Of distillation's teacher, which is there beside the policy."""
+    algorithm = getattr(spec, "algorithm", None)
+    if not isinstance(algorithm, DistillSpec):
+        return None
+    return shape_of(read_config(algorithm.teacher, algorithm.teacher_revision), algorithm.teacher)
+
+
+def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
+    """A directory's config.json, or a hub id's."""
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        refuse_no_model(path, revision)
+        fetch: Any = getattr(import_module("huggingface_hub"), "hf_hub_download")  # noqa: B009 - partly unknown to pyright
+        try:
+            file = Path(fetch(path, "config.json", revision=revision))
+        except Exception as error:
+            raise NoPlan(f"'{path}': is no directory, and its config cannot be had: {type(error).__name__}") from error
+    try:
+        return read_json(file)
+    except (OSError, ValueError) as error:
+        raise NoPlan(f"{file}: cannot be read: {error}") from error
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> Shape:
+    config = config.get("text_config") or config
+    kind = str(config.get("model_type", "unknown"))
+    if kind not in _QK_NORM:
+        raise NoPlan(
+            f"'{name}': the layers of '{kind}' are not known to the planner, only those of {', '.join(_QK_NORM)}"
+        )
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        bias = bool(config.get("attention_bias", False))
+        return Shape(
+            vocab=int(config["vocab_size"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=_QK_NORM[kind],
+            qkv_bias=kind == "qwen2" or bias,
+            out_bias=kind != "qwen2" and bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            context=int(config.get("max_position_embeddings") or 0),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise NoPlan(f"'{name}': its config lacks what a plan needs: {error}") from error
+
+
+def trained_tensors(shape: Shape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
+    """Of every trained tensor its dimensions, and whether it is a matrix for a matrix's optimizer."""
+    if lora is not None:
+        return [(dims, True) for dims in adapter_tensors(shape, lora)]
+    layer = [(dims, True) for dims in shape.linears.values()] + [((size,), False) for size in shape.vectors()]
+    return layer * shape.layers + [(dims, False) for dims in shape.tables] + [((shape.hidden,), False)]
+
+
+def adapter_tensors(shape: Shape, lora: LoraSpec) -> list[Dims]:
+    """Return A and B of each adapted linear layer. SpecError for a target that names none."""
+    named = {
+        f".layers.{layer}.{'self_attn' if name in _ATTENTION else 'mlp'}.{name}": dims
+        for layer in range(shape.layers)
+        for name, dims in shape.linears.items()
+    }
+    ends = (
+        ("",) if lora.targets == "all-linear" else tuple(f".{target.removeprefix('model.')}" for target in lora.targets)
+    )
+    if unknown := [end[1:] for end in ends if not any(name.endswith(end) for name in named)]:
+        raise SpecError(
+            f"model.lora.targets = {list(lora.targets)}: {', '.join(unknown)}: no linear layer for adapters has that "
+            f"name; take some of {', '.join(shape.linears)}, or 'all-linear'"
+        )
+    adapted = [dims for name, dims in named.items() if name.endswith(ends)]
+    return [each for out, into in adapted for each in ((lora.rank, into), (out, lora.rank))]
+
+
+def adapter_numbers(shape: Shape, lora: LoraSpec | None) -> int:
+    return sum(prod(dims) for dims in adapter_tensors(shape, lora)) if lora else 0

@@ -1,0 +1,254 @@
+"""`tandem plan`: memory, time and cost of a run before its first second, from the spec and the model's config alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.ops.byte_sizes import Shape
+from tandem.runs.planner.calibration import Machine, machine, usd_per_hour
+from tandem.runs.planner.lengths import Lengths
+from tandem.runs.planner.memory import (
+    Phase,
+    checkpoint_bytes,
+    copied_bytes,
+    largest_cache_gib,
+    largest_micro_tokens,
+    phases,
+    rows_held,
+    share_for,
+)
+from tandem.runs.planner.model_shape import adapter_numbers, read_shape
+from tandem.runs.planner.step_time import Times, times
+from tandem.runs.planner.workload import Work, work_of
+from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.model import LoraSpec
+from tandem.spec.optim import ApolloMiniSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.spec.run import RlSpec, RunSpec
+
+_WELL_FILLED = 2 / 3
+"""Of a micro-batch: less means that it holds one row, and all but holds another."""
+_BRIDGES = {
+    "inproc": "engine and trainer share one module; nothing moves",
+    "shared": "one copy of the weights on one GPU; nothing moves",
+    "broadcast": "full weights between GPUs, in a few flat buckets",
+    "adapter": "adapters alone, by files that any engine loads",
+    "adapter_broadcast": "adapters alone, straight to where the engine keeps them",
+    "disk": "whole checkpoints by a file system that both see",
+    "restart": "a whole checkpoint, and the engine starts again: for any engine, and slow",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    gpu: str
+    memory_gib: float
+    limit_gib: float
+    """Of that, what may be used."""
+    fits: bool
+    peak_gib: float
+    least_gib: float
+    """What it takes whatever a step's tokens are: loading, and weights, state and gradients."""
+    trainer_gib: float
+    """What the run will report as memory/peak: of this process, and on a GPU of what it allocates."""
+    parameters: Mapping[str, int]
+    phases: Sequence[Phase]
+    work: Work
+    largest_micro_tokens: int
+    largest_cache_gib: float
+    checkpoint_gib: float
+    """Of the disk, for each; 0 if none is saved."""
+    copied_gib: float
+    """Of the host's memory, kept for checkpoints: on a CPU a part of the phases."""
+    bridge: str
+    why_bridge: str
+    times: Times
+    usd: float
+    changes: Sequence[str]
+    """Settings that help if it does not fit, each with its effect."""
+    faster: Sequence[str]
+    """Settings that leave less of what is there unused."""
+    assumed: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "step_s": self.times.step_s}
+
+
+def plan_run(
+    spec: RunSpec,
+    *,
+    gpu: str = "",
+    prices: Path | None = None,
+    memory_gib: float = 0.0,
+    prompt_tokens: int = 0,
+    row_tokens: int = 0,
+    answer_tokens: float = 0.0,
+    lengths: Lengths | None = None,
+) -> Plan:
+    """`gpu`: h200, h100 or cpu; left out, what `device` of the spec says, and a h200 where it leaves the choice. NoPlan
+    for a model whose layers are not known here."""
+    kind = gpu or ("cpu" if spec.device == "cpu" else "h200")
+    target = machine(kind, memory_gib)
+    shape = read_shape(spec.model)
+    work = work_of(
+        spec, shape, target.answer_share,
+        prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens, on_gpu=target.on_gpu,
+        lengths=lengths,
+    )  # fmt: skip
+    found = phases(spec, shape, work, target)
+    peak = max(phase.peak_gib for phase in found)
+    took = times(spec, shape, work, target)
+    bridge, why = _bridge(spec)
+    fits = peak <= target.limit_gib
+    return Plan(
+        gpu=kind,
+        memory_gib=target.memory_gib,
+        limit_gib=target.limit_gib,
+        fits=fits,
+        peak_gib=peak,
+        least_gib=_least(found),
+        trainer_gib=_trainer(spec, found, target),
+        parameters=_parameters(spec, shape),
+        phases=found,
+        work=work,
+        largest_micro_tokens=largest_micro_tokens(spec, shape, work, target),
+        largest_cache_gib=largest_cache_gib(spec, shape, target),
+        checkpoint_gib=checkpoint_bytes(spec, shape) / 2**30 if spec.checkpoint.every else 0.0,
+        copied_gib=copied_bytes(spec, shape) / 2**30 if spec.checkpoint.every else 0.0,
+        bridge=bridge,
+        why_bridge=why,
+        times=took,
+        usd=took.steps_s / 3600 * usd_per_hour(kind, prices) * _gpus(spec),
+        changes=[] if fits else _changes(spec, shape, work, target),
+        faster=_faster(spec, shape, work, target) if fits else [],
+        assumed=[*work.assumed, f"constants of '{kind}': {target.source}"],
+    )
+
+
+def _least(found: Sequence[Phase]) -> float:
+    train = next(phase for phase in found if phase.name == "train")
+    sure = ("weights", "master", "optimizer", "reference", "teacher", "checkpoint", "gradients", "process")
+    return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
+
+
+def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
+    """Up to the last step, which is when the run looks: not what is saved and exported afterwards."""
+    if not target.on_gpu:
+        own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)  # has a process of its own
+        steps = (phase for phase in found if phase.name not in ("save", "export"))
+        return max(phase.peak_gib - phase.parts.get("engine", 0.0) * own for phase in steps)
+    train = next(phase for phase in found if phase.name == "train")
+    return train.peak_gib - train.parts.get("engine", 0.0) - target.context_gib
+
+
+def _parameters(spec: RunSpec, shape: Shape) -> dict[str, int]:
+    adapters = adapter_numbers(shape, spec.model.lora)
+    trained = adapters if spec.model.lora else shape.total
+    return {**shape.numbers, "adapters": adapters, "total": shape.total + adapters, "trained": trained}
+
+
+def _bridge(spec: RunSpec) -> tuple[str, str]:
+    if not isinstance(spec, RlSpec):
+        return "none", "nothing is sampled"
+    return spec.sync.bridge, _BRIDGES[spec.sync.bridge]
+
+
+def _gpus(spec: RunSpec) -> int:
+    """Those of an engine on other cards cost as well."""
+    if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec):
+        return 1 + len(spec.engine.gpus)
+    return 1
+
+
+def _faster(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+    """What fits all the same, and why it is slow without."""
+    found: list[str] = []
+
+    def offer(changed: RunSpec, work: Work, text: str) -> None:
+        if max(phase.peak_gib for phase in phases(changed, shape, work, target)) <= target.limit_gib:
+            found.append(text)
+
+    if not isinstance(spec, RlSpec):
+        return found
+    asked, row = spec.train.micro_tokens, work.micro.tokens
+    if work.num_micro > 1 and row < _WELL_FILLED * asked:
+        text = f"micro-batches have {row:,} of {asked:,} tokens: --set train.micro_tokens={2 * row}"
+        offer(spec, work.sized(2 * row), text)
+    if (held := rows_held(spec, shape, work, target)) < work.rows:
+        few = f"the engine holds keys and values of {held} of {work.rows} sequences"
+        engine = spec.engine
+        if isinstance(engine, VllmEngineSpec) and (share := share_for(spec, engine, shape, work, target)) < 1:
+            changed = spec.model_copy(update={"engine": engine.model_copy(update={"memory_share": share})})
+            offer(changed, work, f"{few}: --set engine.memory_share={share:g}")
+        elif isinstance(engine, HfEngineSpec | ServerEngineSpec):
+            kv_gib = math.ceil(engine.kv_gib * work.rows / held)
+            changed = spec.model_copy(update={"engine": engine.model_copy(update={"kv_gib": float(kv_gib)})})
+            offer(changed, work, f"{few}: --set engine.kv_gib={kv_gib}")
+    return found
+
+
+def _changes(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+    """Each alone, those that free most first; and if none is enough, several together."""
+    before = max(phase.peak_gib for phase in phases(spec, shape, work, target))
+    found: list[tuple[float, str]] = []
+    fitting = largest_micro_tokens(spec, shape, work, target)
+    if work.row_tokens <= fitting < work.micro.tokens:
+        found.append(_effect(spec, shape, work.sized(fitting), target, f"train.micro_tokens={fitting}"))
+    for setting, changed in _alternatives(spec):
+        found.append(_effect(changed, shape, work, target, setting))
+    useful = sorted((peak, text) for peak, text in found if peak < before - 0.01)
+    told = [_told(peak, text, target) for peak, text in useful]
+    if all(peak > target.limit_gib for peak, _ in useful):
+        told += _together(spec, shape, work, target)
+    return told
+
+
+def _together(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+    """As many of the settings as it takes, the last ones beside a smaller micro-batch."""
+    settings: list[str] = []
+    while (left := _alternatives(spec)) and len(settings) < 4:
+        tried = [(*_effect(changed, shape, work, target, setting), changed) for setting, changed in left]
+        peak, setting, spec = min(tried, key=lambda each: each[0])
+        settings.append(setting)
+        smaller = work.sized(min(work.micro.tokens, largest_micro_tokens(spec, shape, work, target)))
+        if peak > target.limit_gib and smaller.micro.tokens >= work.row_tokens:
+            peak, setting = _effect(spec, shape, smaller, target, f"train.micro_tokens={smaller.micro.tokens}")
+            settings.append(setting)
+        if peak <= target.limit_gib:
+            return [_told(peak, " --set ".join(settings), target)]
+    return []
+
+
+def _told(peak: float, text: str, target: Machine) -> str:
+    return f"--set {text}: {peak:.2f} GiB{', which fits' * (peak <= target.limit_gib)}"
+
+
+def _effect(spec: RunSpec, shape: Shape, work: Work, target: Machine, text: str) -> tuple[float, str]:
+    return max(phase.peak_gib for phase in phases(spec, shape, work, target)), text
+
+
+def _alternatives(spec: RunSpec) -> list[tuple[str, RunSpec]]:
+    found: list[tuple[str, RunSpec]] = []
+
+    def offer(setting: str, **changed: Any) -> None:
+        found.append((setting, spec.model_copy(update=changed)))
+
+    model, train = spec.model, spec.train
+    kinds = ("keep", "selective", "recompute")
+    if model.activations in kinds:
+        for kind in kinds[kinds.index(model.activations) + 1 :]:
+            offer(f"model.activations={kind}", model=model.model_copy(update={"activations": kind}))
+    if isinstance(spec.precision, Float32Precision):
+        offer("precision.weights=bfloat16", precision=Bfloat16Precision())
+    if model.lora is None and train.optimizer.kind != "apollo_mini":
+        offer("train.optimizer.kind=apollo_mini", train=train.model_copy(update={"optimizer": ApolloMiniSpec()}))
+    if model.lora is None and not (isinstance(spec, RlSpec) and spec.sync.bridge == "shared"):
+        adapted = model.model_copy(update={"lora": LoraSpec()})
+        offer("model.lora.rank=16", model=adapted)
+    if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec) and spec.engine.memory_share > 0.3:
+        offer("engine.memory_share=0.3", engine=spec.engine.model_copy(update={"memory_share": 0.3}))
+    return found

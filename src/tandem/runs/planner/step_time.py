@@ -1,0 +1,118 @@
+"""Seconds by phase, from operations and from what was measured of a kind of GPU (runs/planner/calibration.toml)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from math import prod
+
+from tandem.ops.activation_sizes import layer_bytes
+from tandem.ops.byte_sizes import Shape
+from tandem.runs.planner.calibration import Machine
+from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
+from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
+from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
+from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.train import Stage
+
+_AGAIN = {"recompute": 1, "selective": 0}
+"""Forward passes that backward does once more, products included."""
+_MASKED_ATTENTION, _CAUSAL_ATTENTION, _PACKED_ATTENTION = 1.0, 0.25, 0.16
+"""Under a mask every pair is computed; without one half of them, by kernels that are twice as fast, and those that are
+told the spans three times."""
+_LORA_LAUNCHES = 1.35
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one step of `[train]`."""
+
+    rollout_s: float
+    train_s: float
+    sync_s: float
+    step_s: float
+    """Less than the sum where rollouts go on meanwhile."""
+    steps_s: float
+    """Of all steps, warm-up included. Loading and evaluations are not in it."""
+    tokens_per_s: float
+
+
+def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
+    train = _train_s(spec, spec.train, shape, work, machine)
+    rollout = sync = warmup = 0.0
+    if isinstance(spec, RlSpec):
+        rollout, sync = _rollout_s(spec, shape, work, machine), _sync_s(spec, shape, machine)
+        if spec.warmup is not None:
+            credited = spec.warmup.batch_size * machine.answer_share * spec.train.max_tokens
+            tokens = credited + spec.warmup.batch_size * PROMPT_TOKENS
+            masked = float(not packs(spec, on_gpu=machine.on_gpu))
+            shown = replace(work, step_tokens=tokens, credited_tokens=credited, masked=masked)
+            warmup = spec.warmup.steps * _train_s(spec, spec.warmup, shape, shown, machine)
+    step = _step_s(spec, rollout, train, sync)
+    return Times(rollout, train, sync, step, warmup + spec.train.steps * step, work.step_tokens / step)
+
+
+def _step_s(spec: RunSpec, rollout: float, train: float, sync: float) -> float:
+    """With a lag, an engine in a process of its own samples while the trainer steps and sends; on the trainer's GPU it
+    waits for that as long as the trainer computes (docs/PERFORMANCE.md, "A lag on one GPU")."""
+    if not isinstance(spec, RlSpec) or spec.train.max_lag == 0 or isinstance(spec.engine, HfEngineSpec):
+        return rollout + train + sync
+    shares_gpu = isinstance(spec.engine, VllmEngineSpec) and colocated(spec.engine)
+    return max(rollout + train * shares_gpu, train + sync)
+
+
+def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Machine) -> float:
+    """Products, attention, what passes through memory, launches, and the update."""
+    lora, kept = spec.model.lora, spec.model.activations
+    passes = (2 if lora else 3) + _AGAIN.get(kept, 0)
+    linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
+    products = 2 * linears * work.step_tokens * passes
+    products += 2 * shape.vocab * shape.hidden * work.credited_tokens * (3 if lora else 4)
+    if spec.recipe == "preference":
+        products += 2 * shape.total * work.step_tokens  # the reference
+    if (teacher := read_teacher(spec)) is not None:
+        products += 2 * teacher.total * work.step_tokens
+    pairs = 4 * shape.query * shape.layers * work.step_tokens * work.attended
+    packed, compiled = (ask(spec, on_gpu=machine.on_gpu) for ask in (packs, compiles))
+    alone = _PACKED_ATTENTION if packed else _CAUSAL_ATTENTION
+    pairs *= (3.5 + _AGAIN.get(kept, 0)) * (work.masked * _MASKED_ATTENTION + (1 - work.masked) * alone)
+    row = round(work.attended) if work.masked else 0
+    how = replace(pass_of(spec, work.micro, on_gpu=machine.on_gpu), activations="keep", row=row)
+    layer_s, passed_gb_s = machine.layer_s, machine.passed_gb_s
+    if compiled:
+        layer_s, passed_gb_s = machine.compiled_layer_s, machine.compiled_passed_gb_s
+    updated_per_s = machine.updated_at_once_per_s if at_once(spec, stage, machine) else machine.updated_per_s
+    passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
+    micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro.tokens, stage.micro_tokens))))
+    launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
+    updated = adapter_numbers(shape, lora) if lora else shape.total
+    return (
+        products / machine.train_flops
+        + pairs / machine.attention_flops
+        + passed / (passed_gb_s * 1e9)
+        + launches * layer_s
+        + updated / updated_per_s
+    )
+
+
+def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> float:
+    """A row takes a token a step, and a step reads all weights and the keys and values of every row."""
+    replicas = getattr(spec.engine, "replicas", 1)
+    rows = min(work.sequences, rows_held(spec, shape, work, machine)) / replicas
+    waves = work.sequences / replicas / rows  # a sequence that waits begins as another one ends
+    seen = row_bytes(spec, shape, work) * rows / 2
+    read_s = (shape.total * width_of(spec.precision) + seen) / (machine.bandwidth_gb_s * 1e9)
+    computed_s = 2 * shape.total * rows / machine.prefill_flops
+    launch = machine.decode_step_s if spec.model.lora is None else machine.decode_step_lora_s
+    launch += rows * machine.decode_row_s
+    prompts = work.sequences / spec.train.group_size * (work.row_tokens - work.answer_tokens)
+    prefill_s = 2 * shape.total * prompts / machine.prefill_flops
+    decode_s = waves * work.answer_tokens * max(launch, read_s, computed_s)
+    return max(prefill_s / replicas + decode_s, work.sequences * machine.episode_s)
+
+
+def _sync_s(spec: RlSpec, shape: Shape, machine: Machine) -> float:
+    fixed, gb_s = machine.sync[spec.sync.bridge]
+    moved = sync_bytes(spec, shape) / 1e9
+    return (fixed + (moved / gb_s if gb_s else 0.0)) / spec.sync.every

@@ -1,0 +1,106 @@
+"""What a trainer's link may be, and what it may make this process reach for.
+
+A link comes with a request, and whoever sends it holds the token. Still it is no command: each mode has its keys and no
+others, and hosts other than this one, and directories, are what the server was started with.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tandem.serve.http.refusals import Refused
+from tandem.serve.openai.requests import checked
+
+_MAX_DEADLINE_S = 86400.0
+
+Token = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Link(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    mode: str
+    deadline_s: float = Field(gt=0, le=_MAX_DEADLINE_S)
+    rank: int = Field(default=0, ge=0, lt=2**16)
+    """Which of several engines this one is."""
+
+
+class SharedLink(_Link):
+    meeting: Token
+    digest: bool = False
+
+
+class FilesLink(_Link):
+    directory: str = Field(max_length=4096)
+
+
+class GroupLink(_Link):
+    """A bridge/collective/control_channel.py Meeting."""
+
+    host: str = Field(max_length=253)
+    port: int = Field(ge=1, lt=2**16)
+    token: Token
+    generation: int = Field(ge=1, lt=2**31)
+    world_size: int = Field(ge=2, lt=2**16)
+    device: Literal["cpu", "cuda"]
+
+
+_LINKS: dict[str, type[_Link]] = {
+    "shared": SharedLink,
+    "broadcast": GroupLink,
+    "adapter_broadcast": GroupLink,
+    "adapter": FilesLink,
+    "disk": FilesLink,
+    "restart": FilesLink,
+}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """`hosts`: beyond this machine's loopback. `directories`: everything under them."""
+
+    hosts: frozenset[str] = frozenset()
+    directories: tuple[Path, ...] = ()
+
+    def check(self, link: Mapping[str, Any]) -> None:
+        """Refused, with the field, if it is no link of its mode, or reaches for anything else."""
+        mode = link.get("mode")
+        if not isinstance(mode, str) or mode not in _LINKS:
+            raise Refused(422, f"mode must be one of {', '.join(sorted(_LINKS))}", field="link.mode")
+        match checked(_LINKS[mode], link, within="link"):
+            case GroupLink(host=host):
+                self._check_host(host, "link.host")
+            case FilesLink(directory=directory):
+                self._check_directory(directory, "link.directory")
+            case _:
+                pass
+
+    def _check_host(self, value: str, field: str) -> None:
+        if value in self.hosts or value == "localhost" or _is_loopback(value):
+            return
+        text = (
+            f"'{value:.80}' is not this machine; if it is to be reached, start the engine with --allow-host {value:.80}"
+        )
+        raise Refused(403, text, field=field)
+
+    def _check_directory(self, value: str, field: str) -> None:
+        path = Path(value)
+        if "\x00" in value or not path.is_absolute() or ".." in path.parts:
+            raise Refused(422, "must be an absolute path without '..'", field=field)
+        real = path.resolve()  # where links lead
+        if not any(real.is_relative_to(root.resolve()) for root in self.directories):
+            text = f"'{value:.200}' is not under what this engine may read; start it with --allow-dir DIR"
+            raise Refused(403, text, field=field)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback  # 127.1 and 0x7f.1 are no addresses to it
+    except ValueError:
+        return False

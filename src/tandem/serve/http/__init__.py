@@ -1,0 +1,1 @@
+"""What every Tandem HTTP service shares: authentication, refusals, bounds, OpenAPI, start and stop."""

@@ -1,0 +1,80 @@
+"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with a bound on what comes before a body and
+behind it, and whoever waits for a body woken once it is there.
+
+It drops the body of a request that offers HTTP/2, as some clients do: not for services that anybody may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tandem.serve.http.h11_protocol import TOO_THIN, Thinness
+
+_MAX_HEAD_BYTES = 64 * 2**10
+_PIECE_BYTES, _PIECE_S = 2**20, 1.0  # the latter, so that the door knows a slow body from none
+
+
+class FastHttp(HttpToolsProtocol):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_bytes, self._in_head, self._ended = 0, True, False
+        self._body_bytes, self._thinness = 0, Thinness()
+        self._parts: list[bytes] = []
+        self._part_bytes, self._handed_s = 0, 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=0)  # whoever sends waits until the system took what was sent before
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        in_head, body_bytes, self._ended = self._in_head, self._body_bytes, False
+        super().data_received(data)
+        if self._in_head == in_head and self._body_bytes == body_bytes and not self._ended:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The request's head is too large.")
+        if not (self._in_head or self._ended or self.cycle.response_started) and self._thinness.is_too_thin(
+            len(data), self._body_bytes - body_bytes
+        ):
+            self.send_400_response(TOO_THIN)
+
+    def on_message_begin(self) -> None:
+        self._head_bytes, self._in_head, self._thinness = 0, True, Thinness()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # nobody asks for what comes behind a body
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes, self._in_head, self._handed_s = 0, False, self.loop.time()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """The door reads a body whole: to wake it at each piece that the network made, and to copy what is there so
+        far, is work for nothing."""
+        self._body_bytes += len(body)
+        if self.cycle.response_complete:
+            return
+        self._parts.append(body)
+        self._part_bytes += len(body)
+        if self._part_bytes >= _PIECE_BYTES or self.loop.time() > self._handed_s + _PIECE_S:
+            self.flow.pause_reading()
+            self._hand_over()
+            self.cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        if self._parts:
+            self._hand_over()
+        super().on_message_complete()
+        self._head_bytes, self._in_head, self._ended = 0, True, True
+
+    def _hand_over(self) -> None:
+        parts, self._parts, self._part_bytes, self._handed_s = self._parts, [], 0, self.loop.time()
+        if self.cycle.body:
+            parts.insert(0, bytes(self.cycle.body))
+        body: Any = b"".join(parts)  # and not a bytearray, of which whoever receives it makes a copy
+        self.cycle.body = body

@@ -1,0 +1,92 @@
+"""Work beside the event loop: what one request makes this process do must not silence the others.
+
+consumes: functions of one request each     waits for: one of a few threads
+produces: what they return                  gives up what its deadline ends
+
+A thread of its own for each, and no pool: one that loops is ended by an exception raised inside it, and one that cannot
+be ended does not hold up the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar, TypeVarTuple, Unpack
+
+from tandem.serve.http.refusals import Refused
+
+_AT_A_TIME = 4
+_DEADLINE_S = 10.0
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class _GivenUp(SystemExit):
+    """Raised inside a thread that is past its deadline: no `except Exception` holds it."""
+
+
+class Aside:
+    def __init__(self, at_a_time: int = _AT_A_TIME) -> None:
+        self._seats = asyncio.Semaphore(at_a_time)
+
+    async def __call__(self, work: Callable[[Unpack[Ts]], T], *args: *Ts, deadline_s: float = 0.0) -> T:
+        """Return what the work returns, or raise what it raises; Refused if it is not done in time."""
+        loop, deadline_s = asyncio.get_running_loop(), deadline_s or _DEADLINE_S
+        await self._sit_down()
+        answers: list[asyncio.Future[T]] = [loop.create_future()]
+        ended = False
+
+        def end(result: T | None, error: BaseException | None) -> None:
+            nonlocal ended
+            if ended:
+                return
+            ended = True
+            self._seats.release()
+            for answer in answers:  # none, if it was given up
+                answer.set_exception(error) if error else answer.set_result(result)  # type: ignore[arg-type]
+
+        def tell(result: T | None, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(end, result, error)
+
+        def run() -> None:
+            try:
+                try:
+                    result = work(*args)
+                except Exception as error:  # noqa: BLE001 - it belongs to the request that waits for it
+                    tell(None, error)
+                else:
+                    tell(result, None)
+            except _GivenUp:
+                tell(None, TimeoutError())
+
+        thread = threading.Thread(target=run, name="aside", daemon=True)
+        thread.start()
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await answers[0]
+        except TimeoutError:
+            text = f"this request was not read within {deadline_s:g} s; send a shorter or a simpler one"
+            raise Refused(422, text, code="too_slow") from None
+        finally:
+            answers.clear()  # an error that it holds, holds this frame: together they would stay until gc finds them
+            if not ended:
+                _give_up(thread)
+
+    async def _sit_down(self) -> None:
+        """The thread gives the seat back, when it ends."""
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                await self._seats.acquire()
+        except TimeoutError:
+            raise Refused(429, "other large requests are being read; send it again") from None
+
+
+def _give_up(thread: threading.Thread) -> None:
+    """Raise _GivenUp in it, at the next line of Python that it runs."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))

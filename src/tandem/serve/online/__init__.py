@@ -1,0 +1,1 @@
+"""The online learning server over HTTP: teaching, versions, rollback, keys."""

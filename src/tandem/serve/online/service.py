@@ -1,0 +1,366 @@
+"""An online server's routes: OpenAI's, and those by which the model is taught, watched and taken back.
+
+POST /train                       samples, or a session and its reward; a job that is durable when this answers 202
+GET  /train/status                what is served, what is trained, whether the trainer lives; never waits for it
+GET  /train/jobs  /train/jobs/{id}         what became of jobs, with every gate's verdict
+POST /train/jobs/{id}/cancel      before it is published
+GET  /train/events  /train/jobs/{id}/events    server-sent events
+POST /checkpoint                  master and optimizer, on the disk when this answers
+GET  /versions  /versions/served  those that were published; what the engine holds, digested now
+GET  /versions/{v}/provenance     which samples, whose, which gates
+POST /versions/{v}/v1/...         OpenAI's routes over that version, beside the one that serves
+POST /versions/{v}/activate       serves it: rollback, or forward again
+POST /feedback                    what an answer was worth, for the metric that is watched
+POST /sessions                    a conversation by name; every answer names its session
+GET  /audit                       who did what
+GET  /                            a page for people that shows these, and asks two versions; asks for the token
+
+Every write carries an Idempotency-Key; POST /train may leave it out. Keys (serve/online/keys.py) say who may do which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, Protocol
+from weakref import WeakValueDictionary
+
+import msgspec
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import Gauge
+from pydantic import Field
+from pydantic_core import to_json
+
+from tandem.errors import EngineError
+from tandem.io.finish_anyway import to_its_end
+from tandem.online.events import Event
+from tandem.online.job_store import ENDED, Once
+from tandem.online.orchestrator import Conductor
+from tandem.rollout.recorder import Renders
+from tandem.rollout.sessions.sessions import Sessions
+from tandem.rollout.sessions.store import SessionStore
+from tandem.serve.gateway import Recorded, Recording
+from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
+from tandem.serve.http.pages import page
+from tandem.serve.http.refusals import Refused
+from tandem.serve.http.request_bounds import AT_ONCE_BYTES
+from tandem.serve.http.service import Service, aside, body_at_hand
+from tandem.serve.online.keys import WHO
+from tandem.serve.online.past_versions import Past
+from tandem.serve.online.train_requests import Lesson, Model, TrainBody, check_rank, lesson, lesson_of_session
+from tandem.serve.openai.requests import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
+from tandem.serve.openai.routes import OpenAi, Unkept
+
+_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_LESSON_S = 120.0  # a job may have a million tokens
+_MOST, _NO_BOUND = 1000, 10**18 - 1
+_NO_WISH = frozenset[str]()
+Number = Annotated[int, Path(ge=0, lt=2**53)]
+_WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
+"""Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
+
+
+class Speaks(Recording, Renders, Protocol):
+    """A renderer that answers requests, joins turns, and reads recordings."""
+
+
+def online_service(
+    conductor: Conductor,
+    renderer: Speaks,
+    kept: SessionStore,
+    past: Past,
+    *,
+    model_id: str,
+    context: int,
+    num_ids: int,
+) -> Service:
+    """`context`: prompt and completion together. `num_ids`: ids below it exist."""
+    renderer = renderer.within(context)
+    embedded = conductor.spec.engine.kind == "server"
+    wishes = _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if embedded else _NO_WISH
+    sessions = Sessions(renderer, kept)
+    openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=wishes)
+    api, router = _Api(conductor, Model(renderer, context, num_ids), sessions), APIRouter()
+    for prefix in ("/v1", "/sessions/{session}/v1"):
+        router.include_router(openai.router(prefix))
+
+    async def of_past(version: Number) -> OpenAi:
+        conductor.store.version(version)
+        return OpenAi(await past.engine(version), renderer, Unkept(renderer), model_id, context, num_ids)
+
+    @speaks(ChatRequest, answers=(JSON, EVENTS))
+    async def chat(version: Number, request: Request) -> Response:
+        return await (await of_past(version)).chat(request)
+
+    @speaks(CompletionRequest, answers=(JSON, EVENTS))
+    async def complete(version: Number, request: Request) -> Response:
+        return await (await of_past(version)).complete(request)
+
+    router.add_api_route("/versions/{version}/v1/chat/completions", chat, methods=["POST"])
+    router.add_api_route("/versions/{version}/v1/completions", complete, methods=["POST"])
+    router.add_api_route("/", page("online.html"), methods=["GET"])
+
+    async def start() -> None:
+        for session in kept.open_sessions(sessions.now()):
+            sessions.take_back(session)
+        await conductor.start()
+
+    async def close() -> None:
+        await past.close()
+        await conductor.close()
+        kept.close()
+
+    gets = {
+        "/train/status": api.status, "/train/jobs": api.jobs, "/train/jobs/{id}": api.job, "/train/events": api.events,
+        "/train/jobs/{id}/events": api.events, "/versions": api.versions, "/versions/served": api.served,
+        "/versions/{version}/provenance": api.provenance, "/audit": api.audit,
+    }  # fmt: skip
+    posts = {
+        "/train": api.train,
+        "/feedback": api.feedback,
+        "/sessions": api.open, "/train/jobs/{id}/cancel": api.cancel, "/checkpoint": api.checkpoint,
+        "/versions/{version}/activate": api.activate,
+    }  # fmt: skip
+    for path, answer in gets.items():
+        router.add_api_route(path, answer, methods=["GET"])
+    for path, answer in posts.items():
+        router.add_api_route(path, answer, methods=["POST"])
+    registry = openai.books.registry
+    active = Gauge("tandem_online_active_version", "The version that is served.", registry=registry)
+    active.set_function(lambda: conductor.serving)
+    teach = conductor.spec.train
+    limits = {"samples_per_job": teach.max_samples, "steps_per_job": teach.max_steps}
+    return Service(
+        "tandem online serve",
+        router,
+        limits={**openai.limits, **limits},
+        registry=registry,
+        ending=conductor.events.end,
+        close=close,
+        why_unfit=conductor.why_unfit,
+        start=start,
+        open_paths=frozenset({"/"}),
+    )
+
+
+class FeedbackBody(Strict):
+    metric: str = Field(min_length=1, max_length=128)
+    version: int = Field(ge=0)
+    """That made the answer: `weight_version` says so."""
+    value: float
+
+
+class ActivateBody(Strict):
+    why: str = ""
+
+
+class _Said(msgspec.Struct):
+    samples: msgspec.Raw
+
+
+class NoBody(Strict):
+    """A field that nobody reads is refused here as well."""
+
+
+class _Api:
+    def __init__(self, conductor: Conductor, model: Model, sessions: Sessions) -> None:
+        self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
+
+    # --- teaching
+
+    @speaks(TrainBody, status=202, key="optional")
+    async def train(self, request: Request) -> Response:
+        once = await _once(request, needed=False)
+        if (reply := self.store.answered(once)) is not None:
+            return JSONResponse(reply, 202)
+        body = await read(request, partial(checked, TrainBody))
+        check_rank(body, self.conductor.spec)
+        if body.session is not None:
+            async with self._turns.setdefault(once.key, asyncio.Lock()):
+                if (reply := self.store.answered(once)) is None:
+                    reply = await to_its_end(self._train_session(request, body, once))
+            return JSONResponse(reply, 202)
+
+        raw = body_at_hand(request)
+
+        def learn() -> tuple[Lesson, bytes]:
+            said = bytes(msgspec.json.decode(raw, type=_Said).samples)  # as it came: to write it again takes longer
+            return lesson(body, self.conductor.spec.train, self.model), said
+
+        taught, said = await aside(request)(learn, deadline_s=_LESSON_S)
+        reply = await self.store.add(
+            taught.groups, taught.teaching, who=_who(request), source=body.source, said=said, once=once
+        )
+        self.conductor.wake()
+        return JSONResponse(reply, 202)
+
+    async def _train_session(self, request: Request, body: TrainBody, once: Once) -> Mapping[str, Any]:
+        """Once, whoever else rewards it meanwhile."""
+        assert body.session is not None
+        assert body.reward is not None
+        session = self.sessions.find(body.session)
+        rewards = self.sessions.judge(session, body.reward, {})
+        trajectories = [each for _, each in self.sessions.trajectories(session, rewards)]
+        taught = lesson_of_session(body, trajectories, self.conductor.spec.train)
+        said = to_json([{"messages": [dict(message) for message in each.messages]} for each in trajectories])
+        session.finishing = True
+        try:
+            reply = await self.store.add(
+                taught.groups, taught.teaching, who=_who(request), source=body.source, said=said, once=once
+            )
+        except BaseException:
+            session.finishing = False
+            raise
+        for each in trajectories:
+            self.conductor.feedback("reward", max(each.versions), each.reward)
+        self.sessions.drop(session)
+        self.conductor.wake()
+        return reply
+
+    @speaks(FeedbackBody, key="required")
+    async def feedback(self, request: Request) -> Response:
+        body = await read(request, partial(checked, FeedbackBody))
+
+        async def take() -> Mapping[str, Any]:
+            return {"watched": self.conductor.feedback(body.metric, body.version, body.value)}
+
+        return await self._repeatable(request, take)
+
+    @speaks(NoBody, optional=True, key="required")
+    async def open(self, request: Request) -> Response:
+        async def open() -> Mapping[str, Any]:
+            session = self.sessions.new(group="", group_size=0, task_id="")
+            self.sessions.open(session)
+            return {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
+
+        await read_if_any(NoBody, request)
+        return await self._repeatable(request, open)
+
+    async def status(self) -> Response:
+        return JSONResponse(self.conductor.status())
+
+    @speaks(query=("most",))
+    async def jobs(self, request: Request) -> Response:
+        return JSONResponse({"jobs": [job.row() for job in self.store.jobs(_most(request, 20))]})
+
+    async def job(self, id: str) -> Response:
+        return JSONResponse(self.store.job(id).row())
+
+    @speaks(NoBody, optional=True, key="required")
+    async def cancel(self, id: str, request: Request) -> Response:
+        await read_if_any(NoBody, request)
+        return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
+
+    @speaks(answers=(EVENTS,))
+    async def events(self, request: Request, id: str = "") -> Response:
+        if id:
+            self.store.job(id)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._told(id), media_type="text/event-stream", headers=headers)
+
+    async def _told(self, id: str) -> AsyncIterator[str]:
+        listening = self.conductor.events.listen()
+        if id and (job := self.store.job(id)).state in ENDED:
+            yield _sse(Event(0, "job", {"id": id, "state": job.state, "version": job.version, "why": job.why}))
+            return
+        async for event in listening:
+            if id and event.data.get("id") != id:
+                continue
+            yield _sse(event)
+            if id and event.ended:
+                return
+
+    # --- versions
+
+    @speaks(NoBody, optional=True, key="required")
+    async def checkpoint(self, request: Request) -> Response:
+        await read_if_any(NoBody, request)
+        return await self._repeatable(request, self.conductor.checkpoint)
+
+    @speaks(query=("most", "before"))
+    async def versions(self, request: Request) -> Response:
+        active, rows = self.store.active, self.store.versions(_most(request, 100), _asked(request, "before", _NO_BOUND))
+        return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": rows})
+
+    async def served(self) -> Response:
+        """The version is asked before and after: a flip in between is not taken for one of the two."""
+        engine = self.conductor.engine
+        for _ in range(10):
+            version = engine.version
+            prints = await engine.fingerprints()
+            if engine.version == version:
+                text = "\n".join(f"{name} {each}" for name, each in sorted(prints.items()))
+                digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+                return JSONResponse({"version": version, "digest": digest, "tensors": len(prints)})
+        raise EngineError("the weights changed each time that they were digested; ask again")
+
+    async def provenance(self, version: Number) -> Response:
+        row = self.store.version(version)
+        if row["job"] is None:
+            return JSONResponse({**row, "job": None, "samples": []})
+        return JSONResponse({**row, "job": self.store.job(row["job"]).row(), "samples": self.store.said(row["job"])})
+
+    @speaks(ActivateBody, optional=True, key="required")
+    async def activate(self, version: Number, request: Request) -> Response:
+        body = await read_if_any(ActivateBody, request)
+        return await self._repeatable(request, lambda: self.conductor.activate(version, _who(request), body.why))
+
+    @speaks(query=("most",))
+    async def audit(self, request: Request) -> Response:
+        return JSONResponse({"audit": self.store.audit(_most(request, 100))})
+
+    async def _repeatable(self, request: Request, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
+        """Done once for a key. These do nothing new when they are done again, should the server die in between."""
+        once = await _once(request)
+        async with self._turns.setdefault(once.key, asyncio.Lock()):  # it goes with the last who holds it
+            if (reply := self.store.answered(once)) is None:
+                reply = await self.store.answer(once, await work())
+        return JSONResponse(reply)
+
+
+def _sse(event: Event) -> str:
+    data = json.dumps(event.data, allow_nan=False, separators=(",", ":"))  # in ASCII, as completions are
+    return f"id: {event.number}\nevent: {event.kind}\ndata: {data}\n\n"
+
+
+def _who(request: Request) -> str:
+    return str(request.scope.get(WHO, "admin"))
+
+
+def _most(request: Request, usual: int) -> int:
+    if (most := _asked(request, "most", usual)) > _MOST:
+        raise Refused(422, f"no more than {_MOST} are told at a time", field="most")
+    return most
+
+
+def _asked(request: Request, name: str, usual: int) -> int:
+    text = request.query_params.get(name, str(usual))
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise Refused(422, f"'{text[:40]}' is no number, or too large a one", field=name)
+    return int(text)
+
+
+async def _once(request: Request, *, needed: bool = True) -> Once:
+    """Not `needed`: a write without a key gets a new one, and is done again when it is sent again."""
+    key = request.headers.get("idempotency-key", "" if needed else uuid.uuid4().hex)
+    if not _KEY.fullmatch(key):
+        raise Refused(
+            422,
+            "send a new Idempotency-Key with every write, and the same one when you repeat it: 1 to 128 of letters, "
+            "digits and . _ : / -",
+            field="idempotency-key",
+        )
+    digest = hashlib.sha256(f"{request.method} {request.url.path}?{request.url.query}\n".encode())
+    body = body_at_hand(request)
+    if len(body) > AT_ONCE_BYTES:
+        await aside(request)(digest.update, body)
+    else:
+        digest.update(body)
+    return Once(key, digest.digest())

@@ -1,0 +1,1 @@
+"""OpenAI's API over any engine: routes, request parsing, response choices, streams."""

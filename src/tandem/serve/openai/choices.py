@@ -1,0 +1,240 @@
+"""One choice of an answer as it grows, and how OpenAI lays it out: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from tandem.serve.openai.text_stream import TextStream, TokenNames, token_bytes
+from tandem.types import Completion, Message, Sampling, Span, ToolCall
+
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
+
+
+class Thoughts(Protocol):
+    def push(self, text: str) -> tuple[str, str]: ...  # new thought, new answer
+    def close(self) -> tuple[str, str]: ...
+
+
+class Calls(Protocol):
+    def push(self, text: str) -> tuple[str, list[ToolCall]]: ...  # new text, calls that are whole now
+    def close(self) -> str: ...
+
+
+class Speech(TokenNames, Protocol):
+    """What of a renderer tells a sampled turn apart."""
+
+    @property
+    def end_ids(self) -> frozenset[int]: ...
+    def thoughts(self) -> Thoughts: ...
+    def call_stream(self) -> Calls: ...
+
+
+class Place(Protocol):
+    """Where one sample begins, and who keeps what becomes of it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def session(self) -> str: ...  # empty: nobody keeps it
+    @property
+    def prompt(self) -> list[int]: ...
+    def keep(self, completion: Completion, told: Message, sampling: Sampling) -> None: ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request's samples: for each of its prompts, `n` places."""
+
+    places: Sequence[Place]
+    under_way: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """While it is answered."""
+
+    @property
+    def session(self) -> str:
+        """Empty, if they are of several."""
+        first, *others = {place.session for place in self.places}
+        return "" if others else first
+
+
+@dataclass(frozen=True)
+class Job:
+    opened: Opened
+    n: int
+    sampling: Sampling
+    one_prompt: bool = True
+    """Sent as one, not as a list of one: its ids are then answered as one list."""
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    calls: bool = False
+    """Tools are there to be called."""
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [place.prompt for place in self.opened.places[:: self.n]]
+
+    @property
+    def samples(self) -> list[tuple[Place, Sampling]]:
+        """Sample i of each prompt is drawn with seed + i."""
+        return [
+            (place, replace(self.sampling, seed=self.sampling.seed + index % self.n))
+            for index, place in enumerate(self.opened.places)
+        ]
+
+    @property
+    def prompt_token_ids(self) -> list[int] | list[list[int]]:
+        return self.prompts[0] if self.one_prompt else self.prompts
+
+
+@dataclass
+class Piece:
+    """What a choice has to say since it was last asked; without streaming, all of it."""
+
+    index: int
+    opens: bool
+    text: str = ""
+    thought: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    offsets: list[int] = field(default_factory=list[int])
+    finish_reason: str | None = None
+    spans: list[Span] = field(default_factory=list[Span])
+
+
+class Choice:
+    def __init__(self, index: int, renderer: Speech, job: Job, *, parts_thoughts: bool) -> None:
+        self.version, self.num_tokens = -1, 0
+        self._place, self._sampling = job.opened.places[index], job.sampling
+        self._end_ids, self._offsets_wanted = renderer.end_ids.union(job.sampling.stop_ids), job.logprobs
+        self._text = TextStream(renderer.decode, job.sampling.stop)
+        self._thoughts = renderer.thoughts() if parts_thoughts else None
+        self._calls = renderer.call_stream() if job.calls else None
+        self._told: tuple[list[str], list[str], list[dict[str, Any]]] = [], [], []  # text, thought, calls
+        self.piece = Piece(index, opens=True)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        piece, self.version = self.piece, version
+        self.num_tokens += len(ids)
+        piece.ids += ids
+        piece.logprobs += (max(logprob, _LEAST_LOGPROB) for logprob in logprobs)
+        # Where a token begins (or the character that it goes on with) is known only if tokens are decoded one by one.
+        for part in [[token_id] for token_id in ids] if self._offsets_wanted else [ids]:
+            piece.offsets.append(self._text.num_chars)
+            self._tell(self._text.push([token_id for token_id in part if token_id not in self._end_ids]))
+
+    def finish(self, completion: Completion) -> None:
+        rest = slice(self.num_tokens, None)
+        if completion.ids[rest]:
+            self.add(completion.ids[rest], completion.logprobs[rest], completion.spans[-1].version)
+        self._tell(self._text.close(), last=True)
+        reason = "stop" if self._text.stopped else completion.finish_reason
+        text, thought, calls = self._told
+        self.piece.finish_reason = "tool_calls" if calls and reason == "stop" else reason
+        self.piece.spans = completion.spans
+        self._place.keep(completion, message("".join(text), "".join(thought), calls), self._sampling)
+
+    def take(self) -> Piece:
+        piece, self.piece = self.piece, Piece(self.piece.index, opens=False)
+        return piece
+
+    def _tell(self, text: str, *, last: bool = False) -> None:
+        if self._thoughts is None:
+            return self._say("", text, last=last)
+        self._say(*self._thoughts.push(text))
+        if last:
+            self._say(*self._thoughts.close(), last=True)
+
+    def _say(self, thought: str, text: str, *, last: bool = False) -> None:
+        calls: list[ToolCall] = []
+        if self._calls is not None:
+            text, calls = self._calls.push(text)
+            text += self._calls.close() if last else ""
+        all_text, all_thought, all_calls = self._told
+        for call in calls:
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            told = {"id": f"call_{self._place.id}_{len(all_calls)}", "type": "function", "function": function}
+            all_calls.append(told)
+            self.piece.calls.append(told)
+        all_text.append(text)
+        all_thought.append(thought)
+        self.piece.text += text
+        self.piece.thought += thought
+
+
+def message(text: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A turn as the client is told it, and is expected to say it again."""
+    more: dict[str, Any] = {"reasoning_content": thought} if thought else {}
+    if calls:
+        more["tool_calls"] = list(calls)
+    return {"role": "assistant", "content": text if text or not calls else None, **more}
+
+
+# --- the two layouts: a piece as a choice of the answer, or of a chunk of it
+
+
+@dataclass(frozen=True)
+class Layout:
+    object: str
+    chunk_object: str
+    id_prefix: str
+    greets: bool
+    """A stream opens with an empty chunk for each choice, in order: clients make room for choices as they come."""
+    parts_thoughts: bool
+    """Thoughts are told apart from the answer, as `reasoning_content`."""
+    choice: Callable[[Piece, Job, TokenNames], dict[str, Any]]
+
+
+def _chat_choice(piece: Piece, job: Job, names: TokenNames) -> dict[str, Any]:
+    logprobs: dict[str, Any] | None = None
+    if job.logprobs:
+        entries = [_chat_logprob(names, *entry) for entry in zip(piece.ids, piece.logprobs, strict=True)]
+        logprobs = {"content": entries, "refusal": None}
+    if not job.stream:
+        return {"message": message(piece.text, piece.thought, piece.calls), "logprobs": logprobs}
+    role = {"role": "assistant"} if piece.opens else {}
+    thought = {"reasoning_content": piece.thought} if piece.thought else {}
+    # Ids end in the call's number, which is also its index.
+    numbered = [{"index": int(call["id"].rpartition("_")[2]), **call} for call in piece.calls]
+    calls = {"tool_calls": numbered} if numbered else {}
+    return {"delta": {**role, "content": piece.text, **thought, **calls}, "logprobs": logprobs}
+
+
+def _chat_logprob(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = token_bytes(names, token_id)
+    return {
+        "token": _token_name(names, token_id),
+        "logprob": logprob,
+        "bytes": None if raw is None else list(raw),
+        "top_logprobs": [],
+    }
+
+
+def _token_name(names: TokenNames, token_id: int) -> str:
+    raw = token_bytes(names, token_id)
+    return names.token_text(token_id) if raw is None else raw.decode("utf-8", "replace")
+
+
+def _text_choice(piece: Piece, job: Job, names: TokenNames) -> dict[str, Any]:
+    logprobs = {
+        "tokens": [_token_name(names, token_id) for token_id in piece.ids],
+        "token_logprobs": piece.logprobs,
+        "text_offset": piece.offsets,
+        "top_logprobs": None,
+    }
+    return {"text": piece.text, "logprobs": logprobs if job.logprobs else None}
+
+
+CHAT = Layout("chat.completion", "chat.completion.chunk", "chatcmpl-", True, True, _chat_choice)
+TEXT = Layout("text_completion", "text_completion", "cmpl-", False, False, _text_choice)
+
+
+def usage(job: Job, choices: Sequence[Choice]) -> dict[str, int]:
+    prompt, sampled = sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -1,0 +1,325 @@
+"""What an OpenAI client may ask for. A knob that we do not have is refused by name, unless it is set to do nothing."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from fastapi import Request
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import from_json, to_json
+
+from tandem.serve.http.refusals import Refused
+from tandem.serve.http.request_bounds import (
+    AT_ONCE_BYTES,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_TOOLS_BYTES,
+    check_values,
+)
+from tandem.serve.http.service import aside, body_at_hand, let_go
+from tandem.types import Sampling
+
+# Values that ask for nothing: many clients send them with every request. Any other value is refused as unknown.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def _joined(content: Any) -> Any:
+    """Content as parts: text parts are joined, others (images, audio) are refused."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
+            raise ValueError("only parts of the form {'type': 'text', 'text': ...} are taken")
+    return "".join(part["text"] for part in content)
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """Templates want an object where OpenAI has its text."""
+        try:
+            arguments = from_json(self.arguments, allow_inf_nan=False) if self.arguments else {}
+        except ValueError:
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(Strict):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int = 0
+    """As it was numbered in a stream; without effect."""
+
+
+class ToolFunction(Strict):
+    name: str = Field(min_length=1, max_length=256)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]])] = ""
+    reasoning_content: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if "content" not in self.model_fields_set and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing")
+        return self
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+def _stop_list(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else stop
+
+
+Stop: TypeAlias = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), BeforeValidator(_stop_list)
+]
+
+
+def _not_almost_zero(temperature: float) -> float:
+    if 0 < temperature < 0.01:
+        raise ValueError("0 is greedy; otherwise at least 0.01, or logits overflow when they are divided by it")
+    return temperature
+
+
+class Knobs(Strict):
+    """How to sample, in any of the forms that are taken."""
+
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_not_almost_zero)] = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, le=2**31 - 1)
+    stop: Stop = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=256)
+    seed: int | None = Field(None, ge=0, le=2**53)
+    on_update: Literal["follow", "pin", "restart"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
+
+    @property
+    def share(self) -> str:
+        """Whose share of the engine its samples take: by itself, each request has one."""
+        return uuid.uuid4().hex
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        seed = secrets.randbits(48) if self.seed is None else self.seed
+        return Sampling(
+            max_tokens, self.temperature, self.top_p, self.top_k, stop=tuple(self.stop),
+            stop_ids=tuple(self.stop_token_ids), seed=seed, on_update=self.on_update or "",
+            share=self.share,
+        )  # fmt: skip
+
+
+class _Request(Knobs):
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    user: str = ""
+    """Requests of one user have one share of the engine."""
+    safety_identifier: str = ""
+    """The same, under its newer name."""
+    # Labels for those who read the logs of a hosted service: taken, without effect.
+    prompt_cache_key: str = ""
+    metadata: dict[str, str] = {}
+
+    @property
+    def share(self) -> str:
+        return (self.safety_identifier or self.user)[:256] or super().share
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> _Request:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options without stream = true")
+        return self
+
+
+class ChatRequest(_Request):
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] = Field([], max_length=256)
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        return self
+
+
+def prompt_list(prompt: Any) -> Any:
+    """str | ids | list of str | list of ids: as given, after a look at its shape."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return prompt
+    several = isinstance(prompt, list) and 0 < len(prompt) <= MAX_PROMPTS
+    if several and (all(isinstance(item, str) for item in prompt) or all(_is_ids(item) for item in prompt)):
+        return prompt
+    raise ValueError(f"must be a text, token ids, or a list of 1 to {MAX_PROMPTS} of either")
+
+
+Prompts: TypeAlias = Annotated[
+    str | list[int] | list[str] | list[list[int]],
+    PlainValidator(prompt_list, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+]
+
+
+def _is_ids(value: Any) -> bool:
+    if not (isinstance(value, list) and value and all(type(item) is int for item in value)):
+        return False
+    if not -(2**31) <= min(value) <= max(value) < 2**31:
+        raise ValueError("has a token id that no model has")
+    return True
+
+
+class CompletionRequest(_Request):
+    prompt: Prompts
+    logprobs: int | None = Field(None, ge=0, le=1)
+    """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat request, and what of it goes into the chat template."""
+
+    asked: ChatRequest
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+def conversation(data: Any) -> Conversation:
+    asked = checked(ChatRequest, data)
+    tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools]
+    if tools and len(to_json(tools)) > MAX_TOOLS_BYTES:
+        raise Refused(422, f"all tools together may have {MAX_TOOLS_BYTES} bytes as JSON; send fewer", field="tools")
+    check_values("".join(_arguments(asked)).encode(), "messages")
+    return Conversation(asked, [_for_template(message) for message in asked.messages], tools)
+
+
+def _arguments(asked: ChatRequest) -> Iterator[str]:
+    return (call.function.arguments for message in asked.messages for call in message.tool_calls or ())
+
+
+def _for_template(given: ChatMessage) -> dict[str, Any]:
+    message = given.model_dump(exclude_none=True)
+    if given.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": call.function.for_template} for call in given.tool_calls
+        ]
+    return message
+
+
+R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
+
+
+async def parse(kind: type[R], request: Request) -> R:
+    """Nothing reads the body again."""
+    parsed = await read(request, partial(checked, kind))
+    let_go(request)
+    return parsed
+
+
+async def read(request: Request, work: Callable[[Any], T]) -> T:
+    """Return what `work` makes of the body's JSON; beside the event loop, if the body is large."""
+    raw = body_at_hand(request)
+    if len(raw) <= AT_ONCE_BYTES:
+        return work(_from_json(raw))
+    return await aside(request)(lambda: work(_from_json(raw)))
+
+
+async def read_if_any(kind: type[R], request: Request) -> R:
+    """Without a body: as if it were {}."""
+    return await read(request, partial(checked, kind)) if body_at_hand(request) else checked(kind, {})
+
+
+def _from_json(raw: bytes) -> Any:
+    check_values(raw)
+    # Not json.loads: this parser bounds nesting, and refuses NaN and half surrogate pairs, which tokenizers choke on.
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def checked(kind: type[R], data: Any, *, within: str = "") -> R:
+    """`within`: the field of the body that `data` is."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _as_refused(error, within) from error
+
+
+def _as_refused(error: ValidationError, within: str) -> Refused:
+    first = error.errors(include_url=False, include_context=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    field = ".".join(str(part) for part in (*filter(None, [within]), *first["loc"]))
+    if first["type"] == "extra_forbidden":
+        message = f"'{field}' is not supported by this service, or not with this value; leave it out"
+    # Validators over several fields have no location; their text begins with the field's name.
+    return Refused(422, message, field=field or message.split()[0])

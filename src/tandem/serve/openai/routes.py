@@ -1,0 +1,410 @@
+"""OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions` over an Engine.
+
+Beyond OpenAI: `top_k`, token ids in and out (`return_token_ids`), and the version of the weights behind every token.
+A list of prompts has `n` choices a prompt, in order; sample i of each is drawn with seed + i.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from tandem.errors import TandemError, TextTooLong
+from tandem.protocols import OnToken
+from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
+from tandem.serve.http.refusals import Refused, as_refused
+from tandem.serve.http.request_bounds import (
+    AT_ONCE_BYTES,
+    MAX_MESSAGES,
+    MAX_N,
+    MAX_PROMPTS,
+    MAX_TOOLS_BYTES,
+    MAX_VALUES,
+)
+from tandem.serve.http.service import Service, aside, let_go, unless_gone
+from tandem.serve.openai.choices import CHAT, TEXT, Choice, Job, Layout, Opened, Piece, Speech, usage
+from tandem.serve.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    conversation,
+    parse,
+    read,
+)
+from tandem.types import Completion, Message, Sampling
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""What a conversation offers to call, each as JSON schema, as OpenAI has it."""
+
+
+T = TypeVar("T")
+
+SESSION_HEADER = "X-Tandem-Session"
+DEFAULT_TOKENS = 4096
+"""Of a chat's answer that says nothing of its length, where its context has more room than that."""
+
+
+class Sampler(Protocol):
+    """What of an Engine answers requests."""
+
+    @property
+    def version(self) -> int: ...
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion: ...
+    async def close(self) -> None: ...
+
+
+class Renderer(Speech, Protocol):
+    def within(self, context: int) -> Self: ...
+    def encode(self, text: str) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
+
+
+class Conversations(Protocol):
+    """Where the prompts of requests come from, and who keeps their answers."""
+
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened: ...
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened: ...
+
+
+@dataclass(frozen=True)
+class _Unkept:
+    prompt: list[int]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    session: str = ""
+
+    def keep(self, completion: Completion, told: Message, sampling: Sampling) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Unkept:
+    """Every request is a conversation of its own, and leaves no trace."""
+
+    renderer: Renderer
+
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
+        prompt = await aside(request)(self.renderer.prompt, messages, tools)  # always: a template may loop
+        return Opened([_Unkept(prompt) for _ in range(n)])
+
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
+        ids = [
+            await encoded(request, prompts, partial(self.renderer.encode, prompt))
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        return Opened([_Unkept(prompt) for prompt in ids for _ in range(n)])
+
+
+async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: Callable[[], T]) -> T:
+    """Return what `encode` makes of one of the prompts: beside the event loop, if all together are large."""
+    if sum(map(len, prompts)) <= AT_ONCE_BYTES:
+        return encode()
+    return await aside(request)(encode)
+
+
+def openai_service(
+    engine: Sampler, renderer: Renderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
+) -> Service:
+    """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
+    renderer = renderer.within(context)
+    api = OpenAi(engine, renderer, Unkept(renderer), model_id, context, num_ids, max_requests)
+    return Service("tandem serve", api.router("/v1"), api.limits, api.books.registry, engine.close)
+
+
+class _Books:
+    def __init__(self, engine: Sampler) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.prompt_tokens = Counter("tandem_prompt_tokens", "Prompt tokens taken in.", registry=registry)
+        self.sampled_tokens = Counter("tandem_sampled_tokens", "Tokens sampled and delivered.", registry=registry)
+        self.cancelled = Counter("tandem_samples_cancelled", "Samples whose client hung up.", registry=registry)
+        self.running = Gauge("tandem_samples_running", "Samples under way.", registry=registry)
+        version = Gauge("tandem_weight_version", "The version of the weights that is served.", registry=registry)
+        version.set_function(lambda: engine.version)
+
+
+# --- the routes
+
+
+@dataclass
+class OpenAi:
+    engine: Sampler
+    renderer: Renderer
+    conversations: Conversations
+    model_id: str
+    context: int
+    num_ids: int
+    max_requests: int = 4096
+    on_update: frozenset[str] = frozenset()
+    """What a request may wish for when new weights come while it is answered."""
+    running: int = 0
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.books = _Books(self.engine)
+
+    def router(self, prefix: str) -> APIRouter:
+        router = APIRouter(prefix=prefix)
+        router.add_api_route("/models", self.models, methods=["GET"])
+        router.add_api_route("/models/{name:path}", self.model, methods=["GET"])
+        router.add_api_route("/chat/completions", self.chat, methods=["POST"])
+        router.add_api_route("/completions", self.complete, methods=["POST"])
+        return router
+
+    @property
+    def limits(self) -> dict[str, int]:
+        return {
+            "context_tokens": self.context, "default_tokens": DEFAULT_TOKENS, "n": MAX_N, "prompts": MAX_PROMPTS,
+            "messages": MAX_MESSAGES, "tools_bytes": MAX_TOOLS_BYTES, "values": MAX_VALUES,
+            "samples_at_a_time": self.max_requests,
+        }  # fmt: skip
+
+    async def models(self) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> JSONResponse:
+        self._check_model(name)
+        return JSONResponse(self._model())
+
+    @speaks(ChatRequest, answers=(JSON, EVENTS))
+    async def chat(self, request: Request) -> Response:
+        given = await read(request, conversation)
+        asked = given.asked
+        self._check_model(asked.model)
+        opened = await self.opened("messages", self.conversations.chat(request, given.messages, given.tools, asked.n))
+        let_go(request)  # not before: until then it takes the room of its body
+        room = max(1, self.context - len(opened.places[0].prompt))
+        max_tokens = asked.max_completion_tokens or asked.max_tokens or min(room, DEFAULT_TOKENS)
+        calls = bool(asked.tools) and asked.tool_choice == "auto"
+        job = self._job(asked, opened, max_tokens, one_prompt=True, logprobs=asked.logprobs, calls=calls)
+        self.check(job, "messages")
+        return await self._answer(request, job, CHAT)
+
+    @speaks(CompletionRequest, answers=(JSON, EVENTS))
+    async def complete(self, request: Request) -> Response:
+        asked = await parse(CompletionRequest, request)
+        self._check_model(asked.model)
+        one_prompt = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
+        given: Any = [asked.prompt] if one_prompt else asked.prompt
+        self._check_load(asked.n * len(given))
+        opened = await self.opened("prompt", self.conversations.text(request, given, asked.n))
+        wanted = asked.logprobs is not None
+        job = self._job(asked, opened, asked.max_tokens or 16, one_prompt=one_prompt, logprobs=wanted, calls=False)
+        self.check(job, "prompt")
+        return await self._answer(request, job, TEXT)
+
+    # --- from a request to a job
+
+    async def opened(self, named: str, opening: Awaitable[Opened]) -> Opened:
+        """`named`: what the request calls its prompts."""
+        try:
+            return await opening
+        except TextTooLong as error:
+            raise Refused(422, str(error), field=named, code="context_length_exceeded") from error
+
+    def _job(
+        self, asked: ChatRequest | CompletionRequest, opened: Opened, max_tokens: int,
+        *, one_prompt: bool, logprobs: bool, calls: bool,
+    ) -> Job:  # fmt: skip
+        return Job(
+            opened, asked.n, asked.sampling(max_tokens), one_prompt,
+            stream=asked.stream,
+            include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+            logprobs=logprobs,
+            token_ids=asked.return_token_ids,
+            calls=calls,
+        )  # fmt: skip
+
+    def check(self, job: Job, named: str) -> None:
+        """Refused, if it cannot be answered. `named`: what it calls its prompts."""
+        for prompt in job.prompts:
+            self._check_prompt(prompt, job.sampling.max_tokens, named)
+        self._check_on_update(job)
+        self._check_load(len(job.opened.places))
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model_id:
+            raise Refused(404, f"there is no model '{name}'; this service has '{self.model_id}'", field="model",
+                          code="model_not_found")  # fmt: skip
+
+    def _check_prompt(self, prompt: list[int], max_tokens: int, named: str) -> None:
+        if not prompt:
+            raise Refused(422, f"{named} is empty; the first token needs something to follow", field=named)
+        if not 0 <= min(prompt) <= max(prompt) < self.num_ids:
+            raise Refused(422, f"{named} has a token id outside 0 to {self.num_ids - 1}", field=named)
+        if len(prompt) >= self.context:
+            text = f"{named} has {len(prompt)} tokens, which leaves no room in a context of {self.context}"
+            raise Refused(422, text, field=named, code="context_length_exceeded")
+        if len(prompt) + max_tokens > self.context:
+            text = f"{len(prompt)} prompt tokens and max_tokens = {max_tokens} exceed the context of {self.context}"
+            raise Refused(422, text, field="max_tokens", code="context_length_exceeded")
+
+    def _check_on_update(self, job: Job) -> None:
+        wish = job.sampling.on_update
+        if wish and wish not in self.on_update:
+            known = f"takes {', '.join(sorted(self.on_update))}" if self.on_update else "takes no wish"
+            raise Refused(422, f"on_update = '{wish}': this service {known}", field="on_update")
+        if wish == "restart" and job.stream:
+            raise Refused(422, "on_update = 'restart': what was streamed cannot be taken back", field="on_update")
+
+    def _check_load(self, wanted: int) -> None:
+        if wanted > self.max_requests:
+            text = f"prompts x n = {wanted} samples; one request may ask for {self.max_requests}"
+            raise Refused(422, text, field="n")
+        if self.running + wanted > self.max_requests:
+            raise Refused(429, f"{self.running} samples are under way, {self.max_requests} are allowed; try again")
+
+    # --- from a job to an answer
+
+    async def _answer(self, request: Request, job: Job, layout: Layout) -> Response:
+        if job.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | self.headers(job)
+            return StreamingResponse(self._chunks(job, layout), media_type="text/event-stream", headers=headers)
+        choices = await self.whole(request, job, parts_thoughts=layout.parts_thoughts)
+        version = max(choice.version for choice in choices)
+        body = self._head(job, layout, layout.object, version)
+        body["choices"] = [self._choice(choice.take(), job, layout) for choice in choices]
+        body["usage"] = usage(job, choices)
+        if job.token_ids:
+            body["prompt_token_ids"] = job.prompt_token_ids
+        return JSONResponse(body, headers=self.headers(job))
+
+    async def whole(self, request: Request, job: Job, *, parts_thoughts: bool) -> list[Choice]:
+        """Every choice, complete."""
+        choices = self._choices(job, parts_thoughts)
+
+        async def play() -> None:
+            async for _ in self._play(job, choices):
+                pass
+
+        await unless_gone(request, play())
+        return choices
+
+    async def _chunks(self, job: Job, layout: Layout) -> AsyncIterator[str]:
+        choices = self._choices(job, layout.parts_thoughts)
+        head = self._head(job, layout, layout.chunk_object, self.engine.version)
+        extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
+        first: dict[str, Any] = {"prompt_token_ids": job.prompt_token_ids} if job.token_ids else {}
+
+        def chunk(choice: Choice) -> str:
+            body = {**head, **first, "choices": [self._choice(choice.take(), job, layout)], **extra}
+            first.clear()
+            return _event(body)
+
+        for choice in choices if layout.greets else ():
+            yield chunk(choice)
+        try:
+            async for choice in self._play(job, choices):
+                head["weight_version"] = choice.version
+                yield chunk(choice)
+        except TandemError as error:  # the status line is out: the failure travels as an event
+            yield _event(as_refused(error).openai[1])
+            return
+        if job.include_usage:
+            yield _event({**head, "choices": [], "usage": usage(job, choices)})
+        yield "data: [DONE]\n\n"
+
+    async def _play(self, job: Job, choices: list[Choice]) -> AsyncIterator[Choice]:
+        """Samples all choices at once; yields one whenever it has new text, and when it is complete."""
+        news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        tasks: list[asyncio.Task[Completion]] = []
+        self.books.prompt_tokens.inc(sum(map(len, job.prompts)))
+        with job.opened.under_way():
+            for index, (place, sampling) in enumerate(job.samples):
+                on_token = partial(_put_token, news, index) if job.stream else None
+                sampled = self.engine.generate(place.prompt, sampling, session=place.session or None, on_token=on_token)
+                task = asyncio.create_task(sampled)
+                task.add_done_callback(partial(_put_end, news, index))
+                tasks.append(task)
+            left = len(tasks)
+            self._count(left)
+            try:
+                while left:
+                    index, event = await news.get()
+                    choice = choices[index]
+                    if isinstance(event, tuple):
+                        token_id, logprob, version = event
+                        choice.add([token_id], [logprob], version)
+                    else:
+                        choice.finish(event.result())
+                        left -= 1
+                    piece = choice.piece
+                    if piece.text or piece.thought or piece.calls or piece.finish_reason:
+                        yield choice
+            finally:
+                self._count(-len(tasks))
+                self.books.sampled_tokens.inc(sum(choice.num_tokens for choice in choices))
+                self.books.cancelled.inc(sum(task.cancel() for task in tasks))
+
+    def _choices(self, job: Job, parts_thoughts: bool) -> list[Choice]:
+        places = range(len(job.opened.places))
+        return [Choice(index, self.renderer, job, parts_thoughts=parts_thoughts) for index in places]
+
+    def _count(self, change: int) -> None:
+        self.running += change
+        self.books.running.set(self.running)
+
+    # --- layout
+
+    @staticmethod
+    def headers(job: Job) -> dict[str, str]:
+        return {SESSION_HEADER: job.opened.session} if job.opened.session else {}
+
+    def _head(self, job: Job, layout: Layout, kind: str, version: int) -> dict[str, Any]:
+        session = {"session_id": job.opened.session} if job.opened.session else {}
+        return {
+            "id": layout.id_prefix + uuid.uuid4().hex,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model_id,
+            "weight_version": version,
+            **session,
+        }
+
+    def _choice(self, piece: Piece, job: Job, layout: Layout) -> dict[str, Any]:
+        choice = layout.choice(piece, job, self.renderer)
+        choice |= {"index": piece.index, "finish_reason": piece.finish_reason}
+        if job.token_ids:
+            choice["token_ids"] = piece.ids
+        if (place := job.opened.places[piece.index]).session:
+            choice |= {"session_id": place.session, "turn_id": place.id}
+        if piece.finish_reason:
+            choice["weight_versions"] = [[span.version, span.count] for span in piece.spans]
+        return choice
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.model_id, "object": "model", "created": self.started, "owned_by": "tandem",
+            "max_model_len": self.context, "weight_version": self.engine.version,
+        }  # fmt: skip
+
+
+def _put_token(news: asyncio.Queue[tuple[int, Any]], index: int, token_id: int, logprob: float, version: int) -> None:
+    news.put_nowait((index, (token_id, logprob, version)))
+
+
+def _put_end(news: asyncio.Queue[tuple[int, Any]], index: int, task: asyncio.Task[Completion]) -> None:
+    if not task.cancelled():
+        task.exception()  # seen: one failure is reported, the same one of 63 siblings need not be
+    news.put_nowait((index, task))
+
+
+def _event(body: dict[str, Any]) -> str:
+    """In ASCII: clients whose language breaks lines at U+0085 or U+2028 would else find half a line."""
+    return f"data: {json.dumps(body, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,1 @@
+"""The rollout service over HTTP: native routes, Atropos routes, Prometheus metrics."""

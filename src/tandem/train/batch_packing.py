@@ -1,0 +1,214 @@
+"""Groups to a Batch: credit, shared prompts, packing, micro-batches.
+
+Siblings begin with the same prompt. Where that is cheaper, a group becomes one tree: the prompt once, then each
+sibling's own tokens as a branch that sees the prompt and itself. Sequences and trees are packed longest first into rows
+no longer than the longest of them, and rows of like length share a micro-batch. A row of one plain sequence needs no
+mask.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tandem.ops.byte_sizes import Shares
+from tandem.ops.packed_attention import pack
+from tandem.ops.row_packing import common_prefix, first_fit, micro_batches
+from tandem.protocols import Algorithm
+from tandem.types import NO_VERSION, UNKNOWN_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
+
+_DTYPES = {"q": torch.int64, "f": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    trajectory: Trajectory
+    credit: list[float]
+    """Of each of its trained tokens."""
+    group: int
+    """Which of the step's groups it belongs to."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """What stays together in a row: samples that share their first `shared` tokens. One plain sample shares none."""
+
+    samples: list[Sample]
+    shared: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.shared + sum(len(sample.trajectory.ids) - self.shared for sample in self.samples)
+
+
+@dataclass(slots=True)
+class _Row:
+    length: int = 0
+    items: list[_Item] = field(default_factory=list[_Item])
+
+
+def make_batch(
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    *,
+    micro_tokens: int,
+    version: int,
+    shares: Shares,
+    device: torch.device,
+) -> Batch:
+    """A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
+    term holds it to the reference.
+    """
+    items: list[_Item] = []
+    totals, credited, unknown = Totals(0, 0), 0, 0
+    lags: list[int] = []
+    for number, (group, credits) in enumerate(zip(groups, algorithm.credit(groups), strict=True)):
+        samples = [
+            Sample(each, _said(each) or credit, number) for each, credit in zip(group, credits, strict=True) if credit
+        ]
+        totals = Totals(totals.tokens + sum(len(sample.credit) for sample in samples), totals.sequences + len(samples))
+        for sample in samples:
+            credited += sum(credit != 0 for credit in sample.credit) if algorithm.credit_is_all else len(sample.credit)
+            lags += [version - v for v in sample.trajectory.versions if v >= 0]
+            unknown += sample.trajectory.versions.count(UNKNOWN_VERSION)
+        moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
+        items += _share_prompt(moving, shares, micro_tokens, together=algorithm.together)
+    rows = _pack(items)
+    metrics = {
+        "tokens/trained": float(totals.tokens),
+        "tokens/credited": float(credited),
+        "tokens/computed": float(sum(row.length for row in rows)),
+        "tokens/shared": float(sum(item.shared * (len(item.samples) - 1) for item in items)),
+        **({"tokens/version_unknown": float(unknown)} if unknown else {}),
+        **({"lag/max": float(max(lags)), "lag/mean": sum(lags) / len(lags)} if lags else {}),
+    }
+    micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
+    return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
+
+
+def _said(trajectory: Trajectory) -> list[float]:
+    """The advantages that its environment gives its trained tokens itself; empty if it does not."""
+    if not trajectory.advantages:
+        return []
+    return [value for value, trained in zip(trajectory.advantages, trajectory.trained, strict=True) if trained]
+
+
+def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatch:
+    """One sequence whose tokens from `first` on are to be scored."""
+    count, total = len(ids) - first, len(ids)
+    recording = Trajectory(list(ids), [i >= first for i in range(total)], [0.0] * total, [NO_VERSION] * total)
+    return _to_tensors([_Row(total, [_Item([Sample(recording, [0.0] * count, 0)])])], device)
+
+
+def _share_prompt(samples: list[Sample], shares: Shares, micro_tokens: int, *, together: bool) -> list[_Item]:
+    """One tree, if that computes less."""
+    alone = [_Item(samples)] if together and samples else [_Item([sample]) for sample in samples]
+    if len(samples) < 2:
+        return alone
+    trajectories = [sample.trajectory for sample in samples]
+    first_trained = min(trajectory.trained.index(True) for trajectory in trajectories)
+    tree = _Item(samples, common_prefix([trajectory.ids[:first_trained] for trajectory in trajectories]))
+    cheaper = shares([item.length for item in alone], tree.length)
+    return [tree] if cheaper and tree.length <= micro_tokens else alone
+
+
+def _pack(items: Sequence[_Item]) -> list[_Row]:
+    rows = ([items[index] for index in row] for row in first_fit([item.length for item in items]))
+    return [_Row(sum(item.length for item in row), row) for row in rows]
+
+
+def _split(rows: list[_Row], micro_tokens: int) -> list[list[_Row]]:
+    parts = micro_batches([row.length for row in rows], micro_tokens)
+    return [[rows[index] for index in part] for part in parts]
+
+
+class _Columns:
+    """The lists that become a MicroBatch."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.rows = 0
+        self.ids, self.positions, self.segments, self.parents = ([] for _ in range(4))
+        self.source, self.target, self.credit, self.behaviour, self.versions, self.lengths = ([] for _ in range(6))
+        self.sequences, self.groups = ([] for _ in range(2))
+
+    def add_row(self, row: _Row) -> None:
+        self._ids, self._positions, self._segments, self._parents = ([] for _ in range(4))
+        segment = 0
+        for item in row.items:
+            trunk = segment
+            if item.shared:
+                self._add_tokens(item.samples[0].trajectory, 0, item.shared, trunk, trunk)
+                segment += 1
+            trunk_end = len(self._ids) - 1
+            for sample in item.samples:
+                self._add_sample(sample, item.shared, trunk_end, segment, trunk if item.shared else segment)
+                segment += 1
+        padding = self.width - len(self._ids)
+        self.ids += self._ids + [0] * padding
+        self.positions += self._positions + [0] * padding
+        self.segments += self._segments + [-1] * padding
+        self.parents += self._parents + [-1] * padding
+        self.rows += 1
+
+    def _add_sample(self, sample: Sample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
+        trajectory, credit = sample.trajectory, sample.credit
+        row_start, begin = self.rows * self.width, len(self._ids)
+        for offset in range(shared, len(trajectory.ids)):
+            if trajectory.trained[offset]:
+                assert offset > 0, "the first token of a sequence follows nothing and cannot be trained"
+                here = begin + offset - shared
+                self.target.append(row_start + here)
+                self.source.append(row_start + (trunk_end if offset == shared else here - 1))
+                self.behaviour.append(trajectory.logprobs[offset])
+                self.versions.append(trajectory.versions[offset])
+        self.credit += credit
+        self.lengths += [len(credit)] * len(credit)
+        self.sequences += [len(self.groups)] * len(credit)
+        self.groups.append(sample.group)
+        self._add_tokens(trajectory, shared, len(trajectory.ids), segment, parent)
+
+    def _add_tokens(self, trajectory: Trajectory, start: int, stop: int, segment: int, parent: int) -> None:
+        self._ids += trajectory.ids[start:stop]
+        self._positions += range(start, stop)
+        self._segments += [segment] * (stop - start)
+        self._parents += [parent] * (stop - start)
+
+
+def _to_tensors(rows: list[_Row], device: torch.device) -> MicroBatch:
+    columns = _Columns(max(row.length for row in rows))
+    for row in rows:
+        columns.add_row(row)
+
+    def on_cpu(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+        if not values:
+            return torch.empty(0, dtype=_DTYPES[code])
+        return torch.frombuffer(array(code, values), dtype=_DTYPES[code])  # torch.tensor looks at each
+
+    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
+        return on_cpu(values, code).to(device)
+
+    def rows_of(values: list[int]) -> Tensor:
+        return on_cpu(values, "q").view(len(rows), columns.width)
+
+    segments_BT, parents_BT = rows_of(columns.segments), rows_of(columns.parents)
+    return MicroBatch(
+        rows_of(columns.ids).to(device),
+        rows_of(columns.positions).to(device),
+        segments_BT.to(device),
+        parents_BT.to(device),
+        pack(segments_BT, parents_BT, device),
+        tensor(columns.source, "q"),
+        tensor(columns.target, "q"),
+        tensor(columns.credit, "f"),
+        tensor(columns.behaviour, "f"),
+        tensor(columns.versions, "q"),
+        tensor(columns.lengths, "f"),
+        tensor(columns.sequences, "q"),
+        tensor(columns.groups, "q"),
+    )

@@ -1,0 +1,129 @@
+"""Where the memory of training goes, by component, and the peak that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.ops import release_host_memory
+from tandem.ops.byte_sizes import GIVEN_BACK_BYTES, Parts, peak
+from tandem.protocols import Optimizer, Policy
+from tandem.types import Metrics, MicroBatch
+
+_GIB = 2**30
+
+
+class Memory:
+    """GiB by component. What is always there is counted from its tensors; activations are what a forward pass
+    leaves behind, looked at whenever a micro-batch is larger than any before."""
+
+    def __init__(self, policy: Policy, optimizer: Optimizer, top_p: float) -> None:
+        self._policy, self._optimizer, self._top_p = policy, optimizer, top_p
+        self._on_gpu = next(iter(policy.trainable()))[1].is_cuda
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()  # a stage has a peak of its own
+        self._largest_gib = max(size_bytes([tensor]) for _, tensor in policy.trainable()) / _GIB
+        self._largest_micro = 0
+        self._gib: Metrics = {}
+        self._always = 0.0
+        held = [tensor for _, tensor in policy.weights(0, "live").tensors()]
+        held_bytes = size_bytes([*held, *optimizer.state().values()])
+        self.gives_back = not self._on_gpu and held_bytes >= GIVEN_BACK_BYTES
+        self._logits_gib: tuple[float, ...] = (0.0, 0.0)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Around what may be the peak of a step: a host's memory that is free is given back, so that it does not add
+        to what is held. Where little is held it would cost time and save nothing; on a GPU the peak is of what is held.
+        """
+        if not self.gives_back:
+            yield
+            return
+        with release_host_memory.exact():
+            yield
+
+    @contextmanager
+    def forward(self, micro: MicroBatch) -> Iterator[None]:
+        with self.exact(), self._looked_at(micro):
+            yield
+
+    @contextmanager
+    def _looked_at(self, micro: MicroBatch) -> Iterator[None]:
+        size = micro.ids_BT.numel()
+        if size <= self._largest_micro:
+            yield
+            return
+        self._largest_micro = size
+        weights = [tensor for _, tensor in self._policy.weights(0, "live").tensors()]
+        saved = _Saved(weights)
+        before = torch.cuda.memory_allocated() if self._on_gpu else 0
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+        with nullcontext() if self._on_gpu else hooks:  # compiled layers would be compiled anew under hooks
+            yield
+        kept = torch.cuda.memory_allocated() - before if self._on_gpu else saved.bytes
+        state = self._optimizer.state()
+        on_device = [tensor for tensor in state.values() if tensor.device == micro.ids_BT.device]
+        master = [state[name] for name in state if name.endswith("|master")]
+        self._gib = {
+            "memory/weights": size_bytes(weights) / _GIB,
+            "memory/master": size_bytes(master) / _GIB,
+            "memory/optimizer": (size_bytes(on_device) - size_bytes(master)) / _GIB,
+            "memory/reference": self._policy.reference_bytes() / _GIB,
+        }
+        if self._on_gpu:  # an engine's keys and values, for one
+            self._gib["memory/other"] = before / _GIB - sum(self._gib.values())
+        self._always = sum(self._gib.values())
+        if self._on_gpu or not self._policy.hides_activations():
+            self._gib["memory/activations"] = kept / _GIB
+        self._logits_gib = tuple(held / _GIB for held in self._policy.head_bytes(len(micro.target_N), self._top_p))
+
+    def metrics(self, gradient_bytes: int, num_micro: int) -> Metrics:
+        """`gradient_bytes`: of the gradients that exist at once."""
+        if not self._gib:
+            return {}
+        forward, backward = self._logits_gib
+        gib = {**self._gib, "memory/logits": max(forward, backward), "memory/gradients": gradient_bytes / _GIB}
+        parts = Parts(
+            always=self._always,
+            activations=gib.get("memory/activations", 0.0),
+            gradients=gib["memory/gradients"],
+            num_micro=num_micro,
+            head_forward=forward,
+            head_backward=backward,
+            largest=self._largest_gib,
+            update=self._optimizer.workspace_bytes / _GIB,
+        )
+        gib["memory/accounted"] = peak(parts)
+        return gib
+
+    def peak(self) -> Metrics:
+        """On a GPU of what was allocated in this stage, else of the whole process."""
+        if self._on_gpu:
+            return {"memory/peak": torch.cuda.max_memory_allocated() / _GIB}
+        return {"memory/peak": release_host_memory.peak_bytes() / _GIB}
+
+
+class _Saved:
+    """Bytes that a graph keeps, each storage once, weights left out."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self.bytes = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def size_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,142 @@
+"""How vLLM's layers compute with an adapter: beside the base's product, and in blocks that fit.
+
+x A and then B: two kernels a layer, which vLLM launches behind the base's product x W, so that a step waits for all
+three in turn. Here x A runs beside x W, and B is applied to the sum as ever. Kernels are vLLM's own; their block sizes
+are not, where a step has few tokens: of 64 parts that its shrinking is cut into, 56 find nothing to multiply in a layer
+of 2,048 inputs, and add that up, too.
+
+vLLM has a way of its own (VLLM_LORA_ENABLE_DUAL_STREAM): both kernels on a second stream, and a third that adds them to
+x W. That is slower, and each layer is compiled by itself, since its name is part of it: 45 s of a start.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tandem.vllm_worker.token_recorder import Unfit
+
+BESIDE_TOKENS = 128  # with more of them x W leaves no room on a GPU, and there is less to be hidden
+FEW_TOKENS = 256
+_PART = 128  # inputs of one block: a part each, so that every block multiplies once
+
+_OP = "tandem::linear_beside"
+_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, Tensor[] a, Tensor[] b, Tensor[] meta) -> Tensor"
+
+Config = dict[str, Any]
+
+
+def compute_beside() -> None:
+    """From now on, in this process. Unfit if that cannot be. Before the model is loaded."""
+    with _as_unfit():
+        if _settings().VLLM_LORA_ENABLE_DUAL_STREAM:
+            raise Unfit("VLLM_LORA_ENABLE_DUAL_STREAM is on")
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA  # pyright: ignore[reportMissingImports]
+        from vllm.lora.ops import triton_ops  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # pyright: ignore[reportMissingImports]
+
+        theirs, plain = BaseLinearLayerWithLoRA._apply_sync, UnquantizedLinearMethod
+        torch.library.define(_OP, _SCHEMA)
+        torch.library.impl(_OP, "CUDA")(functools.partial(linear_beside, triton_ops))
+        torch.library.register_fake(_OP)(_shaped_as)
+
+        def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            if not isinstance(layer.base_layer.quant_method, plain):
+                return theirs(layer, x, bias)
+            wrapper, tokens = layer.punica_wrapper, x.numel() // x.size(-1)
+            meta = wrapper.token_mapping_meta.meta_args(tokens, wrapper.lora_config.specialize_active_lora)
+            a, b = list(layer.lora_a_stacked), list(layer.lora_b_stacked)
+            return torch.ops.tandem.linear_beside(x, layer.base_layer.weight, bias, a, b, list(meta))
+
+        BaseLinearLayerWithLoRA._apply_sync = apply
+
+
+def fit_blocks() -> None:
+    """The same for block sizes."""
+    with _as_unfit():
+        envs = _settings()
+        if envs.VLLM_TUNED_CONFIG_FOLDER:
+            raise Unfit("VLLM_TUNED_CONFIG_FOLDER says them")
+        from vllm.lora.ops import triton_ops as ops  # pyright: ignore[reportMissingImports]
+
+        chosen = fitting(ops.utils.get_lora_op_configs)
+        for module in (ops.lora_shrink_op, ops.lora_expand_op):
+            module.get_lora_op_configs  # noqa: B018 - what is replaced has to be there
+            module.get_lora_op_configs = chosen
+
+
+def _settings() -> Any:
+    from vllm import envs  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]  # isort: skip
+
+    if not current_platform.is_cuda():
+        raise Unfit("vLLM's kernels for it are of NVIDIA's GPUs")
+    if envs.VLLM_BATCH_INVARIANT:
+        raise Unfit("VLLM_BATCH_INVARIANT has all computed the same way for any number of tokens")
+    return envs
+
+
+@contextmanager
+def _as_unfit() -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise Unfit(f"this vLLM's adapters are computed otherwise: {error}") from error
+
+
+def linear_beside(
+    ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: list[Tensor], b: list[Tensor], meta: list[Tensor]
+) -> Tensor:
+    """x W, and x A B of whichever adapter each token asks for. `ops`: vLLM's, which `meta` is for. `a`, `b`: of each
+    slice of a fused layer, all slots."""
+    flat = x.reshape(-1, x.size(-1))
+    # Of the stream that reads it last: nothing else comes to its memory before that.
+    low = torch.empty((len(a), len(flat), b[0].size(-1)), dtype=torch.float32, device=x.device)
+    if len(flat) <= BESIDE_TOKENS:
+        here, beside = torch.cuda.current_stream(x.device), _second_stream(x.device)
+        beside.wait_stream(here)
+        output = linear(x, weight, bias)
+        with torch.cuda.stream(beside):
+            ops.lora_shrink(flat, a, low, *meta, 1.0)
+        here.wait_stream(beside)
+    else:
+        output = linear(x, weight, bias)
+        ops.lora_shrink(flat, a, low, *meta, 1.0)
+    ops.lora_expand(low, b, output.view(len(flat), -1), *meta, offset_start=0, add_inputs=True)
+    return output
+
+
+def _shaped_as(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: list[Tensor], b: list[Tensor], meta: list[Tensor]
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.size(0)))
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def fitting(theirs: Callable[..., Config]) -> Callable[..., Config]:
+    """vLLM's block sizes, and others for few tokens."""
+
+    @functools.lru_cache
+    def chosen(op_type: str, **asked: Any) -> Config:
+        config, tokens = theirs(op_type, **asked), asked["batch"]
+        if tokens > FEW_TOKENS:
+            return config
+        if op_type == "shrink" and asked["hidden_size"] % _PART == 0:
+            rows = 64 if tokens > 32 else 16
+            return {**config, "block_m": rows, "block_k": _PART, "split_k": asked["hidden_size"] // _PART}
+        if op_type == "expand":
+            rows, inner = (32 if tokens > 16 else 16), (16 if asked["rank"] <= 16 else 32)
+            return {**config, "block_m": rows, "block_n": 64, "block_k": inner}
+        return config
+
+    return chosen

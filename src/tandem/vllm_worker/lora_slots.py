@@ -1,0 +1,301 @@
+"""An adapter's tensors into vLLM's slots, without a file: and back out of them, for the digest.
+
+vLLM takes adapters by path alone. The path of one that arrived here is `tandem:<name>`; vLLM's own manager asks for it
+(its `_load_adapter` is the one private method that is replaced), packs, pads and shards it, and gives it a slot. That
+takes as long as hundreds of launches; so a later version goes where an earlier one was that nobody asks for any more:
+into its slot, and into the tensors that vLLM holds for it. So what was pushed out of its slot comes back as it is now.
+
+A name is of another version then. What vLLM has cached under it is of none: each version has a salt of its own.
+R rank, I inputs, O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.ops.batched_copy import Copying, same
+from tandem.types import Fingerprints
+from tandem.vllm_worker.overwrite import PieceDigest
+from tandem.vllm_worker.tensor_layout import Layout, Piece
+
+SCHEME = "tandem:"
+_PREFIX = "base_model.model."
+
+
+_Part = tuple[str, Tensor, int, int, int, int]
+"""The name of an adapter's tensor, where it lies in a slot, rows from and to, columns from and to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Where a checkpoint's linear layer is adapted: one slice of a layer that may be fused."""
+
+    layer: Any
+    index: int
+    base: Piece
+
+
+class _Reading(NamedTuple):
+    """Where in its slot an adapter lies; how that is read, what must be nothing behind it; and which parts are whole
+    tensors."""
+
+    parts: list[_Part]
+    standing: digest.Standing
+    whole: list[tuple[int, str]]
+
+
+@dataclass(slots=True)
+class _Staged:
+    name: str
+    rank: int
+    tensors: Mapping[str, Tensor]
+    is_theirs: bool = False
+    """vLLM holds these very tensors: what it would put into a slot again."""
+    reading: dict[int, _Reading] = field(default_factory=dict[int, "_Reading"])
+    """By slot."""
+    writing: tuple[int, list[Tensor], Copying] | None = None
+    """Into which slot, and out of which tensors, as the last time."""
+
+
+class LoraSlots:
+    def __init__(self, manager: Any, layout: Layout, fused: Mapping[str, list[str]]) -> None:
+        """`manager`: vLLM's, of this worker."""
+        config = manager.lora_config
+        if config.fully_sharded_loras:
+            raise SyncError("adapters: --fully-sharded-loras is on; start vLLM without it")
+        self._manager = manager
+        self._slots, self._max_rank, self._dtype = config.max_loras, config.max_lora_rank, config.lora_dtype
+        self._slices = _slices(manager._adapter_manager.modules, layout, fused)
+        self._staged: dict[str, _Staged] = {}
+        self.come_in_one_place = False
+        """Adapters that arrive are the very same tensors each time: what is found out about them is kept."""
+        self._sound: tuple[list[Tensor], Any] = [], None
+        """The tensors that were looked at last, and found to be an adapter."""
+        self._ids: dict[str, int] = {}
+        self._count = 0
+        self._from_file = manager._load_adapter
+        manager._load_adapter = self._load
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    def stage(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], into: str = "") -> str:
+        """After `check`: the name under which requests will ask for it. `into`: an adapter that nobody asks for; where
+        it is of the same form, its slot and vLLM's own copy are written over. Else nothing that is served changes."""
+        rank = int(config["r"])
+        if into and (old := self._fitting(into, rank, tensors)) is not None:
+            self._writing(old, tensors).run()
+            return into
+        self._count += 1
+        name = f"tandem-{self._count}"
+        self._staged[SCHEME + name] = _Staged(name, rank, {key: tensor.clone() for key, tensor in tensors.items()})
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the next one may come to where this one lies
+        # vLLM may push one out of its slot and ask for it again while a request still runs on it.
+        for old_name in list(self._staged)[: -2 * self._slots]:
+            del self._staged[old_name]
+        return name
+
+    def served_pieces(self, name: str) -> list[PieceDigest]:
+        """Read from the slot that requests for `name` use."""
+        parts, numbers = self._reading(name).parts, self.served_numbers(name)
+        return [
+            (key, top, bottom, left, right, number)
+            for (key, _, top, bottom, left, right), number in zip(parts, numbers, strict=True)
+        ]
+
+    @torch.no_grad()
+    def served_numbers(self, name: str) -> list[int]:
+        """The digests of those pieces alone."""
+        parts, standing, _ = self._reading(name)
+        numbers = standing.take()
+        if any(numbers[len(parts) :]):
+            raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
+        return numbers[: len(parts)]
+
+    def check_served(self, name: str, digests: Sequence[str], expected: Fingerprints) -> None:
+        """What was read back is what was sent, wherever this worker alone holds all of a tensor."""
+        for index, key in self._reading(name).whole:
+            _compare(key, digests[index], expected)
+
+    def check_staged(self, name: str, expected: Fingerprints) -> None:
+        """The same of one that vLLM has not loaded yet; if it is another, it is dropped."""
+        tensors = self._staged[SCHEME + name].tensors
+        try:
+            for key, found in digest.fingerprints(tensors).items():
+                _compare(key, found, expected)
+        except SyncError:
+            self.drop(name)
+            raise
+
+    def _fitting(self, name: str, rank: int, tensors: Mapping[str, Tensor]) -> _Staged | None:
+        staged, number = self._staged.get(SCHEME + name), self._ids.get(SCHEME + name)
+        if staged is None or not staged.is_theirs or staged.rank != rank:
+            return None
+        if number is None or number not in self._in_slots():
+            return None
+        again = staged.writing is not None and same(staged.writing[1], list(tensors.values()))
+        return staged if again or _forms(staged.tensors) == _forms(tensors) else None
+
+    def _writing(self, old: _Staged, tensors: Mapping[str, Tensor]) -> Copying:
+        """Into vLLM's own copy and into its slot. What arrives in one place is the same tensors each time."""
+        slot, sources = self._slot_of(old.name), list(tensors.values())
+        if old.writing is not None and old.writing[0] == slot and same(old.writing[1], sources):
+            return old.writing[2]
+        parts = self._reading(old.name).parts
+        copying = Copying(
+            [(old.tensors[name], tensor) for name, tensor in tensors.items()]
+            + [(view, tensors[name][top:bottom, left:right]) for name, view, top, bottom, left, right in parts]
+        )
+        if self.come_in_one_place:
+            old.writing = slot, sources, copying
+        return copying
+
+    def _reading(self, name: str) -> _Reading:
+        staged, slot = self._staged[SCHEME + name], self._slot_of(name)
+        if slot not in staged.reading:
+            parts, leftovers = self._parts(staged, slot)
+            pieces = [(key, view, top, left) for key, view, top, _, left, _ in parts]
+            # Between two steps of vLLM, on the thread that takes them.
+            standing = digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())], alone=True)
+            sizes = [(bottom - top, right - left) for _, _, top, bottom, left, right in parts]
+            whole = [(at, part[0]) for at, part in enumerate(parts) if sizes[at] == staged.tensors[part[0]].shape]
+            staged.reading[slot] = _Reading(parts, standing, whole)
+        return staged.reading[slot]
+
+    def _parts(self, staged: _Staged, slot: int) -> tuple[list[_Part], list[digest.Piece]]:
+        rank, owners = staged.rank, {_owner(key) for key in staged.tensors}
+        parts: list[_Part] = []
+        leftovers: list[digest.Piece] = []  # zeros all: what is not would be added, too, and its digest is not 0
+        for owner, where in self._slices.items():
+            a_RI = where.layer.lora_a_stacked[where.index][slot, 0]
+            b_OR = where.layer.lora_b_stacked[where.index][slot, 0]
+            if owner not in owners:
+                leftovers.append((owner, b_OR, 0, 0))  # without B nothing is added
+                continue
+            top, bottom, left, right = where.base.box
+            leftovers += [(owner, a_RI[rank:], 0, 0), (owner, b_OR[:, rank:], 0, 0)]
+            a_name, b_name = (f"{_PREFIX}{owner}.lora_{side}.weight" for side in "AB")
+            parts.append((a_name, a_RI[:rank, : right - left], 0, rank, left, right))
+            parts.append((b_name, b_OR[: bottom - top, :rank], top, bottom, 0, rank))
+        return parts, leftovers
+
+    def shapes(self, name: str) -> dict[str, list[int]]:
+        return {key: list(tensor.shape) for key, tensor in self._staged[SCHEME + name].tensors.items()}
+
+    def drop(self, name: str) -> None:
+        """Frees the slot. No request may be running on it."""
+        self._staged.pop(SCHEME + name, None)
+        if (number := self._ids.pop(SCHEME + name, None)) is not None:
+            self._manager.remove_adapter(number)
+
+    def names(self) -> list[str]:
+        return [staged.name for staged in self._staged.values()]
+
+    def check(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """SyncError if they are no adapter of this model, scaled as it is to be served."""
+        if same(self._sound[0], list(tensors.values())) and self._sound[1] == (list(tensors), config):
+            return
+        rank = int(config.get("r", 0))
+        if not tensors:
+            raise SyncError("adapters: the one that arrived is empty: the base alone would be served")
+        if not 0 < rank <= self._max_rank:
+            raise SyncError(f"adapters: rank {rank} does not fit --max-lora-rank {self._max_rank}")
+        if config.get("lora_alpha") != rank or config.get("use_rslora") or config.get("use_dora"):
+            raise SyncError(
+                f"adapters: lora_alpha = {config.get('lora_alpha')} with r = {rank}: B must be scaled already"
+            )
+        owners = {_owner(key) for key in tensors}
+        for owner in sorted(owners):
+            if (where := self._slices.get(owner)) is None:
+                raise SyncError(f"adapters: '{owner}' is no layer that this engine can adapt")
+            rows, cols = where.base.full_shape
+            for side, shape in (("A", (rank, cols)), ("B", (rows, rank))):
+                name = f"{_PREFIX}{owner}.lora_{side}.weight"
+                tensor = tensors.get(name)
+                if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != self._dtype:
+                    was = "is missing" if tensor is None else f"arrived as {tensor.dtype} {list(tensor.shape)}"
+                    raise SyncError(f"adapters: '{name}' {was}; it must be {self._dtype} {list(shape)}")
+        if len(tensors) != 2 * len(owners):
+            raise SyncError(f"adapters: {len(tensors)} tensors for {len(owners)} layers: some are of another kind")
+        if self.come_in_one_place:
+            self._sound = list(tensors.values()), (list(tensors), dict(config))
+
+    def _load(self, request: Any) -> Any:
+        """Stands where vLLM reads an adapter's files."""
+        path = request.lora_path
+        if not path.startswith(SCHEME):
+            return self._from_file(request)
+        if (staged := self._staged.get(path)) is None:
+            raise SyncError(f"adapters: '{path}' never arrived here, or was dropped")
+        from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+        from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
+
+        modules = sorted({_owner(key).rpartition(".")[2] for key in staged.tensors})
+        device = str(next(iter(staged.tensors.values())).device)
+        model = LoRAModel.from_lora_tensors(
+            request.lora_int_id,
+            dict(staged.tensors),
+            PEFTHelper(r=staged.rank, lora_alpha=staged.rank, target_modules=modules),
+            device=device,
+            dtype=self._dtype,
+        )
+        theirs = {each.data_ptr() for layer in model.loras.values() for each in (layer.lora_a, layer.lora_b)}
+        staged.is_theirs = theirs == {tensor.data_ptr() for tensor in staged.tensors.values()}
+        self._ids[path] = request.lora_int_id
+        return model
+
+    def _slot_of(self, name: str) -> int:
+        slots = self._in_slots()
+        number = self._ids.get(SCHEME + name)
+        if number is None or number not in slots:
+            raise SyncError(f"adapters: '{name}' is in no slot: vLLM was not asked to load '{SCHEME}{name}'")
+        return slots.index(number)
+
+    def _in_slots(self) -> list[int | None]:
+        return self._manager._adapter_manager.lora_index_to_id
+
+
+def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
+    """By the checkpoint's name of a linear layer."""
+    slices: dict[str, _Slice] = {}
+    for path, layer in modules.items():
+        if not isinstance(getattr(layer, "lora_a_stacked", None), tuple):
+            continue  # embeddings and the head: a model may share their weights
+        prefix, _, last = path.rpartition(".")
+        owners = [f"{prefix}.{name}" for name in fused.get(last, [last])]
+        if len(owners) != len(layer.lora_a_stacked):
+            continue
+        for index, owner in enumerate(owners):
+            pieces = layout.pieces.get(f"{owner}.weight", [])
+            if len(pieces) == 1:  # or else the checkpoint has it fused, and an adapter of it is of another kind
+                slices[owner] = _Slice(layer, index, pieces[0])
+    return slices
+
+
+def _compare(name: str, found: str, expected: Fingerprints) -> None:
+    if found != expected.get(name):
+        raise SyncError(
+            f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
+            f"{expected.get(name)}; the version before goes on being served: send this one again"
+        )
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.device]]:
+    return {name: (tensor.shape, tensor.device) for name, tensor in tensors.items()}
+
+
+def _owner(name: str) -> str:
+    """The linear layer that an adapter's tensor belongs to; empty for a name that is none."""
+    for side in ("A", "B"):
+        if name.startswith(_PREFIX) and name.endswith(f".lora_{side}.weight"):
+            return name.removeprefix(_PREFIX).removesuffix(f".lora_{side}.weight")
+    raise SyncError(f"adapters: '{name}' is no tensor of a LoRA adapter as PEFT names them")

@@ -1,0 +1,117 @@
+"""A full version into the memory that is served, in place: captured graphs go on pointing at it.
+
+Nothing is written before everything has been looked at, and every write is whole: a fused parameter never holds parts
+of two versions when this returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.ops.batched_copy import copy_all
+from tandem.vllm_worker.tensor_layout import Layout
+
+PieceDigest = tuple[str, int, int, int, int, int]
+"""Name, rows from and to, columns from and to, digest."""
+
+
+def check(layout: Layout, arrived: Mapping[str, Tensor]) -> None:
+    """SyncError unless `arrived` is exactly what is served: every name, every shape, every type."""
+    forms = layout.forms()
+    if odd := sorted(forms.keys() ^ arrived.keys()):
+        side = "did not arrive" if odd[0] in forms else f"is no weight of this model{_hint(layout, odd[0])}"
+        raise SyncError(f"apply: '{odd[0]}' {side} ({len(odd)} of {len(forms)} names differ); nothing was written")
+    for name, (dtype, shape) in forms.items():
+        tensor = arrived[name]
+        if (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) != (dtype, shape):
+            raise SyncError(
+                f"apply: '{name}' arrived as {tensor.dtype} {list(tensor.shape)} and is served as {dtype} {shape}; "
+                "nothing was written"
+            )
+    for name in layout.tables():
+        assert layout.rotary is not None
+        layout.rotary.check_received(name, arrived[name])
+
+
+Moves = list[tuple[Tensor, Tensor]]
+"""Into the first of each pair the second's values."""
+
+
+def moves(layout: Layout, arrived: Mapping[str, Tensor]) -> Moves:
+    """After `check`: found while nobody waits for it."""
+    return [(piece.view, piece.cut(arrived[piece.name])) for piece in layout]
+
+
+@torch.no_grad()
+def write(layout: Layout, arrived: Mapping[str, Tensor], moves: Moves) -> None:
+    copy_all(moves)
+    for name in layout.tables():
+        assert layout.rotary is not None
+        layout.rotary.adopt(arrived[name])
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the next forward pass may be on another stream
+
+
+class Served:
+    """What forward passes read, to be digested again and again: it never moves, for captured graphs point at it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._boxes = [(piece.name, *piece.box) for piece in layout]
+        derived = layout.derived()
+        self._derived = [(name, right) for name, _, right in derived]
+        of_layout: list[digest.Piece] = [(piece.name, piece.view, piece.row_start, piece.col_start) for piece in layout]
+        of_derived: list[digest.Piece] = [(name, tensor, 0, 0) for name, tensor, _ in derived]
+        self._standing = digest.Standing([*of_layout, *of_derived])
+        self._standing_derived = digest.Standing(of_derived)
+
+    def check_derived(self, numbers: Sequence[int] | None = None) -> None:
+        """SyncError if anything that is derived is not what it has to be. `numbers`: its digests, if they are there."""
+        found = self._standing_derived.take() if numbers is None else numbers
+        for (name, right), number in zip(self._derived, found, strict=True):
+            if number != right():
+                raise SyncError(f"layout: '{name}' is not what this engine derives any more: it was written into")
+
+    def pieces(self) -> list[PieceDigest]:
+        """Computed now, what is derived with it."""
+        numbers = self._standing.take()
+        self.check_derived(numbers[len(self._boxes) :])
+        found = [(*box, number) for box, number in zip(self._boxes, numbers[: len(self._boxes)], strict=True)]
+        tables = [(name, tensor, 0, len(tensor), 0, 1) for name, tensor in self._layout.tables().items()]
+        return [*found, *digests_of(tables)]
+
+
+def digests_of(parts: Sequence[tuple[str, Tensor, int, int, int, int]]) -> list[PieceDigest]:
+    """`parts`: name, what lies there, rows from and to, columns from and to."""
+    numbers = digest.pieces((name, tensor, top, left) for name, tensor, top, _, left, _ in parts)
+    boxes = [(name, top, bottom, left, right) for name, _, top, bottom, left, right in parts]
+    return [(*box, number) for box, number in zip(boxes, numbers, strict=True)]
+
+
+def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], shapes: Mapping[str, Any]) -> None:
+    """What is read back is what was sent, wherever this worker alone holds all of a tensor."""
+    whole = [
+        (name, number)
+        for name, top, bottom, left, right, number in pieces
+        if name in expected and (top, left) == (0, 0) and [bottom, right] == _size(shapes[name])
+    ]
+    for name, number in whole:
+        if digest.text(number) != expected[name]:
+            raise SyncError(f"apply: '{name}' is served as {digest.text(number)} and was sent as {expected[name]}")
+
+
+def _size(shape: list[int]) -> list[int]:
+    cols = 1
+    for length in shape[1:]:
+        cols *= length
+    return [shape[0], cols]
+
+
+def _hint(layout: Layout, name: str) -> str:
+    return f": it is tied to '{layout.aliases[name]}'" if name in layout.aliases else ""

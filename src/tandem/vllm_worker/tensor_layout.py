@@ -1,0 +1,338 @@
+"""Which served memory holds which tensor of a checkpoint, in a model that vLLM has loaded.
+
+vLLM fuses (q, k, v; gate, up), pads (the vocabulary), shards (tensor parallel) and wraps (adapters). What is found here
+is read from its own layer classes, exactly as they stand: a class that is not known is refused, for a wrong guess would
+serve wrong weights. Every parameter and every buffer is accounted for, element by element, or the model is refused.
+
+Rows are the first dimension, columns all others together; a vector is one column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.vllm_worker.rotary_tables import ROTARY_NAMES, Rotary
+from tandem.vllm_worker.unpacked_cpu_weights import plain_linear
+
+_WRAPPED = ".base_layer"
+_NORMS = ("RMSNorm", "GemmaRMSNorm", "LayerNorm")
+_SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of one checkpoint tensor, and the memory that it is served from."""
+
+    name: str
+    param: str
+    """vLLM's name of the parameter that it lies in."""
+    view: Tensor
+    row_start: int
+    col_start: int
+    full_shape: tuple[int, ...]
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """Rows from and to, columns from and to."""
+        rows, cols = _rows_and_cols(self.view.shape)
+        return self.row_start, self.row_start + rows, self.col_start, self.col_start + cols
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The part of the whole tensor that belongs here."""
+        top, bottom, left, right = self.box
+        rows = tensor[top:bottom]
+        return rows if tensor.ndim == 1 else rows[:, left:right]
+
+
+@dataclass(frozen=True)
+class Layout:
+    pieces: Mapping[str, list[Piece]]
+    aliases: Mapping[str, str]
+    """Other names of the same memory (tied weights): they are neither sent nor written."""
+    rotary: Rotary | None
+    scales: Mapping[str, Tensor]
+    """Of quantised attention. Here it is not quantised: each is 1."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (piece for pieces in self.pieces.values() for piece in pieces)
+
+    def forms(self) -> dict[str, tuple[str, list[int]]]:
+        """What a full version consists of: dtype and shape by name."""
+        forms = {
+            name: (str(parts[0].view.dtype).removeprefix("torch."), list(parts[0].full_shape))
+            for name, parts in self.pieces.items()
+        }
+        return forms | {name: ("float32", list(tensor.shape)) for name, tensor in self.tables().items()}
+
+    def tables(self) -> dict[str, Tensor]:
+        """What the engine computes by itself, under the names that a trainer has for it."""
+        return {} if self.rotary is None else dict.fromkeys(ROTARY_NAMES, self.rotary.inv_freq)
+
+    def derived(self) -> list[tuple[str, Tensor, Callable[[], int]]]:
+        """What nobody sends: its name, where it lies, and the digest that it must have now."""
+        found = [(name, scale, partial(_digest_of_ones, name, scale.shape)) for name, scale in self.scales.items()]
+        return [*found, *([] if self.rotary is None else [self.rotary.table()])]
+
+
+@dataclass
+class _Found:
+    """What the walk over the modules has met so far."""
+
+    pieces: dict[str, list[Piece]] = field(default_factory=dict[str, list[Piece]])
+    aliases: dict[str, str] = field(default_factory=dict[str, str])
+    scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    owners: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
+    """By the identity of a parameter: where it was met first, and the name of (the first part of) what it holds."""
+    alias_paths: set[str] = field(default_factory=set[str])
+    held: dict[str, int] = field(default_factory=dict[str, int])
+    """How many elements of a parameter are known for what they are."""
+    rotary: Rotary | None = None
+    rotary_paths: set[str] = field(default_factory=set[str])
+
+
+def layout_of(model: Any) -> Layout:
+    """SyncError, naming it, for anything in `model` that is not understood."""
+    _refuse_renamed(model)
+    fused = {key: list(names) for key, names in (getattr(model, "packed_modules_mapping", None) or {}).items()}
+    found, readers = _Found(), _readers()
+    for path, module in model.named_modules(remove_duplicate=False):
+        own = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
+        reader = readers.get(type(module).__name__)
+        if reader is None or not _is_vllms(module):
+            _refuse_unknown(path, module, own)
+            continue
+        reader(found, path, module, fused)
+    _check_whole(model, found)
+    _check_scales(found)
+    return Layout(found.pieces, found.aliases, found.rotary, found.scales)
+
+
+# --- one reader a class
+
+
+def _readers() -> dict[str, Callable[[_Found, str, Any, Mapping[str, list[str]]], None]]:
+    return {
+        "QKVParallelLinear": _qkv,
+        "MergedColumnParallelLinear": _merged,
+        "ColumnParallelLinear": _column,
+        "RowParallelLinear": _row,
+        "ReplicatedLinear": _replicated,
+        "VocabParallelEmbedding": _vocabulary,
+        "ParallelLMHead": _vocabulary,
+        "Attention": _attention,
+        **dict.fromkeys(_NORMS, _norm),
+        **dict.fromkeys(Rotary.CLASSES, _rotary),
+    }
+
+
+def _is_vllms(module: Any) -> bool:
+    return type(module).__module__.startswith(("vllm.", "torch.nn."))
+
+
+def _qkv(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    head, v_head = layer.head_size, getattr(layer, "v_head_size", layer.head_size)
+    kv_rank = layer.tp_rank // layer.num_kv_head_replicas  # several ranks hold the same heads where there are few
+    sections = [
+        (layer.num_heads * head, layer.tp_rank, layer.total_num_heads * head),
+        (layer.num_kv_heads * head, kv_rank, layer.total_num_kv_heads * head),
+        (layer.num_kv_heads * v_head, kv_rank, layer.total_num_kv_heads * v_head),
+    ]
+    _sections(found, path, layer, fused, sections)
+
+
+def _merged(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    sections = [(size // layer.tp_size, layer.tp_rank, size) for size in layer.output_sizes]
+    _sections(found, path, layer, fused, sections)
+
+
+def _column(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    sections = [(layer.output_size_per_partition, layer.tp_rank, layer.output_size)]
+    _sections(found, path, layer, {}, sections)
+
+
+def _sections(
+    found: _Found,
+    path: str,
+    layer: Any,
+    fused: Mapping[str, list[str]],
+    sections: list[tuple[int, int, int]],
+) -> None:
+    """Rows of a fused parameter, one section behind the other: how many here, which rank's, how many in all."""
+    _check_plain(path, layer)
+    plain = path.removesuffix(_WRAPPED)
+    prefix, _, last = plain.rpartition(".")
+    names = [f"{prefix}.{name}" for name in fused.get(last, [last])]
+    together = names == [plain]  # one tensor in the checkpoint, too
+    if not together and len(names) != len(sections):
+        raise SyncError(f"layout: '{path}' has {len(sections)} sections and the checkpoint's names for it are {names}")
+    for kind in ("weight", "bias"):
+        param = getattr(layer, kind, None)
+        if param is None:
+            continue
+        total = sum(size for *_, size in sections)
+        start = begun = 0
+        for index, (here, rank, size) in enumerate(sections):
+            name, at, rows = (names[0], begun, total) if together else (names[index], 0, size)
+            shape = (rows, *param.shape[1:])
+            view = param.data[start : start + here]
+            _add(found, f"{name}.{kind}", f"{path}.{kind}", param, view, at + rank * here, 0, shape)
+            start, begun = start + here, begun + size
+
+
+def _row(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    _check_plain(path, layer)
+    name = path.removesuffix(_WRAPPED)
+    here = layer.input_size_per_partition
+    shape = (layer.weight.shape[0], layer.input_size)
+    _add(found, f"{name}.weight", f"{path}.weight", layer.weight, layer.weight.data, 0, layer.tp_rank * here, shape)
+    if getattr(layer, "bias", None) is not None:  # whole on every rank; the first alone adds it
+        _whole(found, f"{name}.bias", f"{path}.bias", layer.bias)
+
+
+def _replicated(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    _column(found, path, _AsOneRank(layer), fused)
+
+
+class _AsOneRank:
+    """A replicated layer seen as a column-parallel one of a single rank."""
+
+    tp_rank = 0
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.output_size_per_partition = layer.output_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def _vocabulary(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    name, indices = path.removesuffix(_WRAPPED), layer.shard_indices
+    _check_plain(path, layer)
+    if indices.added_vocab_end_index > indices.added_vocab_start_index or layer.num_embeddings != layer.org_vocab_size:
+        raise SyncError(f"layout: '{path}' has rows that no checkpoint has (added tokens)")
+    rows = indices.org_vocab_end_index - indices.org_vocab_start_index
+    for kind in ("weight", "bias"):
+        param = getattr(layer, kind, None)
+        if param is not None:
+            shape = (layer.org_vocab_size, *param.shape[1:])
+            view = param.data[:rows]
+            padding = param.data[rows:].numel()  # which no token reaches
+            found.held[f"{path}.{kind}"] = found.held.get(f"{path}.{kind}", 0) + padding
+            _add(found, f"{name}.{kind}", f"{path}.{kind}", param, view, indices.org_vocab_start_index, 0, shape)
+
+
+def _norm(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    for kind in ("weight", "bias"):
+        param = getattr(layer, kind, None)
+        if isinstance(param, torch.nn.Parameter):
+            _whole(found, f"{path}.{kind}", f"{path}.{kind}", param)
+
+
+def _attention(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    found.scales |= {f"{path}.{name}": buffer for name, buffer in layer.named_buffers(recurse=False)}
+
+
+def _rotary(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    if found.rotary is None:
+        found.rotary = Rotary(path, layer)
+    elif not found.rotary.is_of(layer):
+        raise SyncError(f"layout: '{path}' is a second rotary embedding; only one for all layers is known")
+    found.rotary_paths |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
+
+
+def _whole(found: _Found, name: str, path: str, param: Tensor) -> None:
+    _add(found, name, path, param, param.data, 0, 0, tuple(param.shape))
+
+
+def _add(
+    found: _Found,
+    name: str,
+    path: str,
+    param: Tensor,
+    view: Tensor,
+    row_start: int,
+    col_start: int,
+    shape: tuple[int, ...],
+) -> None:
+    first_path, first_name = found.owners.setdefault(id(param), (path, name))
+    if path != first_path:
+        found.aliases[name] = first_name
+        found.alias_paths.add(path)
+        return
+    found.pieces.setdefault(name, []).append(Piece(name, path, view, row_start, col_start, shape))
+    found.held[path] = found.held.get(path, 0) + view.numel()
+
+
+# --- refusals
+
+
+def _check_plain(path: str, layer: Any) -> None:
+    """The layer computes with the bytes of its `weight`, and with no repacked copy of them."""
+    method = type(layer.quant_method).__name__
+    if method not in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+        raise SyncError(f"layout: '{path}' is served by {method}; only unquantised weights can be exchanged")
+    if layer.weight.numel() == 0 or layer.weight.is_meta:
+        raise SyncError(
+            f"layout: the weight of '{path}' was packed away when it was loaded; start vLLM with Tandem's worker "
+            "extension, which keeps weights as they are"
+        )
+    linear = getattr(layer, "cpu_linear", None)
+    if linear is not None and linear is not plain_linear:
+        raise SyncError(f"layout: '{path}' computes with a packed copy of its weight, which nobody can read back")
+
+
+def _refuse_unknown(path: str, module: Any, own: list[tuple[str, Tensor]]) -> None:
+    if own:
+        kind = type(module).__name__
+        what = "a mixture of experts" if "MoE" in kind or "Expert" in kind else "a layer of a class"
+        raise SyncError(f"layout: '{path}.{own[0][0]}' belongs to {what} that is not known: {kind}")
+    if hasattr(module, "process_weights_after_loading"):
+        raise SyncError(f"layout: '{path}' ({type(module).__name__}) derives weights of its own, in a way not known")
+
+
+def _refuse_renamed(model: Any) -> None:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for kind in ("renaming", "regex", "substr", "prefix", "suffix"):
+        if getattr(mapper, f"orig_to_new_{kind}", None):
+            raise SyncError(
+                f"layout: {type(model).__name__} names its weights otherwise than its checkpoint does (by {kind}); "
+                "such models are not known"
+            )
+
+
+def _check_whole(model: Any, found: _Found) -> None:
+    for path, param in model.named_parameters(remove_duplicate=False):
+        if path not in found.alias_paths and found.held.get(path, 0) != param.numel():
+            raise SyncError(f"layout: of '{path}' {found.held.get(path, 0)} of {param.numel()} elements are known")
+    rotary = set() if found.rotary is None else {id(buffer) for buffer in found.rotary.buffers()}
+    for path, buffer in model.named_buffers(remove_duplicate=False):
+        scale = path in found.scales and path.rpartition(".")[2] in _SCALES
+        if not scale and path not in found.rotary_paths and id(buffer) not in rotary:
+            raise SyncError(f"layout: the buffer '{path}' is not known")
+
+
+def _check_scales(found: _Found) -> None:
+    """By value, which the error tells; that they stay so, apply.Served sees by their digests."""
+    scales = [scale.detach().reshape(-1).float() for scale in found.scales.values()]
+    if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for all of them
+        name, scale = next((n, s.tolist()) for n, s in found.scales.items() if s.numel() != 1 or float(s) != 1.0)
+        raise SyncError(f"layout: '{name}' is {scale}, not 1: attention is quantised or damaged")
+
+
+@cache
+def _digest_of_ones(name: str, shape: torch.Size) -> int:
+    return digest.piece(torch.ones(shape, dtype=torch.float32), name)
+
+
+def _rows_and_cols(shape: torch.Size) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])

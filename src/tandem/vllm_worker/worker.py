@@ -1,0 +1,312 @@
+"""One worker of an engine, as a trainer's bridge sees it: what it serves, and how another version gets there.
+
+consumes: versions, from the engine's end of a bridge     waits for: the other end, within the link's deadline
+produces: digests of what is served, read back from it
+
+A version comes on a thread of its own, beside what is served (`stage`), and is looked at there. The caller pauses the
+engine only while a full one is copied over what is served and read back: in place, and there is no copy to go back to.
+So all that can be refused is refused before the first byte; what fails after it leaves `torn` behind, and nothing may
+be served until a version has arrived whole. An adapter goes into a slot that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.bridge.shared import cuda_ipc
+from tandem.errors import SyncError
+from tandem.ops import digest
+from tandem.ops.device_names import device_name
+from tandem.ops.phase_timer import Phases
+from tandem.types import Weights
+from tandem.vllm_worker import overwrite
+from tandem.vllm_worker.background_receive import Arrived, Incoming
+from tandem.vllm_worker.lora_slots import LoraSlots
+from tandem.vllm_worker.tensor_layout import Layout, layout_of
+from tandem.vllm_worker.weight_sources import EngineEnd, open_source
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    def __init__(self, theirs: Any) -> None:
+        """`theirs`: vLLM's worker."""
+        parallel = theirs.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise SyncError("layout: the model is spread over pipeline stages; start vLLM without them")
+        self._theirs, self._model = theirs, theirs.get_model()
+        self._rank, self._world = int(theirs.rank), int(parallel.tensor_parallel_size)
+        self._boot_id = uuid.uuid4().hex
+        self._layout: Layout = layout_of(self._model)
+        self._adapters: LoraSlots | None = None
+        if (manager := getattr(theirs.model_runner, "lora_manager", None)) is not None:
+            fused = getattr(self._model, "packed_modules_mapping", None) or {}
+            self._adapters = LoraSlots(manager, self._layout, fused)
+        self._source: EngineEnd | None = None
+        self._unlooked = False
+        """Nobody has compared an adapter that arrived with what was sent."""
+        self._incoming: Incoming | None = None
+        self._proof: Answer = {}
+        self._served = overwrite.Served(self._layout)
+        self._housed: dict[str, str] = {}
+        self._version, self._torn = -1, ""
+        self._remembered: list[overwrite.PieceDigest] = []
+
+    def vocabulary(self, num_ids: int) -> Answer:
+        """Ids from `num_ids` on pad the matrix and stand for no token: never sampled, no part of any distribution."""
+        compute = type(self._model).compute_logits
+
+        def masked(*args: Any, **kwargs: Any) -> Tensor | None:
+            logits = compute(self._model, *args, **kwargs)
+            if logits is not None:  # not every worker of a tensor-parallel group has them
+                logits[..., num_ids:] = -torch.inf
+            return logits
+
+        self._model.compute_logits = masked
+        return {"num_ids": num_ids}
+
+    def attach(self, link: Mapping[str, Any]) -> Answer:
+        if self._source is not None:
+            self._source.close()
+        self._source = self._incoming = None
+        source = open_source(link, self._theirs.device)
+        handles = self._house(source) if link["mode"] == "shared" else {}
+        reply: Answer = {
+            "boot_id": self._boot_id,
+            "rank": self._rank,
+            "world": self._world,
+            "device": device_name(self._theirs.device),
+            "versions": {"vllm": _vllm_version(), "torch": str(torch.__version__)},
+            "layout": self._layout.forms(),
+            "derived": sorted(self._layout.tables()),
+            "tied": dict(self._layout.aliases),
+            "places": [[piece.name, piece.param, *piece.box] for piece in self._layout],
+            "digests": digest.fused(self._theirs.device),
+            **handles,
+        }
+        if source.carries == "adapter":
+            if self._adapters is None:
+                raise SyncError("adapters: vLLM was started without --enable-lora")
+            self._adapters.come_in_one_place = reply["copied"] = source.arrive_in_one_place()
+            # Of several workers none holds a whole adapter, to be compared where it lies.
+            self._unlooked = self._world == 1 and source.looks_itself()
+            reply["adapter_dtype"] = self._adapters.dtype
+            reply["pieces"] = self._served.pieces()  # of the base that adapters stand upon
+            if link.get("base_wanted"):
+                reply["base_memory"] = self._lent_base()
+        self._source = source
+        return reply
+
+    def stage(self, version: int, patience_s: float) -> Answer:
+        """Whether that version is here, beside what is served. It is on its way from the first time that this is
+        asked."""
+        return {"arrived": self._expected(version).here(patience_s) and bool(self._taken(version))}
+
+    def load(self, version: int, into: str = "", patience_s: float | None = None, later: bool = False) -> Answer:
+        """`into`: the adapter whose slot may be written over. `patience_s`: as for `stage`. `later`: the digests that
+        were read back are asked for by `proof`, when nobody waits for them."""
+        if not self._expected(version).here(patience_s):
+            return {"arrived": False}
+        arrived = self._taken(version)
+        self._incoming, weights, phases = None, arrived.weights, Phases()
+        answer: Answer = {}
+        match weights.kind:
+            case "live":
+                answer = {"fingerprints": self._proven_places(weights)}
+                phases.end("check")
+            case "full":
+                self._overwrite(arrived, phases)
+            case "adapter":
+                answer = self._into_slot(arrived, into, phases)
+                assert self._source is not None
+                self._source.look_ahead(self._rank)
+        if weights.kind != "adapter":
+            self._version = version
+        if weights.kind == "full" and not later:
+            answer = self.proof(version)
+        return {**answer, "arrived": True, "version": version, "seconds": _added(arrived.seconds, phases.seconds)}
+
+    def proof(self, version: int) -> Answer:
+        """The digests that were read back when that version was loaded."""
+        if self._proof.get("version") != version:
+            raise SyncError(f"engine: version {version} was not the last that was loaded here")
+        shapes = {name: shape for name, (_, shape) in self._layout.forms().items()}
+        return {**self._proof, "shapes": shapes}
+
+    def _expected(self, version: int) -> Incoming:
+        if self._source is None:
+            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+        if self._incoming is None or self._incoming.version != version:
+            device = self._theirs.device
+            self._incoming = Incoming(self._source, version, self._rank, device, self._look)
+        return self._incoming
+
+    def _taken(self, version: int) -> Arrived:
+        try:
+            return self._expected(version).take()
+        except BaseException:
+            self._incoming = None  # whoever asks again waits for it anew
+            raise
+
+    def _look(self, weights: Weights, tensors: Mapping[str, Tensor]) -> overwrite.Moves:
+        """At all that can be refused, on the thread that it came by."""
+        if weights.kind == "full":
+            overwrite.check(self._layout, tensors)
+            return overwrite.moves(self._layout, tensors)
+        if weights.kind == "adapter":
+            self._slots().check(tensors, weights.adapter)
+        return []
+
+    def _slots(self) -> LoraSlots:
+        if self._adapters is None:
+            raise SyncError("adapters: vLLM was started without --enable-lora")
+        return self._adapters
+
+    def adapter(self, name: str) -> Answer:
+        """What the slot of an adapter holds, after vLLM was asked to load it."""
+        phases = Phases()
+        pieces = self._slots().served_pieces(name)
+        phases.end("digest")
+        return {"pieces": pieces, "shapes": self._slots().shapes(name), "seconds": phases.seconds}
+
+    def drop(self, name: str) -> Answer:
+        if self._adapters is not None:
+            self._adapters.drop(name)
+        return {"adapters": [] if self._adapters is None else self._adapters.names()}
+
+    def digest(self) -> Answer:
+        shapes = {name: shape for name, (_, shape) in self._layout.forms().items()}
+        return {"version": self._version, "pieces": self._served.pieces(), "shapes": shapes}
+
+    def remember(self, adapters: Sequence[str] = ()) -> Answer:
+        """Somebody else is about to write into this memory, or it goes to the host and comes back. `adapters`: those
+        that vLLM has loaded."""
+        self._remembered = self._all_served(adapters)
+        return {}
+
+    def intact(self, adapters: Sequence[str] = ()) -> Answer:
+        return {"intact": self._all_served(adapters) == self._remembered}
+
+    def free_bytes(self) -> Answer:
+        """Of the GPU, for whoever asks first."""
+        on_gpu = self._theirs.device.type == "cuda"
+        return {"free": torch.cuda.mem_get_info(self._theirs.device)[0] if on_gpu else 0}
+
+    def status(self) -> Answer:
+        return {
+            "boot_id": self._boot_id,
+            "version": self._version,
+            "untouched": not self._torn,
+            "torn": self._torn,
+            "adapters": [] if self._adapters is None else self._adapters.names(),
+        }
+
+    def _all_served(self, adapters: Sequence[str]) -> list[overwrite.PieceDigest]:
+        pieces = self._served.pieces()
+        if self._adapters is not None:
+            pieces += [piece for name in adapters for piece in self._adapters.served_pieces(name)]
+        return pieces
+
+    # --- a full version
+
+    def _overwrite(self, arrived: Arrived, phases: Phases) -> None:
+        weights, shapes = arrived.weights, {name: list(tensor.shape) for name, tensor in arrived.tensors.items()}
+        if self._theirs.device.type == "cuda":
+            torch.cuda.synchronize()  # a step that nobody waits for any more may still read
+        self._torn = f"version {weights.version} was not written to its end"
+        overwrite.write(self._layout, arrived.tensors, arrived.moves)
+        phases.end("apply")
+        pieces = self._served.pieces()
+        overwrite.check_served(pieces, weights.expected, shapes)
+        phases.end("digest")
+        self._torn = ""
+        self._proof = {"version": weights.version, "pieces": pieces}
+
+    def _into_slot(self, arrived: Arrived, into: str, phases: Phases) -> Answer:
+        """Over an adapter that nobody asks for; or staged for vLLM to load, under a new name. A version that is not
+        what was sent is refused: nobody asks for it, and the next one may be written over it."""
+        slots, expected = self._slots(), arrived.weights.expected
+        name = slots.stage(arrived.tensors, arrived.weights.adapter, into)
+        phases.end("stage")
+        if name != into:
+            if self._unlooked:
+                slots.check_staged(name, expected)
+                phases.end("digest")
+            return {"adapter": name, "loaded": False}
+        digests = digest.texts(slots.served_numbers(name))  # of the same pieces as `adapter` told of it
+        slots.check_served(name, digests, expected)
+        phases.end("digest")
+        return {"adapter": name, "loaded": True, "digests": "".join(digests)}
+
+    # --- the single copy
+
+    def _house(self, source: EngineEnd) -> Answer:
+        if self._theirs.device.type != "cuda":
+            raise SyncError(
+                "shared: vLLM's CPU build keeps weights in memory of its own; use sync.bridge = 'broadcast' or 'disk'"
+            )
+        if self._world > 1:
+            raise SyncError("shared: one trainer process cannot live in the shards of several workers")
+        if getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
+            raise SyncError("shared: memory that vLLM may put to sleep cannot be shared; start it without sleep mode")
+        tensors = self._views()
+        source.house(tensors)
+        source.attached({})
+        self._housed = self._parameters()
+        return {"handles": source.reply["handles"]}
+
+    def _lent_base(self) -> Answer:
+        """For a trainer on this GPU to read, who holds the same values: nobody writes there."""
+        if self._theirs.device.type != "cuda":
+            why_not = f"the engine is on {self._theirs.device}, and memory of a GPU alone is lent"
+        elif self._world > 1:
+            why_not = f"the engine's base lies on {self._world} GPUs"
+        elif getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
+            why_not = "the engine may put its memory to sleep"
+        else:
+            try:
+                return {"why_not": "", "exported": cuda_ipc.export(self._views())}
+            except SyncError as error:
+                why_not = str(error)
+        return {"why_not": why_not}
+
+    def _views(self) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = {}
+        for name, pieces in self._layout.pieces.items():
+            if len(pieces) != 1:
+                raise SyncError(f"shared: '{name}' lies in {len(pieces)} places; no tensor of a trainer can")
+            views[name] = pieces[0].view
+        return views
+
+    def _proven_places(self, weights: Weights) -> Mapping[str, str]:
+        """What the model computes with now is the very memory that was handed out."""
+        self._served.check_derived()
+        fresh = self._parameters()
+        if odd := sorted(
+            path for path in fresh.keys() | self._housed.keys() if fresh.get(path) != self._housed.get(path)
+        ):
+            raise SyncError(f"shared: '{odd[0]}' is no longer served from the memory that the trainer writes")
+        return dict(weights.expected)
+
+    def _parameters(self) -> dict[str, str]:
+        """Which memory each of the model's own lies in. Where in them a tensor lies is fixed by their shapes."""
+        return {path: _whereabouts(param) for path, param in self._model.named_parameters(remove_duplicate=False)}
+
+
+def _added(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    return {name: some.get(name, 0.0) + others.get(name, 0.0) for name in (*some, *others)}
+
+
+def _whereabouts(tensor: Tensor) -> str:
+    return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
+
+
+def _vllm_version() -> str:
+    from vllm import __version__  # pyright: ignore[reportMissingImports]
+
+    return __version__
