@@ -24,7 +24,7 @@ from torch import Tensor
 from common import note, table
 from tandem.optim.adamw import AdamW
 from tandem.optim.apollo import Apollo
-from tandem.optim.update_rule import Rule, Slot
+from tandem.optim.update_rule import Slot, UpdateRule
 from tandem.spec.optim import AdamWSpec, ApolloMiniSpec, ApolloSpec
 
 WORDS, FOLLOWERS, LETTERS = 128, 4, 26
@@ -77,7 +77,7 @@ def make_model(seed: int) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=LETTERS + 1, **sizes, **more, **special, dtype="float32"))
 
 
-def make_rules(kind: str, seed: int, model: Any) -> dict[str, Rule]:
+def make_rules(kind: str, seed: int, model: Any) -> dict[str, UpdateRule]:
     """Which rule moves which parameter."""
     adamw = AdamW(AdamWSpec())
     matrices = adamw if kind == "adamw" else Apollo(SPECS[kind], seed)

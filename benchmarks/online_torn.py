@@ -40,10 +40,10 @@ def trainer(fd: int) -> None:
     from tandem.build import online as build_online
     from tandem.online.engine_proxy import EngineAcross
     from tandem.online.rpc import Peer
-    from tandem.online.trainer_worker import Parts, TrainerHalf
+    from tandem.online.trainer_worker import TrainerHalf, TrainerParts
 
     class Votes:
-        def __init__(self, parts: Parts, version: int) -> None:
+        def __init__(self, parts: TrainerParts, version: int) -> None:
             self.parts, self.version = parts, version
 
         def step(self, batch: Any) -> dict[str, float]:
@@ -51,7 +51,7 @@ def trainer(fd: int) -> None:
             return {"loss/total": 0.0}
 
     async def serve() -> None:
-        def make_parts(spec: Any) -> Parts:
+        def make_parts(spec: Any) -> TrainerParts:
             parts = build_online.parts(spec, EngineAcross(server.ask, 1))
             # A job says by its seed which version it will be.
             make = lambda algorithm, teaching, version: Votes(parts, teaching.seed)  # noqa: E731

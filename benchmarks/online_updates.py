@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from common import note, table
-from tandem.online.version_store import VersionStore, Written
-from tandem.online.weight_deltas import Held
-from tandem.optim.master_weights import Split
+from tandem.online.version_store import StoredUpdate, VersionStore
+from tandem.online.weight_deltas import HeldVersion
+from tandem.optim.master_weights import SplitMaster
 
 VERSIONS = 10
 ROWS, LENGTH = 8, 128
@@ -81,7 +81,7 @@ def real(lr: float) -> Learner:
     from tandem.train.trainer import PolicyTrainer
     from tandem.types import Trajectory
 
-    tokenizer, master = byte_tokenizer(), Split()
+    tokenizer, master = byte_tokenizer(), SplitMaster()
     module = make_model("tiny", tokenizer, seed=0)
     narrow(module, torch.device("cpu"), master.adopt)
     policy = CausalPolicy(module, tokenizer)
@@ -115,7 +115,7 @@ def like_adam(parameters: int, device: str, lr: float, dtype: torch.dtype) -> Le
         shapes.append((rows, width))
         left -= rows * width
     torch.manual_seed(0)
-    master, live = Split(), Tensors()
+    master, live = SplitMaster(), Tensors()
     for number, shape in enumerate(shapes):
         exact = torch.randn(shape, device=device) * 0.02
         name = f"layers.{number}.weight"
@@ -155,13 +155,13 @@ def measure(learner: Learner, steps: int, device: str, threads: int, directory: 
     store = VersionStore(directory, threads=threads)
     live, first = learner.live, {name: tensor.clone() for name, tensor in learner.live.items()}
     full = store.anchor(0, live, learner.state())
-    held = Held.of(0, live).at_rest()  # as in the trainer half: on the host, of weights that move
+    held = HeldVersion.of(0, live).at_rest()  # as in the trainer half: on the host, of weights that move
 
     def move(version: int) -> None:
         with held.within(live):
             store.move(held, version)
 
-    written: list[Written] = []
+    written: list[StoredUpdate] = []
     for version in range(1, VERSIONS + 1):
         for _ in range(steps):
             learner.step()

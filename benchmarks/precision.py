@@ -32,7 +32,7 @@ from tandem.types import Batch, Trajectory
 STEPS, ROWS, LENGTH = 200, 8, 128
 MASTERS = {
     "fp32": masters.Fp32Copy,
-    "split": masters.Split,
+    "split": masters.SplitMaster,
     "stochastic": lambda: masters.Stochastic(0),
     "none": masters.InPlace,
 }

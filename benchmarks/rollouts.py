@@ -273,17 +273,17 @@ def in_ms(times: list[float]) -> str:
 
 def form_ms(queued: int) -> float:
     """Of the event loop's own time: choosing the groups of a batch, in a queue of that length. Slowest of 20."""
-    from tandem.io.append_only_segments import Place
-    from tandem.rollout.queue.state import Entry, EnvironmentState, QueueState
-    from tandem.rollout.queue.types import EnvironmentSpec, TrainerSpec
+    from tandem.io.append_only_segments import SegmentPlace
+    from tandem.rollout.queue.state import EnvironmentState, QueueEntry, QueueState
+    from tandem.rollout.queue.types import RegisteredEnvironment, TrainerSpec
 
     state = QueueState()
     state.trainer = TrainerSpec("bench", groups_per_step=8, max_lag=1)
     for id in range(1, 5):
-        state.environments[id] = EnvironmentState(id, f"e{id}", EnvironmentSpec(f"e{id}", weight=float(id)), 0.0)
+        state.environments[id] = EnvironmentState(id, f"e{id}", RegisteredEnvironment(f"e{id}", weight=float(id)), 0.0)
     state.share_out()
     for number in range(queued):
-        entry = Entry(number, number % 4 + 1, place=Place(1, 0, 0, 0), size=8, tokens=8192)
+        entry = QueueEntry(number, number % 4 + 1, place=SegmentPlace(1, 0, 0, 0), size=8, tokens=8192)
         state.entries[number] = entry
         state.environments[entry.environment].line.append(entry)
         state.in_lines += 1

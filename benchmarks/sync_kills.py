@@ -100,13 +100,13 @@ def train(mode: str, home: Path, number: int, version: int, engine: Mapping[str,
 async def publish_for_ever(spec: Any, model: Any, home: Path, number: int, version: int, journal: Journal) -> None:
     from tandem.build import joined_engines, training
     from tandem.engine.pool import EnginePool
-    from tandem.engine.server.engine import ServerEngine, Standing
+    from tandem.engine.server.engine import ExistingServer, ServerEngine
     from tandem.errors import EngineError, SyncError
 
     own = home / f"run-{number}"
     bridge = joined_engines.bridge(spec, model, own, home / "model")
     if spec.engine.url:
-        place = Standing(spec.engine.url, Path(spec.engine.token_file))
+        place = ExistingServer(spec.engine.url, Path(spec.engine.token_file))
         shares = spec.sync.bridge == "shared"
         engine = EnginePool([ServerEngine(place, deadline_s=DEADLINE_S, shares_memory=shares, lease_s=LEASE_S)])
     else:

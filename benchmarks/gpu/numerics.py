@@ -24,7 +24,7 @@ from tandem.build import training
 from tandem.model.cast_precision import narrow
 from tandem.model.policy import CausalPolicy
 from tandem.ops.byte_sizes import shares_never
-from tandem.optim.master_weights import Split
+from tandem.optim.master_weights import SplitMaster
 from tandem.spec.optim import OptimizerSpec
 from tandem.train.batch_packing import make_batch
 from tandem.train.trainer import PolicyTrainer
@@ -48,7 +48,7 @@ class Vocabulary:
 
 def make_policy(
     shape: str, activations: Any = "keep", seed: int = 0, *, packed: bool = False, compiled: bool = False
-) -> tuple[CausalPolicy, Split]:
+) -> tuple[CausalPolicy, SplitMaster]:
     sizes = dict(SHAPES[shape])
     tie = sizes.pop("tie")
     heads = sizes.pop("heads", sizes["hidden_size"] // 128)
@@ -66,13 +66,13 @@ def make_policy(
             module = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    split = Split()
+    split = SplitMaster()
     narrow(module, torch.device("cuda"), lambda name, exact: split.adopt(name, exact.float()))
     return CausalPolicy(module, Vocabulary(), activations=activations, packed=packed, compiled=compiled), split
 
 
 def make_trainer(
-    policy: CausalPolicy, split: Split, kind: str, *, release: bool, clip_norm: float = 1.0
+    policy: CausalPolicy, split: SplitMaster, kind: str, *, release: bool, clip_norm: float = 1.0
 ) -> PolicyTrainer:
     spec: Any = TypeAdapter(OptimizerSpec).validate_python({"kind": kind})
     named, tables = policy.trainable(), policy.tables()

@@ -26,14 +26,14 @@ from standing import checkpoint_of
 
 from rollouts import Ways, arguments_of, start, timed
 from tandem.engine.pool import EnginePool
-from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.types import Sampling
 
 
 async def asked_apart(arguments: argparse.Namespace) -> None:
     """Of the engine at `--home`. For each line, a salt of seeds, all requests; the number of tokens goes back."""
     ready = json.loads((arguments.home / "ready.json").read_text())
-    engine = ServerEngine(Standing(ready["url"], arguments.home / "token"))
+    engine = ServerEngine(ExistingServer(ready["url"], arguments.home / "token"))
     ways = Ways(engine, "", arguments)
     await engine.generate([1, 2, 3], Sampling(max_tokens=8))
     print("there", flush=True)

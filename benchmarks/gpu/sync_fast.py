@@ -27,7 +27,7 @@ from standing import ask_for_checkpoint, checkpoint_of, standing, used_bytes
 from sync import difference, gap
 
 from tandem.build import joined_engines, standalone_engines, training
-from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import TandemError
 from tandem.spec.load import parse_spec
 from tandem.types import Proof, Sampling
@@ -112,7 +112,7 @@ def raw_nccl_ms(size_bytes: int) -> float:
 
 async def of_the_base(engine: dict[str, Any], streams: int) -> list[int]:
     """Tokens/s of many streams, before any version came."""
-    asked = ServerEngine(Standing(engine["url"], Path(engine["token_file"])))
+    asked = ServerEngine(ExistingServer(engine["url"], Path(engine["token_file"])))
     try:
         return [round(await tokens_per_s(asked, streams, seed)) for seed in range(4)][1:]
     finally:

@@ -14,15 +14,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from tandem.errors import ProducerDied, TandemError
-from tandem.protocols import Kept, Producer, RolloutStore, Trainer
+from tandem.protocols import Producer, RolloutStore, Stateful, Trainer
 from tandem.publish import Call, Publisher
 from tandem.types import Batch, Group, Metrics
 
 
-class Keeper(Protocol):
+class Checkpointer(Protocol):
     """Remembers where the run is, so that another process can go on from there."""
 
-    def begin(self, trainer: Trainer, parts: Mapping[str, Kept], last_version: int) -> None:
+    def begin(self, trainer: Trainer, parts: Mapping[str, Stateful], last_version: int) -> None:
         """Gives the parts what they held then."""
         ...
 
@@ -39,8 +39,8 @@ class Keeper(Protocol):
         ...
 
 
-class Forgetful:
-    def begin(self, trainer: Trainer, parts: Mapping[str, Kept], last_version: int) -> None:
+class NoCheckpoints:
+    def begin(self, trainer: Trainer, parts: Mapping[str, Stateful], last_version: int) -> None:
         pass
 
     def stepping(self) -> None:
@@ -53,7 +53,7 @@ class Forgetful:
         return groups
 
 
-_FORGETFUL = Forgetful()
+_FORGETFUL = NoCheckpoints()
 
 
 async def run_loop(
@@ -68,7 +68,7 @@ async def run_loop(
     after_step: Callable[[Metrics], Awaitable[None]],
     sync_every: int = 1,
     call: Call = asyncio.to_thread,
-    keeper: Keeper = _FORGETFUL,
+    keeper: Checkpointer = _FORGETFUL,
 ) -> None:
     """Train until the trainer's version is `last_version`; the engine holds the last one when this returns."""
     made_by = {f"producer-{number}": each for number, each in enumerate(producers)}

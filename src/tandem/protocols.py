@@ -112,14 +112,14 @@ class WeightBridge(Protocol):
     def close(self) -> None: ...
 
 
-class Kept(Protocol):
+class Stateful(Protocol):
     """What has something to remember when a run goes on in another process."""
 
     def state(self) -> dict[str, Any]: ...                # JSON, and groups; as of now, whatever happens afterwards
     def restore(self, state: Mapping[str, Any]) -> None: ...   # before anything else is asked
 
 
-class RolloutStore(Kept, Protocol):
+class RolloutStore(Stateful, Protocol):
     """Groups waiting to be trained on. A slot is held from `admit` to `release` or `drop`: that bounds staleness."""
 
     async def admit(self) -> Ticket: ...                  # waits for a slot: a rollout may start
@@ -131,7 +131,7 @@ class RolloutStore(Kept, Protocol):
     def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
 
 
-class Producer(Kept, Protocol):                               # fills the store
+class Producer(Stateful, Protocol):                               # fills the store
     async def run(self) -> None: ...                      # ends only by an error or by being cancelled
     def drain_metrics(self) -> Metrics: ...               # of what finished since the last call
 

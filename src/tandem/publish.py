@@ -45,7 +45,7 @@ async def on_this_thread(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-class Teacher(Protocol):
+class TrainerView(Protocol):
     """What publishing needs of a trainer."""
 
     @property
@@ -105,18 +105,18 @@ class Publisher:
         self._serving = -1
         """The last version that was proven, while the engine is attached and awake with it."""
 
-    async def publish(self, teacher: Teacher) -> Proof:
+    async def publish(self, teacher: TrainerView) -> Proof:
         """Nothing is trained or sampled on a version without its proof."""
         async with self.lock:
             return await self._publish(teacher)
 
-    async def hold(self, teacher: Teacher) -> None:
+    async def hold(self, teacher: TrainerView) -> None:
         """As `publish`, unless that is what the engine serves."""
         async with self.lock:
             if not self._attached or not self._serving == teacher.version == self._engine.version:
                 await self._publish(teacher)
 
-    async def keep(self, teacher: Teacher) -> None:
+    async def keep(self, teacher: TrainerView) -> None:
         """Takes the engine back whenever it is lost, with the version that the trainer has; ends by an error alone."""
         while True:
             meeting = self._meetings
@@ -148,7 +148,7 @@ class Publisher:
             )
 
     @asynccontextmanager
-    async def resting(self, teacher: Teacher) -> AsyncIterator[None]:
+    async def resting(self, teacher: TrainerView) -> AsyncIterator[None]:
         """The engine has lent what it shares with the trainer, and nobody takes one back meanwhile: weights may be
         written. One that was lost is taken back when the next version is published; where both have one copy of the
         weights, before anything is written into what it may still serve."""
@@ -160,7 +160,7 @@ class Publisher:
                     raise EngineLost("engine: lost twice in a row; it may go on serving what would be written into")
             yield
 
-    async def rest(self, teacher: Teacher) -> None:
+    async def rest(self, teacher: TrainerView) -> None:
         """The same, where nobody keeps the engine: till the next version is published."""
         async with self.resting(teacher):
             pass
@@ -174,7 +174,7 @@ class Publisher:
 
     # --- one attempt
 
-    async def _publish(self, teacher: Teacher) -> Proof:
+    async def _publish(self, teacher: TrainerView) -> Proof:
         self._serving = -1
         for attempt in range(1, self._retries + 2):
             try:
@@ -191,7 +191,7 @@ class Publisher:
                 return proof
         raise AssertionError("every attempt returns or raises")
 
-    async def _attempt(self, teacher: Teacher) -> Proof:
+    async def _attempt(self, teacher: TrainerView) -> Proof:
         started = time.perf_counter()
         if not self._attached:  # how long it may take to start an engine is the engine's own deadline
             await self._attach(teacher)
@@ -227,7 +227,7 @@ class Publisher:
             lent_bytes=served.lent_bytes,
         )
 
-    async def _attach(self, teacher: Teacher) -> None:
+    async def _attach(self, teacher: TrainerView) -> None:
         from tandem.ops.adapter_base_check import check_base  # brings torch, which a wrong spec need not wait for
 
         heard = _Heard(self._bridge.source(self._engine.receivers))
@@ -296,7 +296,7 @@ class Publisher:
             )
         self._epoch = served.cache_epoch
 
-    async def _ask_canary(self, teacher: Teacher, *, alone: bool) -> tuple[float, int]:
+    async def _ask_canary(self, teacher: TrainerView, *, alone: bool) -> tuple[float, int]:
         """The gap, and over how many tokens. `alone`: nothing else proves what is served, and the first answer counts,
         which later tokens that anybody would be sure of must not make up for."""
         canary = self._canary
@@ -320,7 +320,7 @@ class Publisher:
         return gap, tokens
 
     async def _ask(
-        self, teacher: Teacher, prompt_ids: Sequence[int], most: int, guess: Sequence[int] = ()
+        self, teacher: TrainerView, prompt_ids: Sequence[int], most: int, guess: Sequence[int] = ()
     ) -> tuple[str, float, int]:
         """Which engine is furthest from the trainer, how far, and over how many tokens of all of them. `guess`: what it
         may say."""

@@ -196,7 +196,7 @@ Spans: TypeAlias = "tuple[Tensor, Tensor, int, int, Tensor | None]"
 if not all of them in their order. A plain tuple: a compiler looks into it."""
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows one behind the other, without their padding: T tokens of all (ops/packed_attention.py)."""
 
     spans: Spans
@@ -217,7 +217,7 @@ class MicroBatch:
     """Which sequence of its row a position belongs to; -1 is padding."""
     parents_BT: Tensor
     """The segment that a position also sees: the prompt that its sequence shares with siblings, or its own segment."""
-    packed: Packed
+    packed: PackedRows
     """The same rows for attention that needs no mask."""
     source_N: Tensor
     """Flat index into B*T of the position that predicts each trained token."""

@@ -11,10 +11,10 @@ import openai
 import pytest
 from recorded import WrittenEngine, episode, exact, played, played_in_a_worker
 
-from tandem.env.adapters.verifiers_chat import SECRET, SESSION, Conversation, Endpoint
+from tandem.env.adapters.verifiers_chat import SECRET, SESSION, Endpoint, VerifiersConversation
 from tandem.env.load import load_environment
 from tandem.errors import EpisodeFailed, SpecError
-from tandem.rollout.recorder import Turn
+from tandem.rollout.recorder import AssistantTurn
 from tandem.types import ToolCall
 
 pytest.importorskip("verifiers", reason="verifiers is not installed here: make test-adapters")
@@ -169,7 +169,7 @@ def test_a_conversation_too_long_for_the_context_costs_its_episode_by_its_own_na
 class Talks:
     """A Chat without an engine."""
 
-    def __init__(self, *turns: Turn) -> None:
+    def __init__(self, *turns: AssistantTurn) -> None:
         self.turns, self.said, self.offered = list(turns), [], []
 
     def offer(self, tools) -> None:
@@ -188,7 +188,7 @@ HI = {"role": "user", "content": "hi"}
 
 def test_harnesses_of_theirs_that_stream_are_answered_as_the_official_client_reads_it():
     calls = (ToolCall("add", {"a": 1}), ToolCall("", {}, "it is not JSON", "{a"))
-    chat = Talks(Turn("let me see", False, calls), Turn("it is th", True))
+    chat = Talks(AssistantTurn("let me see", False, calls), AssistantTurn("it is th", True))
 
     async def talk():
         endpoint = Endpoint()
@@ -206,7 +206,7 @@ def test_harnesses_of_theirs_that_stream_are_answered_as_the_official_client_rea
                 return first, await create(model="m", messages=[HI, first, *answers], tools=[TOOL])
 
             asked = asyncio.create_task(ask())
-            conversation = Conversation("t", [HI], chat)
+            conversation = VerifiersConversation("t", [HI], chat)
             for _ in range(2):
                 body, answer = await line.next()
                 answer.set_result(await conversation.reply(body))
@@ -240,7 +240,9 @@ PICTURE = {"role": "user", "content": [{"type": "image_url"}]}
 )
 def test_a_history_that_was_changed_is_refused_and_not_recorded_wrongly(second, said):
     async def talk():
-        conversation = Conversation("t", [HI], Talks(Turn("yes", False), Turn("and?", False)))
+        conversation = VerifiersConversation(
+            "t", [HI], Talks(AssistantTurn("yes", False), AssistantTurn("and?", False))
+        )
         await conversation.reply({"messages": [HI]})
         await conversation.reply(second)
 

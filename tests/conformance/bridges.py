@@ -145,15 +145,15 @@ def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tenso
 
 
 def _while_packing(weights: Weights, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
-    plain = packer._Adapter.hand_over
+    plain = packer._AdapterTensors.hand_over
 
     def hand_over(self: Any, *args: Any) -> None:
-        packer._Adapter.hand_over = plain
+        packer._AdapterTensors.hand_over = plain
         for number, (name, tensor) in enumerate(self._flat):
             tensor.copy_(change(number, name, tensor.clone()))
         plain(self, *args)
 
-    packer._Adapter.hand_over = hand_over
+    packer._AdapterTensors.hand_over = hand_over
     return weights
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bridge.inproc import InprocBridge, InprocSource
-from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.serve.engine.link_rules import Allowed
 from tandem.serve.engine.service import engine_service
 from tandem.serve.http.run import Listen, Server
@@ -80,8 +80,8 @@ class ThreadServer:
         return self._server.url
 
     @property
-    def place(self) -> Standing:
-        return Standing(self.url, self.listen.token_file, patience_s=0.5)
+    def place(self) -> ExistingServer:
+        return ExistingServer(self.url, self.listen.token_file, patience_s=0.5)
 
     def stop(self) -> None:
         self._server.should_exit = True

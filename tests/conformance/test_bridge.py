@@ -33,7 +33,7 @@ from stopwatch import Stopwatch
 from tandem.bridge.collective import packer, receiver
 from tandem.bridge.collective.broadcast import BroadcastBridge
 from tandem.bridge.collective.receiver import buckets_of
-from tandem.bridge.common.manifest import Entry, Manifest, Places
+from tandem.bridge.common.manifest import Manifest, Places, TensorEntry
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge
@@ -162,7 +162,7 @@ def test_places_that_were_told_apart_are_those_that_the_manifest_names() -> None
     short = replace(manifest, size_bytes=places.size_bytes - 1).to_text(places)
     with pytest.raises(SyncError, match="41 bytes, of 42"):
         Manifest.from_text(short, "broadcast", lambda _: places)
-    odd = Places({"a": Entry("float32", (2,), 2)})
+    odd = Places({"a": TensorEntry("float32", (2,), 2)})
     with pytest.raises(SyncError, match="places 'a' at bytes 2 to 10 of 10"):
         Places.from_text(odd.text, odd.checksum, "broadcast")
 
@@ -346,7 +346,7 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
     with Stopwatch() as watch, monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
         if at_the == "trainer":
             patch.setattr(packer._Packer, "finish", fails)
-            patch.setattr(packer._Adapter, "hand_over", fails)
+            patch.setattr(packer._AdapterTensors, "hand_over", fails)
         else:
             patch.setattr(receiver, "buckets_of", fails_in_the_middle)
         answer = threads.submit(source.receive, 2)

@@ -19,7 +19,7 @@ from stopwatch import Stopwatch
 from tandem.bridge.collective import sender, transport
 from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
 from tandem.bridge.collective.broadcast import BroadcastBridge
-from tandem.bridge.collective.control_channel import Notes
+from tandem.bridge.collective.control_channel import ControlChannel
 from tandem.bridge.collective.shared_buffers import Borrowed, Borrowing, Lending
 from tandem.bridge.collective.transport import Way
 from tandem.errors import SyncError, SyncTimeout
@@ -198,7 +198,7 @@ def test_a_version_for_one_worker_takes_one_round_of_notes(monkeypatch: pytest.M
     """The announcement and the verdict: no note waits for another one in between. The worker asks the store three
     times: for what is new, for the right to read it, and to say that it did."""
     written, asked = list[str](), list[str]()
-    write, announce, call = Notes.write, Notes.announce, Notes._call
+    write, announce, call = ControlChannel.write, ControlChannel.announce, ControlChannel._call
 
     def counted(self: Any, key: str, *args: Any) -> None:
         written.append(key)
@@ -216,9 +216,9 @@ def test_a_version_for_one_worker_takes_one_round_of_notes(monkeypatch: pytest.M
     bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
     source = meet(bridge)
     carry(bridge, source, weights_of(1, "adapter"))
-    monkeypatch.setattr(Notes, "_call", called)
-    monkeypatch.setattr(Notes, "write", counted)
-    monkeypatch.setattr(Notes, "announce", announced)
+    monkeypatch.setattr(ControlChannel, "_call", called)
+    monkeypatch.setattr(ControlChannel, "write", counted)
+    monkeypatch.setattr(ControlChannel, "announce", announced)
     _, (received,) = carry(bridge, source, weights_of(2, "adapter"))
     assert bits(received.tensors()) == bits(as_served("adapter", 2))
     assert written == ["2/manifest", "2/done/1"]
@@ -294,7 +294,7 @@ def test_what_the_trainer_took_back_is_read_by_nobody_who_comes_late(monkeypatch
     bridge = AdapterBroadcastBridge(deadline_s=1.5, backend="ipc")
     source = meet(bridge)
     seen, go_on, claims, read = threading.Event(), threading.Event(), list[bool](), list[int]()
-    claim, borrow = Notes.claim, Borrowing.broadcast
+    claim, borrow = ControlChannel.claim, Borrowing.broadcast
 
     def late(self: Any, *args: Any, **more: Any) -> bool:
         if not self._mine and not claims:
@@ -309,7 +309,7 @@ def test_what_the_trainer_took_back_is_read_by_nobody_who_comes_late(monkeypatch
         read.append(self._sequence)
         borrow(self, *args)
 
-    monkeypatch.setattr(Notes, "claim", late)
+    monkeypatch.setattr(ControlChannel, "claim", late)
     monkeypatch.setattr(Borrowing, "broadcast", counted)
     link = dict(source.link) | {"deadline_s": 20.0}
     theirs = open_source(link)

@@ -22,7 +22,7 @@ from leashed import program_of
 from stopwatch import Stopwatch
 from tandem.engine.server import connection
 from tandem.engine.server.child_process import Owned, OwnedProcess
-from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import EngineError, EngineLost, SyncError, TandemError
 from tandem.types import Completion, Sampling, Weights
 
@@ -160,9 +160,9 @@ def start_standing(directory: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def place(directory: Path, patience_s: float = 0.3) -> Standing:
+def place(directory: Path, patience_s: float = 0.3) -> ExistingServer:
     ready = json.loads((directory / "ready.json").read_text())
-    return Standing(ready["url"], Path(ready["token_file"]), patience_s=patience_s)
+    return ExistingServer(ready["url"], Path(ready["token_file"]), patience_s=patience_s)
 
 
 async def idle_owned(directory: Path) -> None:

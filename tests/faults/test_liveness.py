@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runs.liveness import Observer, Progress, Sign, Watchdog, all_stacks, read_sign
+from tandem.runs.liveness import Observer, ProgressCounter, Sign, Watchdog, all_stacks, read_sign
 
 LIMIT_S = 1.0
 
@@ -178,7 +178,7 @@ def test_an_observer_that_was_stopped_itself_counts_no_stall():
 
 
 def test_the_limit_is_the_stage_s_and_a_new_process_begins_anew(tmp_path: Path):
-    progress = Progress(tmp_path, setup_s=300, step_s=20)
+    progress = ProgressCounter(tmp_path, setup_s=300, step_s=20)
     progress.stage("rl")
     assert read_sign(tmp_path) == progress.sign()
     assert progress.sign().limit_s == 300
@@ -204,7 +204,7 @@ def test_a_file_that_is_torn_or_no_sign_is_none(tmp_path: Path):
 
 
 def test_ticks_cost_next_to_nothing(tmp_path: Path):
-    progress = Progress(tmp_path)
+    progress = ProgressCounter(tmp_path)
     started = time.thread_time()
     for _ in range(20000):
         progress.tick()
@@ -213,7 +213,7 @@ def test_ticks_cost_next_to_nothing(tmp_path: Path):
 
 
 def test_a_watchdog_leaves_nothing_behind(tmp_path: Path):
-    watchdog = Watchdog(Progress(tmp_path), tmp_path / "stacks.txt", lambda sign, quiet_s: None)
+    watchdog = Watchdog(ProgressCounter(tmp_path), tmp_path / "stacks.txt", lambda sign, quiet_s: None)
     watchdog.start()
     watchdog.stop()
     assert not (tmp_path / "stacks.txt").exists()

@@ -19,7 +19,8 @@ import pytest
 from tandem.build import online
 from tandem.engine.restartable import RevivedEngine
 from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap
-from tandem.online.job_store import ENDED, Job, JobStore, Once
+from tandem.io.request_key import RequestKey
+from tandem.online.job_store import ENDED, Job, JobStore
 from tandem.online.messages import Sequence1, Teaching
 from tandem.online.orchestrator import Conductor
 from tandem.online.regression_watch import Fall
@@ -86,7 +87,7 @@ class Played:
 
     async def teach(self, sample: Sequence1 = SAMPLE, steps: int = 1) -> str:
         self.jobs += 1
-        teaching, once = Teaching("sft", 1e-4, steps, "full", 0), Once(f"job-{self.jobs}", b"")
+        teaching, once = Teaching("sft", 1e-4, steps, "full", 0), RequestKey(f"job-{self.jobs}", b"")
         told = await self.store.add([[sample]], teaching, who="me", source="", said=b"[]", once=once)
         self.conductor.wake()
         return told["id"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import EngineError
-from tandem.online.messages import Asked, Open, Progress, Settle, Teaching, Train
+from tandem.online.messages import Asked, JobProgress, Open, Settle, Teaching, Train
 from tandem.online.rpc import HalfLost
 from tandem.online.trainer_process import TrainerProcess
 from tandem.online.trainer_supervisor import TrainerLife
@@ -101,7 +101,7 @@ def test_a_job_may_take_longer_than_the_deadline_as_long_as_it_moves(play: Any) 
     async def story(life: TrainerLife) -> None:
         assert (await life.train(train("long", steps=10))).digest == "new"
 
-    assert [what.step for what in play(story) if isinstance(what, Progress)] == [*range(1, 11)]
+    assert [what.step for what in play(story) if isinstance(what, JobProgress)] == [*range(1, 11)]
 
 
 def test_one_that_does_not_answer_is_lost_and_nothing_of_it_is_left(play: Any) -> None:

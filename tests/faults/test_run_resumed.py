@@ -26,7 +26,7 @@ from tandem.io.sealed_directory import digest_of, verify
 from tandem.runs import uploads
 from tandem.runs.artifacts import Artifact, ArtifactStore, fetch_artifact
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.lease import Lease
+from tandem.runs.lease import DirectoryLease
 from tandem.runs.run_ending import digest_run
 
 __all__ = ["torch_as_it_was"]
@@ -158,10 +158,10 @@ def test_a_run_that_was_taken_over_leaves_everything_to_whoever_has_it_now(tmp_p
     spec = sft(tmp_path) | {"artifacts": {"url": str(tmp_path / "store"), "what": ["results"]}}
 
     def take_over() -> None:
-        leases.append(Lease(run, take_over=True))
+        leases.append(DirectoryLease(run, take_over=True))
         kept.append((run / "status.json").read_bytes())
 
-    leases: list[Lease] = []
+    leases: list[DirectoryLease] = []
     kept: list[bytes] = []
     with at_row(4, run, take_over), pytest.raises(RunFenced):
         train(spec, run)

@@ -17,7 +17,7 @@ import pytest
 
 from tandem.errors import RunOwned
 from tandem.io.process_identity import identity
-from tandem.runs.lease import Lease
+from tandem.runs.lease import DirectoryLease
 from tandem.runs.supervise import BUDGETS, Budget, Supervisor, smaller_micro_batch, supervisor_of
 from tandem.spec.load import load_spec, to_toml
 
@@ -217,7 +217,7 @@ def test_a_run_that_another_process_works_on_keeps_its_status_and_its_supervisor
     run = owner.directory
     run.mkdir()
     (run / "spec.toml").touch()
-    lease = Lease(run)
+    lease = DirectoryLease(run)
     (run / "status.json").write_text('{"state": "running"}')
     (run / "supervisor.json").write_text(json.dumps({"process": "1:1"}))
     assert owner.run() == 2

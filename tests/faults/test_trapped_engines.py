@@ -31,7 +31,7 @@ from trap_rig import (
 )
 
 from tandem.engine.hf.engine import EmbeddedEngine
-from tandem.engine.hf.lora_hooks import Adapter
+from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineError, LogprobGap, SyncError, SyncTimeout
 from tandem.model import served_weights
@@ -271,14 +271,14 @@ def without_hooks(rig: Rig) -> None:
 
 
 def hooked_twice(rig: Rig) -> None:
-    adapter: Adapter = rig.engine._holding._adapter
+    adapter: HookedAdapter = rig.engine._holding._adapter
     held, adapter._held, adapter._hooks = adapter._held, {}, []
     adapter.use(held)
 
 
 def scaled_again(rig: Rig) -> None:
     """As an engine does that multiplies by alpha / r what was multiplied already."""
-    adapter: Adapter = rig.engine._holding._adapter
+    adapter: HookedAdapter = rig.engine._holding._adapter
     add = adapter._add
 
     def again(owner: str, layer: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -385,7 +385,7 @@ def test_an_adapter_of_an_earlier_trainer_does_not_stay_on_whole_weights(tmp_pat
         await first.begin()
         await second.begin()
         await second.serves_the_proven_one()
-        adapter: Adapter = second.engine._holding._adapter
+        adapter: HookedAdapter = second.engine._holding._adapter
         right, stays = adapter.use, first.trainer.export("adapter")
         adapter.use = lambda tensors: right(dict(stays.tensors()))  # type: ignore[method-assign]
         await second.refused(LogprobGap, ANOTHER_MODEL)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from trap_rig import NUM_IDS, TOKENIZER, Rig, batch_of, leaving, llama, logprobs, make_engine, make_group
 
-from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import EngineLost, LogprobGap, SyncError, TandemError
 from tandem.loop import run_loop
 from tandem.rollout.store import MemoryStore
@@ -66,7 +66,7 @@ class Place:
         assert not self.thread.is_alive()
 
     def client(self) -> ServerEngine:
-        return ServerEngine(Standing(self.server.url, self.listen.token_file, patience_s=5.0), deadline_s=10.0)
+        return ServerEngine(ExistingServer(self.server.url, self.listen.token_file, patience_s=5.0), deadline_s=10.0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.optim.adamw import AdamW
 from tandem.optim.adamw_8bit import AdamW8bit
-from tandem.optim.master_weights import Float32, Master, Split
+from tandem.optim.master_weights import Float32, Master, SplitMaster
 from tandem.optim.optimizer import Optimizer
 from tandem.spec.optim import AdamW8bitSpec, AdamWSpec
 
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 def made(rule: Any, exact: Values, *, split: bool, decay: float) -> tuple[Optimizer, Values, Master]:
-    master = Split() if split else Float32()
+    master = SplitMaster() if split else Float32()
     live = {name: master.adopt(name, tensor.clone()) for name, tensor in exact.items()}
     return Optimizer(list(live.items()), dict.fromkeys(live, rule), master, weight_decay=decay), live, master
 

@@ -93,7 +93,9 @@ def test_what_the_stream_wrote_before_is_what_is_read() -> None:
 def test_what_is_read_again_is_what_is_there_by_then(alone: bool) -> None:
     """By a graph, from the second time on, if nobody else computes; on whichever stream it is asked for."""
     tensors = {name: torch.zeros(300, 40 + n, device=DEVICE, dtype=torch.bfloat16) for n, name in enumerate("abc")}
-    standing = digest.Standing(((name, tensor, 0, 0) for name, tensor in tensors.items()), checked=True, alone=alone)
+    standing = digest.RepeatedDigest(
+        ((name, tensor, 0, 0) for name, tensor in tensors.items()), checked=True, alone=alone
+    )
     for turn in range(4):
         with torch.cuda.stream(torch.cuda.Stream() if turn % 2 else torch.cuda.current_stream()):
             for number, tensor in enumerate(tensors.values()):
@@ -109,7 +111,7 @@ def test_what_would_be_of_a_copy_is_looked_up_each_time() -> None:
     numbers = torch.arange(24, dtype=torch.int64, device=DEVICE).view(4, 6)
     cube = torch.arange(24, dtype=torch.float32, device=DEVICE).view(2, 3, 4).transpose(1, 2)
     for tensor in (numbers[:, :3], cube):
-        standing = digest.Standing([("t", tensor, 0, 0)])
+        standing = digest.RepeatedDigest([("t", tensor, 0, 0)])
         for value in (1, 2):
             tensor.fill_(value)
             assert standing.take() == [digest.piece(tensor.cpu(), "t")]

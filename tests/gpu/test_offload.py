@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.optim.adamw import AdamW
 from tandem.optim.adamw_offload import AdamWOffload, why_not
-from tandem.optim.update_rule import Rule, Slot
+from tandem.optim.update_rule import Slot, UpdateRule
 from tandem.spec.optim import AdamWOffloadSpec, AdamWSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -37,7 +37,7 @@ def slots(values: Values, state: dict[str, Values], step: int) -> Iterator[Slot]
         yield Slot(name, value, grad, state[name], step, 1e-3, 0.1)
 
 
-def run(rule: Rule, values: Values, steps: int, every: int = 99) -> tuple[Values, dict[str, Values]]:
+def run(rule: UpdateRule, values: Values, steps: int, every: int = 99) -> tuple[Values, dict[str, Values]]:
     """Updates of `every` parameters at a time."""
     state = {name: rule.init(name, value) for name, value in values.items()}
     for step in range(1, steps + 1):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.online import version_store
 from tandem.online.version_store import VersionStore
-from tandem.online.weight_deltas import Held
+from tandem.online.weight_deltas import HeldVersion
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -30,20 +30,20 @@ def nudge(live: dict[str, Tensor]) -> None:
     live["t"] += 0.25
 
 
-def equal(held: Held, wanted: dict[str, Tensor]) -> bool:
+def equal(held: HeldVersion, wanted: dict[str, Tensor]) -> bool:
     return all(torch.equal(held.tensors[name].cpu(), tensor.cpu()) for name, tensor in wanted.items())
 
 
 def test_it_follows_an_update_and_goes_back(tmp_path: Path):
     store, live = VersionStore(tmp_path), weights()
     store.anchor(0, live)
-    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    held, first = HeldVersion.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
     assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in held.tensors.values())
     nudge(live)
     store.update(1, held, live)
     assert held.version == 1
     assert equal(held, live)
-    assert held.numbers == Held.of(1, live).numbers
+    assert held.numbers == HeldVersion.of(1, live).numbers
     with held.beside(live):
         assert all(tensor.is_cuda for tensor in held.tensors.values())
         store.move(held, 0)
@@ -57,7 +57,7 @@ def test_it_follows_an_update_and_goes_back(tmp_path: Path):
 def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store, live = VersionStore(tmp_path), weights()
     store.anchor(0, live)
-    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    held, first = HeldVersion.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
     numbers = dict(held.numbers)
     nudge(live)
 
@@ -77,7 +77,7 @@ def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, mo
 def test_what_fails_beside_leaves_it_as_it_was(tmp_path: Path):
     store, live = VersionStore(tmp_path), weights()
     store.anchor(0, live)
-    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    held, first = HeldVersion.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
     numbers = dict(held.numbers)
     nudge(live)
 
@@ -95,7 +95,7 @@ def test_what_fails_beside_leaves_it_as_it_was(tmp_path: Path):
 def test_the_weights_themselves_go_back_and_it_follows(tmp_path: Path):
     store, live = VersionStore(tmp_path, threads=2), weights()
     store.anchor(0, live)
-    held, first = Held.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
+    held, first = HeldVersion.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
     for version in (1, 2, 3):
         nudge(live)
         store.update(version, held, live)
@@ -112,7 +112,7 @@ def test_the_weights_themselves_go_back_and_it_follows(tmp_path: Path):
 def test_weights_whose_way_back_fails_are_as_they_were(tmp_path: Path):
     store, live = VersionStore(tmp_path), weights()
     store.anchor(0, live)
-    held = Held.of(0, live).at_rest()
+    held = HeldVersion.of(0, live).at_rest()
     nudge(live)
     store.update(1, held, live)
     last = {name: tensor.clone() for name, tensor in live.items()}

@@ -14,7 +14,7 @@ from tandem.model import forward
 from tandem.model.forward import Forward, _mask, _packed
 from tandem.ops import packed_attention
 from tandem.ops.activation_sizes import Pass, layer_bytes
-from tandem.ops.byte_sizes import Shape
+from tandem.ops.byte_sizes import ModelShape
 from tandem.ops.packed_attention import attend, pack
 
 pytestmark = [
@@ -139,7 +139,7 @@ def test_compiled_layers_keep_what_the_plan_counts(activations: str) -> None:
         kept.append(torch.cuda.memory_allocated() - before)
         hidden.float().sum().backward()
         fast.zero_grad(set_to_none=True)
-    shape = Shape(512, 512, 1536, layers, 4, 2, 128, tied=False, qk_norm=True)
+    shape = ModelShape(512, 512, 1536, layers, 4, 2, 128, tied=False, qk_norm=True)
     counted = layer_bytes(shape, Pass(2, activations=activations, compiled=True)) * layers * count
     ends = count * (2 + 4 + 2) * 512  # the last norm in fp32 and what it gives, and the embedding's rows
     assert abs(kept[-1] - ends - counted) < 0.05 * counted, (kept, counted)

@@ -17,8 +17,8 @@ import pytest
 from served import wait_until
 
 from tandem.serve.http import off_loop as beside
-from tandem.serve.http.off_loop import Aside
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.off_loop import OffLoop
+from tandem.serve.http.refusals import RequestRefused
 
 
 class Large:
@@ -33,7 +33,7 @@ def loop_for_ever() -> None:
 
 def test_what_it_returns_and_raises_comes_back_and_nothing_of_it_stays() -> None:
     async def scenario() -> None:
-        aside = Aside()
+        aside = OffLoop()
         large = Large()
         gone = weakref.ref(large)
 
@@ -58,8 +58,8 @@ def test_what_loops_is_ended_at_its_deadline_and_others_have_its_seat(monkeypatc
     monkeypatch.setattr(beside, "_DEADLINE_S", 5.0)  # for a seat, too
 
     async def scenario() -> None:
-        aside = Aside(at_a_time=1)
-        with pytest.raises(Refused, match=r"0\.2 s"):
+        aside = OffLoop(at_a_time=1)
+        with pytest.raises(RequestRefused, match=r"0\.2 s"):
             await aside(loop_for_ever, deadline_s=0.2)
         assert await aside(lambda: "next") == "next"
         cancelled = asyncio.create_task(aside(loop_for_ever))
@@ -76,10 +76,10 @@ def test_where_all_seats_are_taken_a_request_is_told_to_come_again(monkeypatch: 
     go = threading.Event()
 
     async def scenario() -> None:
-        aside = Aside(at_a_time=1)
+        aside = OffLoop(at_a_time=1)
         first = asyncio.create_task(aside(go.wait, 5.0, deadline_s=5.0))
         await asyncio.sleep(0.05)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             await aside(lambda: None)
         assert refused.value.status == 429
         go.set()
@@ -98,7 +98,7 @@ def test_no_more_at_a_time_than_there_are_seats() -> None:
         running[0] -= 1
 
     async def scenario() -> None:
-        aside = Aside(at_a_time=2)
+        aside = OffLoop(at_a_time=2)
         await asyncio.gather(*(aside(work) for _ in range(8)))
 
     asyncio.run(scenario())

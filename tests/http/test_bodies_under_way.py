@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from rollouts_served import serving_rollouts
 
 from tandem.rollout.queue.queue import RolloutQueue
-from tandem.rollout.queue.types import EnvironmentSpec, TrainerSpec
+from tandem.rollout.queue.types import RegisteredEnvironment, TrainerSpec
 from tandem.rollout.wire import codec
 from tandem.serve.http.service import Service, body_at_hand, create_app, let_go
 from tandem.serve.rollouts.service import rollouts_service
@@ -103,7 +103,7 @@ def test_whoever_waits_for_a_ticket_takes_no_room_with_what_it_asked(tmp_path: P
     async def scenario() -> Counter[int]:
         queue = RolloutQueue(tmp_path)
         await queue.register_trainer(TrainerSpec("run", groups_per_step=1))
-        await queue.register_environment(EnvironmentSpec("env"))
+        await queue.register_environment(RegisteredEnvironment("env"))
         app = create_app(rollouts_service(queue), token="t", hosts=None, body_bytes=CAP)
         asking = b'{"environment": 1, "wait_s": 0.5}'.ljust(CAP)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://s") as client:

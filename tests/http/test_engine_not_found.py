@@ -14,7 +14,7 @@ import pytest
 
 from tandem.bridge.collective.broadcast import BroadcastBridge
 from tandem.engine.server import connection
-from tandem.engine.server.engine import ServerEngine, Standing
+from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import EngineLost, SpecError
 from tandem.io.token_file import read_token
 from tandem.types import Sampling
@@ -48,7 +48,7 @@ def answering(answer: Callable[[], tuple[int, bytes]]) -> Generator[str]:
 
 def asked(url: str, token_file: Path) -> None:
     async def ask() -> None:
-        engine = ServerEngine(Standing(url, token_file, patience_s=0.5))
+        engine = ServerEngine(ExistingServer(url, token_file, patience_s=0.5))
         try:
             await asyncio.wait_for(engine.generate([1], Sampling()), 20)
         finally:
@@ -104,7 +104,7 @@ def test_an_engine_that_talks_nonsense_from_now_on_is_lost(
     said = [json.dumps(STATUS).encode()]
 
     async def watched() -> None:
-        engine = ServerEngine(Standing(url, tmp_path / "token"))
+        engine = ServerEngine(ExistingServer(url, tmp_path / "token"))
         looking = asyncio.create_task(engine.lost())
         await engine._meet()
         said[0] = body

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.engine.http import client as http
-from tandem.engine.http.client import Answer, Broken, HttpClient, Silent
+from tandem.engine.http.client import Broken, HttpClient, HttpResponse, Silent
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = HEAD + b"Content-Length: 2\r\n\r\n{}"
@@ -62,7 +62,7 @@ async def asking(
         server.close()
 
 
-async def streamed(client: HttpClient, *, urgent: bool = False) -> Answer:
+async def streamed(client: HttpClient, *, urgent: bool = False) -> HttpResponse:
     async with client.stream("/x", b"{}", urgent=urgent) as coming:
         return await coming.whole()
 

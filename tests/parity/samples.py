@@ -21,7 +21,7 @@ from tandem.spec.algorithm import (
     ReinforcePpSpec,
     RlooSpec,
 )
-from tandem.types import Group, MicroBatch, Packed, TokenLogprobs, Trajectory
+from tandem.types import Group, MicroBatch, PackedRows, TokenLogprobs, Trajectory
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 16
@@ -69,7 +69,7 @@ def micro_of(
     ratio_N = torch.tensor([ratio for _, ratios in sequences for ratio in ratios], dtype=dtype)
     logprobs_N = torch.linspace(-0.1, -4, len(ratio_N), dtype=dtype)
     nothing = torch.zeros(0, dtype=torch.long)
-    unpacked = Packed((nothing, nothing, 0, 0, None), nothing, nothing)
+    unpacked = PackedRows((nothing, nothing, 0, 0, None), nothing, nothing)
     sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     micro = MicroBatch(
         nothing, nothing, nothing, nothing, unpacked, nothing, nothing, credit_N, logprobs_N - ratio_N.log(),

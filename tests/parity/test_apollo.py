@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tandem.optim.adamw import AdamW
 from tandem.optim.apollo import Apollo
-from tandem.optim.update_rule import Rule, Slot
+from tandem.optim.update_rule import Slot, UpdateRule
 from tandem.spec.optim import AdamWSpec, ApolloMiniSpec, ApolloSpec
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -40,7 +40,7 @@ class Unprojected(Apollo):
 class Weights:
     """Parameters, their states, and a rule that moves them."""
 
-    def __init__(self, rule: Rule, *, decay: float = 0.0, **values: Any) -> None:
+    def __init__(self, rule: UpdateRule, *, decay: float = 0.0, **values: Any) -> None:
         self.rule, self.decay = rule, decay
         self.values = {name: value.clone() for name, value in values.items()}
         self.states = {name: rule.init(name, value) for name, value in self.values.items()}

@@ -25,7 +25,7 @@ from tandem.spec.preference import DpoSpec
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.batch_packing import make_batch
 from tandem.train.trainer import PolicyTrainer
-from tandem.types import NO_VERSION, Batch, Group, MicroBatch, Packed, TokenLogprobs, Totals, Trajectory
+from tandem.types import NO_VERSION, Batch, Group, MicroBatch, PackedRows, TokenLogprobs, Totals, Trajectory
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def micro_of(sequences: Sequence[tuple[int, float, list[float], list[float]]]) -
     reference_N = torch.tensor([value for _, _, _, reference in sequences for value in reference], dtype=torch.float64)
     credit_S = torch.tensor([credit for _, credit, _, _ in sequences], dtype=torch.float64)
     nothing = torch.zeros(0, dtype=torch.long)
-    unpacked = Packed((nothing, nothing, 0, 0, None), nothing, nothing)
+    unpacked = PackedRows((nothing, nothing, 0, 0, None), nothing, nothing)
     micro = MicroBatch(
         nothing, nothing, nothing, nothing, unpacked, nothing, nothing,
         credit_S[sequence_N], torch.zeros_like(logprobs_N),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem.optim import master_weights as masters
 from tandem.optim.adamw import AdamW
-from tandem.optim.master_weights import Fp32Copy, InPlace, Split, Stochastic, round_half_away
+from tandem.optim.master_weights import Fp32Copy, InPlace, SplitMaster, Stochastic, round_half_away
 from tandem.optim.optimizer import Optimizer
 from tandem.optim.update_rule import ByParts
 from tandem.spec.optim import AdamWSpec
@@ -41,17 +41,17 @@ def nearest_bf16(value: float) -> float:
 
 def test_live_weights_are_rounded_to_nearest_with_ties_away_from_zero() -> None:
     exact = every_kind_of_float()
-    live = Split().adopt("w", exact)
+    live = SplitMaster().adopt("w", exact)
     sample = torch.randperm(len(exact), generator=torch.Generator().manual_seed(0))[:20_000]
     for value, found in zip(exact[sample].tolist(), live.float()[sample].tolist(), strict=True):
         assert found == nearest_bf16(value), value
     ties = torch.tensor([1 + 2**-8, -(1 + 2**-8), 1 + 3 * 2**-8])
-    assert Split().adopt("t", ties).tolist() == [1 + 2**-7, -(1 + 2**-7), 1 + 2**-6]
+    assert SplitMaster().adopt("t", ties).tolist() == [1 + 2**-7, -(1 + 2**-7), 1 + 2**-6]
 
 
 def test_the_two_halves_are_the_float32_value_to_the_bit() -> None:
     exact = every_kind_of_float()
-    split = Split()
+    split = SplitMaster()
     live = split.adopt("w", exact)
     assert live.dtype == torch.bfloat16
     assert split.state()["w"].dtype == torch.int16
@@ -66,7 +66,7 @@ def test_a_strided_view_of_foreign_memory_is_trained_in_place() -> None:
     fused = torch.zeros(6, 8, dtype=torch.bfloat16)
     view = fused[1:5, ::2]
     exact = torch.randn(4, 4)
-    split = Split()
+    split = SplitMaster()
     view.copy_(split.adopt("w", exact))
     optimizer = Optimizer([("w", view)], {"w": AdamW(AdamWSpec())}, split)
     alone = exact.clone()
@@ -76,7 +76,7 @@ def test_a_strided_view_of_foreign_memory_is_trained_in_place() -> None:
         for each in (optimizer, reference):
             each.update({"w": gradient.clone()}, lr=1e-3)
     assert torch.equal(split.read("w", view), alone)
-    assert torch.equal(fused[1:5, ::2], Split().adopt("w", alone))
+    assert torch.equal(fused[1:5, ::2], SplitMaster().adopt("w", alone))
     untouched = torch.ones(6, 8, dtype=torch.bool)
     untouched[1:5, ::2] = False
     assert not fused[untouched].any()
@@ -147,7 +147,7 @@ def train(
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-5, 1e-3])
 def test_two_hundred_steps_of_split_are_those_of_a_float32_copy_to_the_bit(lr: float) -> None:
-    split, copy = train(Split(), lr), train(Fp32Copy(), lr)
+    split, copy = train(SplitMaster(), lr), train(Fp32Copy(), lr)
     for ours, theirs in zip(split[:2], copy[:2], strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert split[2] == copy[2]
@@ -196,9 +196,9 @@ def test_only_rounding_in_place_goes_another_way_than_float32(lr: float) -> None
     def share(exact: dict[str, Tensor]) -> float:
         return (way(exact, start) @ wanted / (wanted @ wanted)).item()
 
-    start_split = train(Split(), lr, 0)[1]
+    start_split = train(SplitMaster(), lr, 0)[1]
     assert all(torch.equal(start_split[name], start[name]) for name in start)
-    assert share(train(Split(), lr)[1]) == pytest.approx(1.0, abs=1e-6)
+    assert share(train(SplitMaster(), lr)[1]) == pytest.approx(1.0, abs=1e-6)
     noise = 0.5 if lr < 5e-6 else 0.15  # a last bit is hundreds of updates
     assert share(train(Stochastic(3), lr)[1]) == pytest.approx(1.0, abs=noise)
     assert share(train(InPlace(), lr)[1]) < 0.6

@@ -19,7 +19,7 @@ from tandem.optim.adamw_8bit import AdamW8bit, Code
 from tandem.optim.adamw_offload import AdamWOffload, why_not
 from tandem.optim.apollo import Apollo
 from tandem.optim.muon import Muon
-from tandem.optim.update_rule import Rule, Slot
+from tandem.optim.update_rule import Slot, UpdateRule
 from tandem.spec.optim import (
     AdafactorSpec,
     AdamW8bitSpec,
@@ -42,7 +42,7 @@ EVERYTHING = MATRICES | {"norm": (96,), "bias": (5000,), "scalar": ()}
 
 @dataclass(frozen=True)
 class Case:
-    rule: Callable[[], Rule]
+    rule: Callable[[], UpdateRule]
     shapes: Mapping[str, tuple[int, ...]]
     lr: float
     wide: int
@@ -110,7 +110,7 @@ def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:
         assert torch.equal(tensor, theirs[name]), f"{name} differs by {(tensor - theirs[name]).abs().max():g}"
 
 
-def through_safetensors(state: State, rule: Rule, values: Tensors) -> State:
+def through_safetensors(state: State, rule: UpdateRule, values: Tensors) -> State:
     file = safetensors.torch.save({f"{name}|{key}": t for name, each in state.items() for key, t in each.items()})
     fresh = {name: rule.init(name, value) for name, value in values.items()}
     for key, tensor in safetensors.torch.load(file).items():
@@ -358,7 +358,7 @@ def test_a_small_language_model_ends_within_five_thousandths_of_a_nat_of_adamw(s
     assert abs(coded - fp32) < 0.005
 
 
-def language_model_loss(rule: Rule, seed: int) -> float:
+def language_model_loss(rule: UpdateRule, seed: int) -> float:
     """After 200 steps on a language of 64 words, each drawn by the two before it."""
     words, width, hidden = 64, 64, 128
     generator = seeded("model", seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.rollout.queue.queue import RolloutQueue
-from tandem.rollout.queue.types import EnvironmentSpec, Lease, QueueLimits, TrainerSpec
+from tandem.rollout.queue.types import Lease, QueueLimits, RegisteredEnvironment, TrainerSpec
 from tandem.rollout.wire import codec
 from tandem.types import Trajectory
 
@@ -45,7 +45,7 @@ class Rig:
     async def begin(self, spec: TrainerSpec = RUN, **environments: Any) -> None:
         self.epoch = (await self.queue.register_trainer(spec)).epoch
         for name, options in (environments or {"a": {}}).items():
-            seat = await self.queue.register_environment(EnvironmentSpec(name, **options))
+            seat = await self.queue.register_environment(RegisteredEnvironment(name, **options))
             self.environments[name] = seat.id
 
     async def again(self) -> None:

@@ -50,7 +50,7 @@ class Calls(TorchFunctionMode):
 def test_another_version_of_an_adapter_is_packed_by_a_handful_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lets go of the interpreter, and a busy event loop gives it back 5 ms later: of 160 tensors no call each."""
     found = adapted()
-    standing = served_weights.Standing(found)
+    standing = served_weights.StableAdapter(found)
     packing = Packing("adapter_broadcast", [{"layout": LAYOUT, "adapter_dtype": "bfloat16", "boot_id": "one"}])
 
     def packed() -> Any:
@@ -83,7 +83,7 @@ def test_what_was_found_out_is_found_out_again_when_tensors_names_or_engines_are
     monkeypatch.setattr("tandem.bridge.common.packed_adapter.forms", counted)
     replies: list[dict[str, Any]] = [{"layout": LAYOUT, "boot_id": "one"}]
     packing = Packing("adapter_broadcast", replies)
-    tensors = dict(served_weights.Standing(adapted()).tensors())
+    tensors = dict(served_weights.StableAdapter(adapted()).tensors())
 
     def pack(named: dict[str, Tensor]) -> Any:
         return packing.parcel(Weights(1, "adapter", lambda: iter(named.items())), Phases())

@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tandem.data.load import Split, load_rows
+from tandem.data.load import DataSplit, load_rows
 from tandem.errors import DataError, SpecError
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.load import parse_spec
@@ -32,7 +32,7 @@ def prompts(conversations) -> set[str]:
     return {conversation.messages[0]["content"] for conversation in conversations}
 
 
-def numbers(split: Split) -> list[int]:
+def numbers(split: DataSplit) -> list[int]:
     return sorted(conversation.row for conversation in (*split.train, *split.held_out))
 
 

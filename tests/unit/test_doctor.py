@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.runs import doctor
-from tandem.runs.doctor import Finding, Health, health_text
+from tandem.runs.doctor import DoctorFinding, Health, health_text
 
 
 def test_a_machine_that_runs_these_tests_is_able_and_json_says_so(tmp_path):
@@ -71,7 +71,7 @@ def test_a_vllm_environment_that_is_there_and_broken_is_told(tmp_path):
     python.chmod(0o700)
     assert doctor._vllm(tmp_path)[0].found == "its environment is broken"
     python.write_text("#!/bin/sh\necho 0.26.0\n")
-    assert doctor._vllm(tmp_path)[0] == Finding("vllm", "ok", "vLLM 0.26.0")
+    assert doctor._vllm(tmp_path)[0] == DoctorFinding("vllm", "ok", "vLLM 0.26.0")
 
 
 def test_an_extra_that_is_missing_names_how_to_get_it(monkeypatch):

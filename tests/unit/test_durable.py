@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tandem.errors import StoreBroken, StoreError, StoreFull, StoreOwned
-from tandem.io.append_only_segments import Place, Segments
+from tandem.io.append_only_segments import SegmentPlace, Segments
 from tandem.io.sqlite_store import Durable
 
 SCHEMA = ("CREATE TABLE rows (id INTEGER PRIMARY KEY, text TEXT)",)
@@ -189,7 +189,7 @@ def test_nothing_acknowledged_is_lost_when_the_process_is_killed_at_any_instant(
             acknowledged.update(int(line) for line in rest)
     files = Segments(tmp_path / "segments")
     store = Durable(tmp_path, ("",), files=files)
-    rows = {row[0]: Place(*row[1:]) for row in store.read("SELECT * FROM rows")}
+    rows = {row[0]: SegmentPlace(*row[1:]) for row in store.read("SELECT * FROM rows")}
     assert len(acknowledged) > 100
     assert acknowledged <= rows.keys()
     files.keep_only(rows.values())

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.build import standalone_engines
 from tandem.errors import EngineError
-from tandem.obs.sync_bench_report import Bench, Row
+from tandem.obs.sync_bench_report import Bench, BenchRow
 from tandem.recipes import engine_commands, sync_bench
 from tandem.recipes.engine_commands import Check, check_engine
 from tandem.types import Completion, Sampling, Span
@@ -131,13 +131,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def benched(monkeypatch: pytest.MonkeyPatch, **rows: Row) -> list[dict[str, Any]]:
+def benched(monkeypatch: pytest.MonkeyPatch, **rows: BenchRow) -> list[dict[str, Any]]:
     asked: list[dict[str, Any]] = []
 
     def bench(shape: str, bridges: Sequence[str], **options: Any) -> Bench:
         asked.append(options)
         (name,) = bridges
-        return Bench("cpu", shape, 1, "", 1.0, (rows.get(name, Row(name, "vllm", verified=True, rounds=2)),))
+        return Bench("cpu", shape, 1, "", 1.0, (rows.get(name, BenchRow(name, "vllm", verified=True, rounds=2)),))
 
     monkeypatch.setattr(sync_bench, "bench_sync", bench)
     return asked
@@ -146,7 +146,7 @@ def benched(monkeypatch: pytest.MonkeyPatch, **rows: Row) -> list[dict[str, Any]
 def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
     recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    asked = benched(monkeypatch, shared=Row("shared", "vllm", skipped="no GPU"))
+    asked = benched(monkeypatch, shared=BenchRow("shared", "vllm", skipped="no GPU"))
     told: list[str] = []
     assert check_engine("/p/python", device="cpu", tell=told.append).passed
     assert recorded == [["requests", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"]]
@@ -155,8 +155,10 @@ def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
     assert len(told) == 1 + len(engine_commands._BRIDGES) + 1 + 1
 
 
-@pytest.mark.parametrize("row", [Row("disk", "vllm", error="SyncError: torn"), Row("disk", "vllm", rounds=2)], ids=str)
-def test_one_failure_and_nothing_is_recorded(recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch, row: Row):
+@pytest.mark.parametrize(
+    "row", [BenchRow("disk", "vllm", error="SyncError: torn"), BenchRow("disk", "vllm", rounds=2)], ids=str
+)
+def test_one_failure_and_nothing_is_recorded(recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch, row: BenchRow):
     benched(monkeypatch, disk=row)
     found = check_engine("/p/python", device="cpu")
     assert not found.passed

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from said import WrittenChat
 
-from tandem.env.adapters.math_score import MathScorer, Verdict
+from tandem.env.adapters.math_score import MathScore, MathScorer
 from tandem.env.adapters.maths import last_boxed
 from tandem.env.adapters.maths_made import word_problems
 from tandem.env.load import load_environment
@@ -174,7 +174,7 @@ def test_the_last_box_counts_with_its_braces():
 def test_an_answer_that_takes_for_ever_or_kills_the_scorer_is_wrong_and_the_next_one_is_scored(monkeypatch):
     scorer = MathScorer(timeout_s=1)
 
-    async def ask() -> list[Verdict]:
+    async def ask() -> list[MathScore]:
         first = await scorer.score("$3$", "$3$")
         assert scorer._process is not None
         tower = await scorer.score("$3$", "$9^{9^{9^{9^{9}}}}$")
@@ -184,9 +184,9 @@ def test_an_answer_that_takes_for_ever_or_kills_the_scorer_is_wrong_and_the_next
 
     started = time.monotonic()
     first, tower, dead, after = asyncio.run(ask())
-    assert first == after == Verdict(correct=True)
+    assert first == after == MathScore(correct=True)
     assert not tower.correct
-    assert dead == Verdict(correct=False, scored=False) or dead == Verdict(correct=True)
+    assert dead == MathScore(correct=False, scored=False) or dead == MathScore(correct=True)
     assert time.monotonic() - started < 30
     scorer.close()
 
@@ -194,7 +194,7 @@ def test_an_answer_that_takes_for_ever_or_kills_the_scorer_is_wrong_and_the_next
 def test_a_scorer_that_stands_still_is_ended_and_the_event_loop_goes_on(monkeypatch):
     scorer = MathScorer(timeout_s=1)
 
-    async def ask() -> tuple[Verdict, int]:
+    async def ask() -> tuple[MathScore, int]:
         await scorer.score("$3$", "$3$")
         assert scorer._process is not None
         scorer._process.send_signal(signal.SIGSTOP)
@@ -206,7 +206,7 @@ def test_a_scorer_that_stands_still_is_ended_and_the_event_loop_goes_on(monkeypa
         return await asked, ticks
 
     verdict, ticks = asyncio.run(ask())
-    assert verdict == Verdict(correct=False, scored=False)
+    assert verdict == MathScore(correct=False, scored=False)
     assert ticks > 20
     scorer.close()
 

@@ -14,7 +14,7 @@ from tandem.ops import release_host_memory
 from tandem.spec.load import parse_spec
 from tandem.train import memory_accounting
 
-_CHILD = "from tandem.ops import host_memory; print(host_memory.peak_bytes())"
+_CHILD = "from tandem.ops import release_host_memory; print(release_host_memory.peak_bytes())"
 
 
 def test_a_process_that_a_large_one_starts_is_not_counted_as_large():

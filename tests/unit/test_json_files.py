@@ -19,7 +19,7 @@ from tandem.rollout.sessions.tree import link
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.eval_files import read_evals
-from tandem.runs.lease import Lease
+from tandem.runs.lease import DirectoryLease
 from tandem.runs.liveness import read_sign
 from tandem.runs.run_ending import finished
 from tandem.runs.sweep import read_seed
@@ -71,7 +71,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "status.json": read_status,
     "status.json of a run that ended": finished,
     "status.json of a sweep": lambda run: read_seed(run, 0),
-    "epoch.json": Lease,
+    "epoch.json": DirectoryLease,
     "progress.json": read_sign,
     "evals/step-1.json": read_evals,
     "sync-map.json": lambda run: sync_status(str(run)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.errors import SyncError
-from tandem.vllm_worker.overwrite import Served
+from tandem.vllm_worker.overwrite import ServedMemory
 from tandem.vllm_worker.tensor_layout import layout_of
 
 
@@ -33,7 +33,7 @@ def test_attention_with_a_scale_is_refused_with_its_value():
 
 def test_a_scale_that_is_written_into_later_is_seen():
     made = model()
-    served = Served(layout_of(made))
+    served = ServedMemory(layout_of(made))
     served.check_derived()
     made.get_buffer("0._q_scale").fill_(0.5)
     with pytest.raises(SyncError, match=r"'0\._q_scale' is not what this engine derives any more"):

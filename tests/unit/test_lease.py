@@ -19,7 +19,7 @@ from stopwatch import Stopwatch
 from tandem.errors import RunError, RunFenced, RunOwned
 from tandem.io.jsonl import JsonlWriter, cut_back, read_jsonl
 from tandem.obs.live_view import LiveView
-from tandem.runs.lease import Lease, begin
+from tandem.runs.lease import DirectoryLease, begin
 from tandem.runs.run import Run
 from tandem.runs.run_ending import finished
 
@@ -65,20 +65,20 @@ def test_nobody_waits_for_a_process_that_was_killed_and_one_that_is_stopped_hold
         assert first_word(process) == "holds"
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(RunOwned, match=f"process {process.pid} works on this run"):
-            Lease(tmp_path)
+            DirectoryLease(tmp_path)
         process.kill()
         with Stopwatch() as watch:
-            lease = Lease(tmp_path)
+            lease = DirectoryLease(tmp_path)
         assert watch.seconds < 1
         assert lease.epoch == 2
         lease.close()
 
 
 def test_whoever_was_taken_over_is_refused_and_what_it_has_open_leads_nowhere(tmp_path: Path) -> None:
-    old, rows = Lease(tmp_path), JsonlWriter(tmp_path / "metrics.jsonl")
+    old, rows = DirectoryLease(tmp_path), JsonlWriter(tmp_path / "metrics.jsonl")
     rows.write({"step": 1})
     old.check()
-    new = Lease(tmp_path, take_over=True)
+    new = DirectoryLease(tmp_path, take_over=True)
     cut_back(tmp_path / "metrics.jsonl")
     rows.write({"step": 2})
     with pytest.raises(RunFenced, match="taken over"):
@@ -88,7 +88,7 @@ def test_whoever_was_taken_over_is_refused_and_what_it_has_open_leads_nowhere(tm
     assert json.loads((tmp_path / "epoch.json").read_text())["epoch"] == 2
     old.close()  # gives up nothing that is not its own
     with pytest.raises(RunOwned):
-        Lease(tmp_path)
+        DirectoryLease(tmp_path)
     new.close()
     rows.close()
 
@@ -108,9 +108,9 @@ def test_of_a_damaged_epoch_or_status_nothing_is_guessed(tmp_path: Path, content
     (tmp_path / "epoch.json").write_text(content)
     for _ in range(2):  # nor is the lock kept
         with pytest.raises(RunError, match=r"epoch\.json: is not what was written; if no process"):
-            Lease(tmp_path)
+            DirectoryLease(tmp_path)
     (tmp_path / "epoch.json").unlink()
-    Lease(tmp_path).close()
+    DirectoryLease(tmp_path).close()
     (tmp_path / "status.json").write_text(content.replace('{"epoch": "x"}', '"succeeded"'))
     with pytest.raises(RunError, match=r"status.json cannot be read: .*; move it away, and `tandem resume"):
         finished(tmp_path)
@@ -147,7 +147,7 @@ def test_what_a_process_logs_that_lost_the_run_is_not_in_the_log_of_the_one_that
     assert zombie.stdout.readline() == "logs\n"
     winner = Run(
         run, name="run", recipe="sft", view=LiveView("run", Console(file=io.StringIO())),
-        lease=Lease(run, take_over=True),
+        lease=DirectoryLease(run, take_over=True),
     )  # fmt: skip
     with winner:
         logging.getLogger("tandem.x").warning("of the winner")

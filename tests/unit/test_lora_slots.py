@@ -15,8 +15,8 @@ from tandem.ops.batched_copy import Copying
 from tandem.ops.digest import fingerprints
 from tandem.types import Weights
 from tandem.vllm_worker.lora_slots import SCHEME, LoraSlots
-from tandem.vllm_worker.tensor_layout import Layout, Piece
-from tandem.vllm_worker.worker import Worker
+from tandem.vllm_worker.tensor_layout import TensorLayout, TensorPiece
+from tandem.vllm_worker.worker import EngineWorker
 
 RANK, ROWS, COLS, MOST = 2, 5, 7, 4
 A, B = "base_model.model.layer.q.lora_A.weight", "base_model.model.layer.q.lora_B.weight"
@@ -54,11 +54,11 @@ class Engine:
             _load_adapter=None,
             remove_adapter=self._remove,
         )
-        piece = Piece("layer.q.weight", "layer.q.weight", torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
-        self.slots = LoraSlots(self.manager, Layout({"layer.q.weight": [piece]}, {}, None, {}), {})
+        piece = TensorPiece("layer.q.weight", "layer.q.weight", torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
+        self.slots = LoraSlots(self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, None, {}), {})
         self.slots.come_in_one_place = True
         self.source = Source()
-        self.worker: Any = object.__new__(Worker)
+        self.worker: Any = object.__new__(EngineWorker)
         vars(self.worker).update(
             _theirs=SimpleNamespace(device=torch.device("cpu")), _adapters=self.slots, _source=self.source
         )

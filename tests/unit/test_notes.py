@@ -31,7 +31,9 @@ def test_a_store_of_this_process_is_reached_however_short_the_others_deadline_is
 
     monkeypatch.setattr(control_channel, "TCPStore", Store)
     listening = socket.create_server(("127.0.0.1", 0))
-    meeting = control_channel.Meeting("broadcast", "127.0.0.1", listening.getsockname()[1], "token", 1, 2, "cpu", 1.5)
+    meeting = control_channel.ChannelAddress(
+        "broadcast", "127.0.0.1", listening.getsockname()[1], "token", 1, 2, "cpu", 1.5
+    )
     store = meeting.host_it(listening)
     assert asked[0] >= timedelta(seconds=10)
     assert store.timeout == timedelta(seconds=1.5)

@@ -9,7 +9,7 @@ import votes
 from tandem.algo import self_distill
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.online.messages import Sequence1, groups_from_wire
-from tandem.online.self_distillation import ANSWERS, Judged, answered, most_tokens
+from tandem.online.self_distillation import ANSWERS, JudgedAnswers, answered, most_tokens
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -48,7 +48,7 @@ def test_each_answer_follows_both_prompts_and_is_judged_by_its_own():
         assert ids[0] == 7, "only after the judge's prompt"
         return [-float(len(ids)) - at for at in range(len(ids) - first)]
 
-    judge = Judged(groups_from_wire(groups, "job"), score)
+    judge = JudgedAnswers(groups_from_wire(groups, "job"), score)
     assert [len(group) for group in judge.groups] == [1] * 2 * ANSWERS
     assert len({group[0].task_id for group in judge.groups}) == 2 * ANSWERS
     credit = self_distill.make(judge, advantage_clip=0.0).credit(judge.groups)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tandem.online import gates
-from tandem.online.regression_watch import Watch
-from tandem.online.weight_deltas import Change
+from tandem.online.regression_watch import RegressionWatch
+from tandem.online.weight_deltas import WeightChange
 from tandem.spec.online_gates import WatchSpec
 
 NAN, INF = float("nan"), float("inf")
@@ -57,9 +57,9 @@ def test_a_gate_that_sees_no_number_is_closed():
         gates.kl([([-1.0], [NAN])], limit=9.0),
         gates.kl([([-1.0], [-INF])], limit=9.0),
         gates.canary("c", expected_ids=[1], said_ids=None, before=[-1.0], after=[NAN], max_drop=9.0),
-        gates.update_norm(Change(NAN, NAN, 1, 2), max_relative=9.0),
-        gates.finite(Change(1.0, 1.0, 1, 2), [1.0, NAN]),
-        gates.finite(Change(1.0, 1.0, 1, 2, ["lm_head.weight"]), [1.0]),
+        gates.update_norm(WeightChange(NAN, NAN, 1, 2), max_relative=9.0),
+        gates.finite(WeightChange(1.0, 1.0, 1, 2), [1.0, NAN]),
+        gates.finite(WeightChange(1.0, 1.0, 1, 2, ["lm_head.weight"]), [1.0]),
     ]
     assert not any(each.passed for each in verdicts)
     for each in verdicts:
@@ -82,7 +82,7 @@ def test_a_canary_is_exact_or_as_likely_as_before():
 
 
 def test_norms_and_the_sentence_of_them_all():
-    change = Change(norm=3.0, relative=0.06, changed=10, total=40)
+    change = WeightChange(norm=3.0, relative=0.06, changed=10, total=40)
     all_ = [
         gates.update_norm(change, max_relative=0.05),
         gates.finite(change, [1.0]),
@@ -99,8 +99,8 @@ def test_norms_and_the_sentence_of_them_all():
 # --- the watch
 
 
-def watched(**options: float | str) -> Watch:
-    watch = Watch(WatchSpec(metric="reward", **options))  # pyright: ignore[reportArgumentType]
+def watched(**options: float | str) -> RegressionWatch:
+    watch = RegressionWatch(WatchSpec(metric="reward", **options))  # pyright: ignore[reportArgumentType]
     watch.activated(1)
     return watch
 

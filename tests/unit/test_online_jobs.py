@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.errors import Conflict, KeyReused, NotKnown, QueueFull
-from tandem.online.job_store import JobStore, Once
+from tandem.io.request_key import RequestKey
+from tandem.online.job_store import JobStore
 from tandem.online.messages import Sequence1, Teaching
 
 TEACHING = Teaching("sft", 1e-3, 2, "full", 0)
@@ -29,7 +30,7 @@ def play(directory: Path, work: Callable[[JobStore], Awaitable[Any]], **options:
 
 
 async def add(store: JobStore, key: str, body: bytes = b"body") -> str:
-    once = Once(key, body)
+    once = RequestKey(key, body)
     return (await store.add(GROUPS, TEACHING, who="me", source="s", said=b'["x"]', once=once))["id"]
 
 

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.online.job_store import Job, JobStore, Once
+from tandem.io.request_key import RequestKey
+from tandem.online.job_store import Job, JobStore
 from tandem.online.messages import Sequence1, Teaching
 from tandem.online.replay_memory import JobMemory
 from tandem.spec.online_gates import ReplaySpec
@@ -20,7 +21,7 @@ def sample(number: int) -> list[list[Sequence1]]:
 
 async def publish(store: JobStore, number: int, memory: JobMemory | None = None) -> Job:
     teaching = Teaching("sft", 1e-3, 10, "full", 0)
-    once = Once(f"key {number} {len(store.jobs(99))}", b"")
+    once = RequestKey(f"key {number} {len(store.jobs(99))}", b"")
     told = await store.add(sample(number), teaching, who="me", source="s", said=b"[]", once=once)
     job = await store.begin(told["id"])
     await store.commit(job, "digest", 1, {})

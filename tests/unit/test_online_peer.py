@@ -12,7 +12,7 @@ import pytest
 
 from tandem.errors import CheckpointDamaged, SyncTimeout
 from tandem.io import json_frames
-from tandem.online.messages import Asked, Cancel, Load, Progress, Question, Sequence1, decode, from_wire, to_wire
+from tandem.online.messages import Asked, Cancel, JobProgress, Load, Question, Sequence1, decode, from_wire, to_wire
 from tandem.online.rpc import HalfLost, Peer
 from tandem.types import NO_VERSION, Trajectory
 
@@ -78,7 +78,7 @@ def test_whoever_waits_hears_that_the_other_half_is_gone():
             await waiting
         with pytest.raises(HalfLost):
             await one.ask(Load(3))
-        one.tell(Progress("x", 1, 1, {}))
+        one.tell(JobProgress("x", 1, 1, {}))
 
     joined(handle, play)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.online import bit_planes, delta_codec
-from tandem.online.weight_deltas import Held, Update, digest_of_all, make, size_of_change, walk
+from tandem.online.weight_deltas import HeldVersion, Update, digest_of_all, make, size_of_change, walk
 from tandem.ops import digest
 
 Tensors = dict[str, Tensor]
@@ -53,7 +53,7 @@ def there(*updates: Update) -> list[Callable[[], Update]]:
 
 
 def history(nudge: Callable[[Tensors, int], None], start: Tensors, steps: int) -> tuple[list[Tensors], list[Update]]:
-    live, held = copied(start), Held.copy_of(0, start)
+    live, held = copied(start), HeldVersion.copy_of(0, start)
     states, updates = [copied(live)], list[Update]()
     for version in range(1, steps + 1):
         nudge(live, version)
@@ -78,19 +78,19 @@ def test_every_bit_pattern_comes_back_in_both_directions(name: str, share: float
             raw[where] = random_bits(dtype, (len(raw),)).view(torch.uint8).view(-1, dtype.itemsize)[where]
 
     states, updates = history(nudge, start, 3)
-    held = Held.copy_of(0, start)
+    held = HeldVersion.copy_of(0, start)
     walk(held, there(*updates))
     assert same(dict(held.tensors), states[3])
     walk(held, there(*updates[::-1]), threads=2)
     assert same(dict(held.tensors), states[0])
-    assert held.numbers == Held.of(0, states[0]).numbers
+    assert held.numbers == HeldVersion.of(0, states[0]).numbers
 
 
 def test_a_step_of_one_unit_wraps_where_the_bits_do():
     start = {"a": torch.tensor([-1, 0, 32767, -32768], dtype=torch.int16).view(torch.bfloat16).repeat(8)}
     after = {"a": start["a"].clone()}
     after["a"].view(torch.int16)[:2] = torch.tensor([32767, -32768], dtype=torch.int16)
-    held = Held.copy_of(0, start)
+    held = HeldVersion.copy_of(0, start)
     update = make(1, held, after, {})
     assert same(dict(held.tensors), after)
     walk(held, there(update))
@@ -99,7 +99,7 @@ def test_a_step_of_one_unit_wraps_where_the_bits_do():
 
 def test_16_bit_weights_that_all_change_take_16_bits_each():
     start = {"a": random_bits(torch.bfloat16, (600,))}
-    held = Held.copy_of(0, start)
+    held = HeldVersion.copy_of(0, start)
     (piece,) = make(1, held, {"a": random_bits(torch.bfloat16, (600,))}, {}).pieces
     assert piece.coded == "all"
     assert piece.sizes == {"bits.low16": 1200}
@@ -171,7 +171,7 @@ def test_a_plane_that_is_cut_is_refused(name: str):
     start = {"w": torch.arange(20_000, dtype=torch.int16)}
     after = {"w": start["w"].clone()}
     after["w"][5::1700] += torch.arange(1, 13, dtype=torch.int16)
-    (piece,) = make(1, Held.copy_of(0, start), after, {}).pieces
+    (piece,) = make(1, HeldVersion.copy_of(0, start), after, {}).pieces
     whole = piece.planes_on(torch.device("cpu"))
     cut = {key: plane[:-1] if key.startswith(name) else plane for key, plane in whole.items()}
     assert [len(plane) for plane in cut.values()] != [len(plane) for plane in whole.values()]
@@ -185,7 +185,7 @@ def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_sec
     for dtype, lr in ((torch.bfloat16, 1e-6), (torch.float32, 1e-6), (torch.float32, 3e-3)):
         start = {name: tensor.to(dtype) for name, tensor in master.items()}
         states, updates = history(lr_step(copied(master), lr), start, 10)
-        held, best = Held.copy_of(10, states[10]), 9.0
+        held, best = HeldVersion.copy_of(10, states[10]), 9.0
         for _ in range(3):
             started = time.process_time()
             walk(held, there(*updates[::-1]))
@@ -198,7 +198,7 @@ def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_sec
 def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
     fused = torch.randn(96, 32)
     live = {"q": fused[:64], "k": fused[64:], "turned": torch.randn(16, 8).t()}
-    held = Held.of(0, live)
+    held = HeldVersion.of(0, live)
     after = {name: tensor + (torch.rand(tensor.shape) < 0.1) * 1e-3 for name, tensor in live.items()}
     make(1, held, after, {})
     assert torch.equal(fused[:64], after["q"])
@@ -222,13 +222,13 @@ def test_large_tensors_are_taken_in_parts_of_different_kinds(monkeypatch: pytest
     states, updates = history(nudge, start, 6)
     assert {piece.coded for update in updates for piece in update.pieces} == {"some", "all"}
     assert max(len(update.pieces) for update in updates) > 3
-    held = Held.copy_of(6, states[6])
+    held = HeldVersion.copy_of(6, states[6])
     for there_, version in ((updates[2:], 2), (updates[2:4], 4), (updates[:4], 0), (updates, 6)):
         way = there_ if version > held.version else there_[::-1]
         walk(held, there(*way), threads=2)
         assert held.version == version
         assert same(dict(held.tensors), states[version])
-        assert held.numbers == Held.of(version, states[version]).numbers
+        assert held.numbers == HeldVersion.of(version, states[version]).numbers
 
 
 def test_digests_of_elements_that_changed_are_those_of_the_whole_tensors():
@@ -240,14 +240,14 @@ def test_digests_of_elements_that_changed_are_those_of_the_whole_tensors():
         width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[dtype.itemsize]
         old_N, new_N = before.view(-1).view(width), after.view(-1).view(width)
         index_N = (old_N != new_N).nonzero().squeeze(1)
-        change = digest.Change("t", len(old_N) // 9, index_N, old_N[index_N], new_N[index_N])
+        change = digest.ElementChange("t", len(old_N) // 9, index_N, old_N[index_N], new_N[index_N])
         moved = digest.changes([change])[0]
         assert (digest.piece(before, "t") + moved) % 2**64 == digest.piece(after, "t"), dtype
 
 
 def test_nothing_changed_is_an_update_too():
     start = weights()
-    held = Held.copy_of(4, start)
+    held = HeldVersion.copy_of(4, start)
     update = make(5, held, copied(start), {"why": "a job without effect"})
     assert (update.changed, list(update.pieces), update.touched) == (0, [], {})
     walk(held, there(update))
@@ -257,7 +257,7 @@ def test_nothing_changed_is_an_update_too():
 def test_an_update_of_another_format_is_refused_and_says_what_to_do():
     start, live = weights(), copied(weights())
     live["embed"] += 1
-    update = make(1, Held.copy_of(0, start), live, {})
+    update = make(1, HeldVersion.copy_of(0, start), live, {})
     for head in ({**update.head(), "format": 3}, {key: told for key, told in update.head().items() if key != "format"}):
         with pytest.raises(
             CheckpointError, match="this Tandem reads 2: go on with the release that wrote it"
@@ -269,12 +269,12 @@ def test_an_update_of_another_format_is_refused_and_says_what_to_do():
 def test_an_update_survives_as_json_and_bytes():
     start, live = weights(), copied(weights())
     live["embed"][3, :5] += 1
-    update = make(1, Held.copy_of(0, start), live, {"job": "j1"})
+    update = make(1, HeldVersion.copy_of(0, start), live, {"job": "j1"})
     again = Update.from_head(json.loads(json.dumps(update.head())), [piece.raw for piece in update.pieces])
-    held = Held.copy_of(0, start)
+    held = HeldVersion.copy_of(0, start)
     walk(held, there(again))
     assert same(dict(held.tensors), live)
-    assert (again.notes, again.digest) == ({"job": "j1"}, digest_of_all(Held.of(0, live).numbers))
+    assert (again.notes, again.digest) == ({"job": "j1"}, digest_of_all(HeldVersion.of(0, live).numbers))
 
 
 # --- what must not happen
@@ -286,34 +286,34 @@ def two_updates() -> tuple[list[Tensors], list[Update]]:
 
 def test_an_update_to_another_version_is_refused_and_leaves_everything_as_it_was():
     states, updates = two_updates()
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointError, match="leads from version 1 to 2, and these weights are of version 0"):
         walk(held, there(updates[1]))
     with pytest.raises(CheckpointError, match="are of version 2"):
         walk(held, there(updates[0], updates[1], updates[0]))
     assert held.version == 0
     assert same(dict(held.tensors), states[0])
-    assert held.numbers == Held.of(0, states[0]).numbers
+    assert held.numbers == HeldVersion.of(0, states[0]).numbers
 
 
 def test_weights_that_somebody_wrote_to_are_noticed_before_and_after():
     states, updates = two_updates()
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     held.tensors["embed"][0, 0] += 1  # behind its back
     with pytest.raises(CheckpointDamaged, match="'embed'"):
         walk(held, there(updates[0]))
-    lied = Held(0, states[0], {**Held.of(0, states[0]).numbers, "embed": 7})
+    lied = HeldVersion(0, states[0], {**HeldVersion.of(0, states[0]).numbers, "embed": 7})
     with pytest.raises(CheckpointError, match="written to"):
         walk(lied, there(updates[0]))
     with pytest.raises(CheckpointDamaged, match="'embed'"):  # and so is a stale copy when an update is made
-        make(3, Held(0, copied(states[1]), Held.of(0, states[0]).numbers), states[2], {})
+        make(3, HeldVersion(0, copied(states[1]), HeldVersion.of(0, states[0]).numbers), states[2], {})
 
 
 def test_a_piece_that_cannot_be_read_leaves_everything_as_it_was():
     states, updates = two_updates()
     last = updates[1].pieces[-1]
     broken = replace(updates[1], pieces=[*updates[1].pieces[:-1], replace(last, raw=last.raw[:-8])])
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointDamaged, match="plane"):
         walk(held, there(updates[0], broken))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
@@ -324,7 +324,7 @@ def test_steps_that_lead_elsewhere_are_taken_back():
     name = next(iter(updates[1].touched))
     before, after = updates[1].touched[name]
     wrong = replace(updates[1], touched={**updates[1].touched, name: (before, after ^ 1)})
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointDamaged, match="stay at version 0"):
         walk(held, there(updates[0], wrong))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
@@ -341,7 +341,7 @@ def test_steps_and_flipped_bits_are_taken_back_in_their_order():
     assert [update.pieces[0].coded for update in updates] == ["some", "all", "all"]
     before, after = updates[2].touched["a"]
     wrong = replace(updates[2], touched={"a": (before, after ^ 1)})
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointDamaged, match="stay at version 0"):
         walk(held, there(updates[0], updates[1], wrong))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
@@ -349,7 +349,7 @@ def test_steps_and_flipped_bits_are_taken_back_in_their_order():
 
 def test_other_models_are_refused():
     states, _ = two_updates()
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointError, match="another model or precision"):
         make(1, held, {name: tensor.float() for name, tensor in states[0].items()}, {})
     with pytest.raises(CheckpointError, match="another model or precision"):
@@ -358,7 +358,7 @@ def test_other_models_are_refused():
 
 def test_a_dropped_job_leaves_no_bit_behind():
     start = weights()
-    held, live = Held.copy_of(0, start), copied(start)
+    held, live = HeldVersion.copy_of(0, start), copied(start)
     for tensor in live.values():
         tensor.mul_(3)
     held.restore(live)
@@ -367,19 +367,19 @@ def test_a_dropped_job_leaves_no_bit_behind():
 
 def test_weights_that_are_moved_themselves_take_what_rests_along():
     states, updates = two_updates()
-    held, live = Held.copy_of(2, states[2]), copied(states[2])
+    held, live = HeldVersion.copy_of(2, states[2]), copied(states[2])
     home = held.tensors
     with held.within(live):
         walk(held, there(*updates[::-1]))
     assert (held.version, held.tensors) == (0, home)
     assert same(dict(held.tensors), states[0])
     assert same(live, states[0])
-    assert held.numbers == Held.of(0, states[0]).numbers
+    assert held.numbers == HeldVersion.of(0, states[0]).numbers
 
 
 def test_weights_whose_move_fails_are_as_they_were():
     states, updates = two_updates()
-    held, live = Held.copy_of(2, states[2]), copied(states[2])
+    held, live = HeldVersion.copy_of(2, states[2]), copied(states[2])
     numbers = dict(held.numbers)
 
     def moved(way: Sequence[Update], error: BaseException | None = None) -> None:
@@ -400,7 +400,7 @@ def test_weights_whose_move_fails_are_as_they_were():
 def test_weights_that_are_not_what_they_are_taken_for_are_made_that_before_they_move():
     """Digests that are followed element by element would fit in the end."""
     start = {"a": torch.randn(200, 200, generator=torch.Generator().manual_seed(0))}
-    live, held = copied(start), Held.copy_of(0, start)
+    live, held = copied(start), HeldVersion.copy_of(0, start)
     live["a"][3, :5] += 1
     update = make(1, held, live, {})
     live["a"][0, 0] += 7
@@ -415,11 +415,11 @@ def test_places_beyond_a_tensor_leave_everything_as_it_was():
     index, piece = next((n, each) for n, each in enumerate(updates[1].pieces) if each.coded == "some")
     odd = replace(piece, parts=[(name, start + 10**9, count) for name, start, count in piece.parts])
     broken = replace(updates[1], pieces=[*updates[1].pieces[:index], odd, *updates[1].pieces[index + 1 :]])
-    held = Held.copy_of(0, states[0])
+    held = HeldVersion.copy_of(0, states[0])
     with pytest.raises((IndexError, RuntimeError)):
         walk(held, there(updates[0], broken))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
-    assert held.numbers == Held.of(0, states[0]).numbers
+    assert held.numbers == HeldVersion.of(0, states[0]).numbers
 
 
 def test_the_size_of_a_change_in_closed_form():

@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.io import sealed_directory
 from tandem.online.version_store import VersionStore
-from tandem.online.weight_deltas import Held
+from tandem.online.weight_deltas import HeldVersion
 
 Tensors = dict[str, Tensor]
 
@@ -37,7 +37,7 @@ class Rig:
         self.live = start()
         self.bits: dict[int, Tensors] = {0: self._copy()}
         self.store.anchor(0, self.live, state(0), {"made_of": "preset"})
-        self.held = Held.copy_of(0, self.live)
+        self.held = HeldVersion.copy_of(0, self.live)
 
     def train(self, version: int, anchor: bool = False) -> None:
         """From whatever `held` is, with all kinds of changes."""
@@ -53,7 +53,7 @@ class Rig:
     def _copy(self) -> Tensors:
         return {name: tensor.clone() for name, tensor in self.live.items()}
 
-    def is_at(self, held: Held, version: int) -> bool:
+    def is_at(self, held: HeldVersion, version: int) -> bool:
         return held.version == version and all(torch.equal(held.tensors[n], t) for n, t in self.bits[version].items())
 
 
@@ -80,7 +80,7 @@ def test_every_version_is_made_again_in_another_process_s_store_to_the_bit(rig: 
     for version in rig.bits:
         loaded = other.load(version)
         assert rig.is_at(loaded.held, version)
-        assert loaded.held.numbers == Held.of(version, rig.bits[version]).numbers
+        assert loaded.held.numbers == HeldVersion.of(version, rig.bits[version]).numbers
         anchor = 3 if version in (3, 4, 5) else 0
         assert loaded.state_version == anchor
         assert loaded.state is not None
@@ -146,7 +146,7 @@ def test_any_version_is_reached_from_any_other_in_place(rig: Rig):
         assert rig.is_at(held, version)
     fused = {"w": torch.zeros(128, 64, dtype=torch.bfloat16)[32:96], "n": torch.zeros(16)}
     held.restore(fused)
-    live = Held.of(7, fused)
+    live = HeldVersion.of(7, fused)
     rig.store.move(live, 4)  # straight in memory that somebody else reads
     assert torch.equal(fused["w"], rig.bits[4]["w"])
 
@@ -166,7 +166,7 @@ def test_what_is_written_is_counted(tmp_path: Path):
     written = rig.store.update(1, rig.held, rig.live)
     assert (written.version, written.changed, written.total) == (1, 7, 64 * 64 + 16)
     assert written.size_bytes == sum(each.stat().st_size for each in (tmp_path / "update-000001-from-000000").iterdir())
-    assert written.digest == Held.of(1, rig.live).digest == rig.held.digest
+    assert written.digest == HeldVersion.of(1, rig.live).digest == rig.held.digest
     assert written.seconds > 0
 
 
@@ -191,7 +191,7 @@ def test_a_number_is_never_used_twice(rig: Rig):
 
 def test_an_update_follows_a_version_that_is_there(rig: Rig):
     with pytest.raises(CheckpointError, match="version 9, that 12 is to follow, was never written"):
-        rig.store.update(12, Held.copy_of(9, rig.live), rig.live)
+        rig.store.update(12, HeldVersion.copy_of(9, rig.live), rig.live)
 
 
 def test_an_anchor_of_other_weights_than_the_version_s_is_refused(rig: Rig):
@@ -287,7 +287,7 @@ def test_where_no_way_leads_there_a_version_is_read_from_its_anchor(rig: Rig):
     assert "no updates lead from version 7 to 5 (update-000003-from-000002: " in why
     assert rig.is_at(held, 5)
     assert held.tensors["w"] is memory
-    assert held.numbers == Held.of(5, rig.bits[5]).numbers
+    assert held.numbers == HeldVersion.of(5, rig.bits[5]).numbers
 
 
 def test_where_nothing_is_whole_it_says_so(tmp_path: Path):

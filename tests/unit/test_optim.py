@@ -130,7 +130,7 @@ def test_state_of_another_model_or_precision_is_refused_by_name() -> None:
     state = optimizer.state()
     with pytest.raises(CheckpointError, match=r"1 entries .* 'b\|step'"):
         optimizer.load({**state, "b|step": torch.tensor(0)})
-    split = masters.Split()
+    split = masters.SplitMaster()
     live = split.adopt("a", torch.zeros(2, 2))
     with pytest.raises(CheckpointError, match=r"'a\|master'"):
         make([("a", live)], master=split).load(state)

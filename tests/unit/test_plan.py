@@ -286,7 +286,7 @@ def test_room_for_checkpoints_is_planned_where_they_are_saved_beside_training():
     assert save.peak_gib == pytest.approx(always + copies + CPU.context_gib, rel=0.001)
 
 
-def batch(spec: Any, model: training.Model, rows: int, length: int) -> Any:
+def batch(spec: Any, model: training.BuiltModel, rows: int, length: int) -> Any:
     rng = random.Random(0)
     trained, zeros = [False] + [True] * (length - 1), [0.0] * length
     groups = [
@@ -333,7 +333,7 @@ def test_an_engine_in_a_process_of_its_own_is_no_part_of_the_trainer_s():
 
 
 def test_where_a_host_s_memory_is_not_given_back_nothing_takes_another_part_s_place():
-    parts = sizes.Parts(10.0, 5.0, 2.0, 1, 1.0, 0.5, 0.5, 0.25)
+    parts = sizes.MemoryParts(10.0, 5.0, 2.0, 1, 1.0, 0.5, 0.5, 0.25)
     assert sizes.heaped(parts, scattered=False) == 10 + 5 + 1 + 2 + 0.25
     assert sizes.heaped(parts, scattered=True) == 10 + 2 * 5 + 1 + 2 + 0.25
 
@@ -416,7 +416,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path):
 
 
 def test_the_parts_are_put_together_in_one_place():
-    parts = sizes.Parts(10.0, 5.0, 2.0, 1, 1.0, 1.0, 0.5, 0.25)
+    parts = sizes.MemoryParts(10.0, 5.0, 2.0, 1, 1.0, 1.0, 0.5, 0.25)
     assert sizes.peak(parts) == 16.5
     assert sizes.state_bytes("apollo", (8, 4), 2) == 4 * (2 * prod((2, 8)) + 2)
 

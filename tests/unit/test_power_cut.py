@@ -12,12 +12,12 @@ import pytest
 
 from powercut import Cut, Disk
 from tandem.io import atomic_write
-from tandem.io.append_only_segments import Place, Segments
+from tandem.io.append_only_segments import SegmentPlace, Segments
 from tandem.io.jsonl import JsonlWriter, read_jsonl
 from tandem.io.sqlite_store import Durable
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.lease import Lease, begin
+from tandem.runs.lease import DirectoryLease, begin
 
 SCHEMA = ("CREATE TABLE rows (id INTEGER PRIMARY KEY, segment, offset, length, crc)",)
 
@@ -79,7 +79,7 @@ def test_of_a_run_its_spec_its_epoch_its_rows_and_its_checkpoints_stay(disk: Dis
     run = disk.root / "runs" / "run"
     begin(run, "recipe = 'rl'")
     disk.ack("begun")
-    lease = Lease(run)
+    lease = DirectoryLease(run)
     rows, checkpoints = JsonlWriter(run / "metrics.jsonl"), Checkpoints(run)
     for version in (1, 2):
         rows.write({"step": version})
@@ -96,7 +96,7 @@ def test_of_a_run_its_spec_its_epoch_its_rows_and_its_checkpoints_stay(disk: Dis
         if not cut.acked:
             return
         assert (there / "spec.toml").read_text() == "recipe = 'rl'"
-        Lease(there).close()
+        DirectoryLease(there).close()
         saved = Checkpoints(there)
         found = saved.newest()
         assert saved.set_aside == []
@@ -110,12 +110,12 @@ def test_of_a_run_its_spec_its_epoch_its_rows_and_its_checkpoints_stay(disk: Dis
 
 def test_an_epoch_is_never_given_twice(disk: Disk, tmp_path: Path):
     for _ in range(3):
-        lease = Lease(disk.root)
+        lease = DirectoryLease(disk.root)
         disk.ack(lease.epoch)
         lease.close()
 
     def check(place: Path, cut: Cut) -> None:
-        lease = Lease(place)
+        lease = DirectoryLease(place)
         assert lease.epoch > newest(cut.acked)
         lease.close()
 
@@ -149,7 +149,7 @@ def test_what_the_index_points_at_is_in_its_files(disk: Disk, tmp_path: Path, ro
             return
         files = Segments(place / "data" / "segments", reserve_bytes=0)
         store = Durable(place / "data", SCHEMA, files=files)
-        found = {row[0]: Place(*row[1:]) for row in store.read("SELECT * FROM rows")}
+        found = {row[0]: SegmentPlace(*row[1:]) for row in store.read("SELECT * FROM rows")}
         assert found.keys() >= set(cut.acked)
         files.keep_only(found.values())
         for number, each in found.items():

@@ -20,7 +20,7 @@ from tandem.rollout.sessions.store import SessionStore
 from tandem.rollout.sessions.tree import Session
 from tandem.runs.artifacts import ArtifactStore
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.lease import Lease, begin
+from tandem.runs.lease import DirectoryLease, begin
 from tandem.serve.http.run import Listen
 from tandem.serve.online.keys import Keys
 
@@ -81,7 +81,7 @@ def test_a_run_s_directory_decides_and_what_is_in_it_follows_the_umask(shared: P
     """So that its owner can open it to a group by one command (docs/runs.md)."""
     run = shared / "runs" / "run"
     begin(run, "recipe = 'rl'")
-    Lease(run).close()
+    DirectoryLease(run).close()
     append_jsonl(run / "samples.jsonl", {"text": "an answer"})
     Checkpoints(run).write(1, lambda directory: (directory / "weights").touch(), {})
     assert readable_by_others(shared) == []

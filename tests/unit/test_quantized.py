@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def built(path: str, base: Any, precision: Any = None, **options: Any) -> training.Model:
+def built(path: str, base: Any, precision: Any = None, **options: Any) -> training.BuiltModel:
     lora = LoraSpec(rank=4, base=base)
     return training.model(PathModel(path=path, lora=lora, **options), precision or Float32Precision(), 0, CPU)
 

@@ -12,7 +12,8 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged, settle
 
 from tandem.errors import Conflict, Fenced, GroupRefused, NotKnown, QueueFull, Starved, StoreFull
-from tandem.rollout.queue.types import EnvironmentSpec, Once, TrainerSpec
+from tandem.io.request_key import RequestKey
+from tandem.rollout.queue.types import RegisteredEnvironment, TrainerSpec
 from tandem.rollout.wire import codec
 
 SEQUENCES = TrainerSpec("run", sequences_per_step=8, max_lag=-1)
@@ -339,7 +340,7 @@ def test_a_minimum_share_holds_whatever_the_weights(tmp_path: Path):
         assert taken["b"] == pytest.approx(15, abs=2)
         assert taken["a"] > 40
         with pytest.raises(Conflict, match=r"add up to 1\.05"):
-            await rig.queue.register_environment(EnvironmentSpec("d", min_share=0.8))
+            await rig.queue.register_environment(RegisteredEnvironment("d", min_share=0.8))
 
     rigged(tmp_path, scenario)
 
@@ -405,10 +406,10 @@ def test_a_ticket_that_is_played_for_too_long_does_not_hold_up_the_rest(tmp_path
 def test_an_environment_that_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], error: type[Exception]):
     async def scenario(rig: Rig) -> None:
         with pytest.raises(Conflict, match="no trainer"):
-            await rig.queue.register_environment(EnvironmentSpec("a"))
+            await rig.queue.register_environment(RegisteredEnvironment("a"))
         await rig.begin(dataclasses.replace(RUN, tokenizer="this"))
         with pytest.raises(error):
-            await rig.queue.register_environment(EnvironmentSpec(**({"name": "a"} | options)))
+            await rig.queue.register_environment(RegisteredEnvironment(**({"name": "a"} | options)))
 
     rigged(tmp_path, scenario)
 
@@ -474,10 +475,10 @@ def test_a_full_disk_changes_nothing_and_the_queue_goes_on(tmp_path: Path):
         rig.queue._segments._reserve_bytes = 2**60
         for options in ({}, {"ticket": ticket}):
             with pytest.raises(StoreFull):
-                await rig.put(**options, once=Once(f"k{len(options)}", b""))
+                await rig.put(**options, once=RequestKey(f"k{len(options)}", b""))
         rig.queue._segments._reserve_bytes = 0
         assert rig.queue.queued == 0
-        await rig.put("late", ticket=ticket, once=Once("k1", b""))
+        await rig.put("late", ticket=ticket, once=RequestKey("k1", b""))
         assert names(await rig.take(1)) == ["late"]
 
     rigged(tmp_path, scenario)

@@ -10,22 +10,27 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged
 
 from tandem.errors import Conflict, KeyReused, StoreOwned
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue.queue import RolloutQueue
-from tandem.rollout.queue.types import EnvironmentSpec, Once
+from tandem.rollout.queue.types import RegisteredEnvironment
 
 
 def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin(dataclasses.replace(RUN, groups_per_step=4))
         a = rig.environments["a"]
-        seat = EnvironmentSpec("b")
+        seat = RegisteredEnvironment("b")
         for restart in (False, True):
             if restart:
                 await rig.again()
             both = [
-                await asyncio.gather(rig.admit(2, once=Once("admit", b"1")), rig.admit(2, once=Once("admit", b"1"))),
-                await asyncio.gather(rig.put("x", once=Once("put", b"1")), rig.put("x", once=Once("put", b"1"))),
-                [await rig.queue.register_environment(seat, once=Once("seat", b"1")) for _ in range(2)],
+                await asyncio.gather(
+                    rig.admit(2, once=RequestKey("admit", b"1")), rig.admit(2, once=RequestKey("admit", b"1"))
+                ),
+                await asyncio.gather(
+                    rig.put("x", once=RequestKey("put", b"1")), rig.put("x", once=RequestKey("put", b"1"))
+                ),
+                [await rig.queue.register_environment(seat, once=RequestKey("seat", b"1")) for _ in range(2)],
             ]
             assert [one for one, other in both if one != other] == []
             if not restart:
@@ -34,19 +39,19 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
         assert rig.queue.queued == 1
         tickets = first[0][0]
         for _ in range(2):
-            await rig.queue.drop(a, tickets[0], "no_signal", once=Once("drop", b"1"))
-            await rig.put("y", ticket=tickets[1], once=Once("ticket", b"1"))
+            await rig.queue.drop(a, tickets[0], "no_signal", once=RequestKey("drop", b"1"))
+            await rig.put("y", ticket=tickets[1], once=RequestKey("ticket", b"1"))
         for _ in range(2):
-            assert names(await rig.take(1, once=Once("take", b"1"))) == ["y"]
-        lease = await rig.take(1, once=Once("take", b"1"))
+            assert names(await rig.take(1, once=RequestKey("take", b"1"))) == ["y"]
+        lease = await rig.take(1, once=RequestKey("take", b"1"))
         assert lease is not None
         for _ in range(2):
-            assert await rig.queue.ack(rig.epoch, [lease.id], once=Once("ack", b"1")) == 1
+            assert await rig.queue.ack(rig.epoch, [lease.id], once=RequestKey("ack", b"1")) == 1
             assert await rig.queue.ack(rig.epoch, [lease.id]) == 0
-            await rig.queue.release(rig.epoch, 1, once=Once("release", b"1"))
+            await rig.queue.release(rig.epoch, 1, once=RequestKey("release", b"1"))
         assert rig.queue.status()["queue"]["held"] == 1
         with pytest.raises(Conflict, match="ended since"):
-            await rig.take(1, once=Once("take", b"1"))
+            await rig.take(1, once=RequestKey("take", b"1"))
 
     rigged(tmp_path, scenario)
 
@@ -54,9 +59,9 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
 def test_the_same_key_for_something_else_is_refused(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
-        await rig.put(once=Once("k", b"1"))
+        await rig.put(once=RequestKey("k", b"1"))
         with pytest.raises(KeyReused, match="'k'"):
-            await rig.put(once=Once("k", b"2"))
+            await rig.put(once=RequestKey("k", b"2"))
         assert rig.queue.queued == 1
 
     rigged(tmp_path, scenario)
@@ -67,9 +72,9 @@ def test_a_release_that_comes_again_after_a_later_version_is_answered_as_before(
         await rig.begin()
         await rig.put()
         await rig.take(1, version=0)
-        await rig.queue.release(rig.epoch, 1, version=1, once=Once("release", b"1"))
+        await rig.queue.release(rig.epoch, 1, version=1, once=RequestKey("release", b"1"))
         await rig.queue.announce_version(rig.epoch, 2)
-        await rig.queue.release(rig.epoch, 1, version=1, once=Once("release", b"1"))
+        await rig.queue.release(rig.epoch, 1, version=1, once=RequestKey("release", b"1"))
         assert rig.queue.version == 2
 
     rigged(tmp_path, scenario)
@@ -79,12 +84,12 @@ def test_a_key_that_failed_may_come_again(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         with pytest.raises(Conflict):
-            await rig.put(ticket=77, once=Once("k", b"1"))
-        await rig.put(once=Once("k", b"2"))
-        assert await rig.take(1, once=Once("t", b"")) is not None
-        assert await rig.take(1, once=Once("u", b"")) is None  # nothing was decided, so nothing is remembered
+            await rig.put(ticket=77, once=RequestKey("k", b"1"))
+        await rig.put(once=RequestKey("k", b"2"))
+        assert await rig.take(1, once=RequestKey("t", b"")) is not None
+        assert await rig.take(1, once=RequestKey("u", b"")) is None  # nothing was decided, so nothing is remembered
         await rig.put("late")
-        assert names(await rig.take(1, once=Once("u", b""))) == ["late"]
+        assert names(await rig.take(1, once=RequestKey("u", b""))) == ["late"]
 
     rigged(tmp_path, scenario)
 
@@ -92,9 +97,9 @@ def test_a_key_that_failed_may_come_again(tmp_path: Path):
 def test_a_key_is_forgotten_after_its_time(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
-        await rig.put(once=Once("short", b"1", keep_s=0.01))
+        await rig.put(once=RequestKey("short", b"1", keep_s=0.01))
         await asyncio.sleep(0.02)
-        await rig.put(once=Once("short", b"1", keep_s=0.01))
+        await rig.put(once=RequestKey("short", b"1", keep_s=0.01))
         assert rig.queue.queued == 2
 
     rigged(tmp_path, scenario)
@@ -103,18 +108,18 @@ def test_a_key_is_forgotten_after_its_time(tmp_path: Path):
 def test_a_client_that_left_gets_its_ticket_and_its_batch_by_asking_again(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
-        leaving = asyncio.create_task(rig.admit(once=Once("k", b"1")))
+        leaving = asyncio.create_task(rig.admit(once=RequestKey("k", b"1")))
         while not rig.queue._state.playing:  # it is decided, and not written
             await asyncio.sleep(0)
         leaving.cancel()
-        (ticket,) = await rig.admit(once=Once("k", b"1"))
+        (ticket,) = await rig.admit(once=RequestKey("k", b"1"))
         assert rig.queue.status()["queue"]["playing"] == 1
         await rig.put("x", ticket=ticket)
-        leaving = asyncio.create_task(rig.take(1, once=Once("t", b"1")))
+        leaving = asyncio.create_task(rig.take(1, once=RequestKey("t", b"1")))
         while not rig.queue._state.leases:
             await asyncio.sleep(0)
         leaving.cancel()
-        assert names(await rig.take(1, once=Once("t", b"1"))) == ["x"]
+        assert names(await rig.take(1, once=RequestKey("t", b"1"))) == ["x"]
         assert rig.queue.status()["queue"]["leases"] == 1
 
     rigged(tmp_path, scenario)

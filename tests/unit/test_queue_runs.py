@@ -13,8 +13,9 @@ import pytest
 from queue_rig import RUN, Rig, group, names, rigged, settle
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, QueueFull
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue.state import EnvironmentState
-from tandem.rollout.queue.types import EnvironmentSpec, Once
+from tandem.rollout.queue.types import RegisteredEnvironment
 
 
 async def _another_run(rig: Rig, how: str) -> None:
@@ -37,7 +38,7 @@ def test_an_environment_of_a_run_before_is_nobody_in_the_next(tmp_path: Path, ho
         await _another_run(rig, how)
         if restart:
             await rig.again()
-        seat = await rig.queue.register_environment(EnvironmentSpec("c"))
+        seat = await rig.queue.register_environment(RegisteredEnvironment("c"))
         assert seat.id not in old.values()
         for name in old:
             with pytest.raises(NotKnown, match="register it again"):
@@ -53,7 +54,7 @@ def test_an_environment_of_a_run_before_is_nobody_in_the_next(tmp_path: Path, ho
 def test_the_key_of_an_environment_s_registration_in_a_run_before_registers_it_in_this_one(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
-        spec, once = EnvironmentSpec("b"), Once("seat", b"1")
+        spec, once = RegisteredEnvironment("b"), RequestKey("seat", b"1")
         before = await rig.queue.register_environment(spec, once=once)
         assert await rig.queue.register_environment(spec, once=once) == before
         await _another_run(rig, "fresh")
@@ -73,7 +74,7 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
         await rig.begin()
         await rig.put("x")
         for _ in range(20):  # a worker that is started again and again
-            seat = await rig.queue.register_environment(EnvironmentSpec("w"))
+            seat = await rig.queue.register_environment(RegisteredEnvironment("w"))
             await rig.queue.disconnect(seat.id)
         await rig.queue.disconnect(rig.environments["a"])
         rig.now += 10
@@ -86,7 +87,7 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
         await rig.queue.tick()
         await rig.again()
         assert rig.queue.status()["environments"] == []
-        again = await rig.queue.register_environment(EnvironmentSpec("w"))
+        again = await rig.queue.register_environment(RegisteredEnvironment("w"))
         assert (again.id, again.name) == (seat.id + 1, "w_0")
 
     rigged(tmp_path, scenario)
@@ -95,11 +96,11 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
 def test_a_newcomer_s_name_is_its_own_when_one_before_it_was_forgotten(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin(a={})
-        second = await rig.queue.register_environment(EnvironmentSpec("a"))
+        second = await rig.queue.register_environment(RegisteredEnvironment("a"))
         await rig.queue.disconnect(rig.environments["a"])
         rig.now += 10
         await rig.queue.tick()
-        third = await rig.queue.register_environment(EnvironmentSpec("a"))
+        third = await rig.queue.register_environment(RegisteredEnvironment("a"))
         assert (second.name, third.name) == ("a_1", "a_0")
 
     rigged(tmp_path, scenario)
@@ -141,7 +142,7 @@ def test_twice_the_environments_cost_a_tick_and_a_sharing_twice_the_calls(tmp_pa
         state = rig.queue._state
         for id in range(2, environments + 1):
             minimum = 1 / 2 / environments if what == "all have a minimum" else 0.0
-            spec = EnvironmentSpec(f"e{id}", weight=float(1 + id), min_share=minimum)
+            spec = RegisteredEnvironment(f"e{id}", weight=float(1 + id), min_share=minimum)
             state.environments[id] = EnvironmentState(id, f"e{id}_0", spec, rig.now)
         await rig.admit(3)
         rig.now += 301 if what == "a quarter falls silent" else 1

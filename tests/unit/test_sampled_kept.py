@@ -14,7 +14,7 @@ from tandem.engine.vllm.token_reader import SampledReader
 from tandem.errors import EngineError, EngineLost
 from tandem.ops.vllm_token_protocol import MARK, unpacked
 from tandem.types import Span
-from tandem.vllm_worker.token_recorder import Kept, Unfit, keep_sampled
+from tandem.vllm_worker.token_recorder import RecordedTokens, Unfit, keep_sampled
 
 
 def new(name: str, mark: str | None) -> Any:
@@ -37,13 +37,13 @@ def output(**sampled: tuple[int, float] | None) -> Any:
     return SimpleNamespace(req_ids=list(sampled), sampled_token_ids=ids, logprobs=logprobs)
 
 
-def read(kept: Kept, mark: str, start: int = 0, end: int = 99) -> tuple[list[int], list[float]]:
+def read(kept: RecordedTokens, mark: str, start: int = 0, end: int = 99) -> tuple[list[int], list[float]]:
     ids, logprobs, _ = unpacked(kept.read([(mark, start, end)], [], [])[mark])
     return ids.tolist(), [round(each, 3) for each in logprobs]
 
 
 def test_only_marked_requests_are_kept_and_the_scheduler_s_own_parameters_stay_as_they_are():
-    kept, marked, other = Kept(3), new("a-1", "a"), new("b-1", None)
+    kept, marked, other = RecordedTokens(3), new("a-1", "a"), new("b-1", None)
     theirs = marked.sampling_params
     kept.scheduled(step(marked, other))
     assert (theirs.logprobs, marked.sampling_params.logprobs, other.sampling_params.logprobs) == (None, 0, None)
@@ -55,7 +55,7 @@ def test_only_marked_requests_are_kept_and_the_scheduler_s_own_parameters_stay_a
 
 
 def test_parts_of_a_prompt_sample_nothing_and_a_preempted_request_goes_on_where_it_was():
-    kept = Kept(3)
+    kept = RecordedTokens(3)
     kept.scheduled(step(new("a-1", "a")))
     kept.sampled(output(**{"a-1": None}))
     kept.sampled(output(**{"a-1": (7, -0.5)}))
@@ -66,7 +66,7 @@ def test_parts_of_a_prompt_sample_nothing_and_a_preempted_request_goes_on_where_
 
 
 def test_what_is_sampled_after_the_end_is_not_kept_and_what_was_read_is_gone():
-    kept = Kept(3)
+    kept = RecordedTokens(3)
     kept.scheduled(step(new("a-1", "a"), new("b-1", "b")))
     kept.sampled(output(**{"a-1": (7, -0.5), "b-1": (1, -0.5)}))
     kept.scheduled(step(finished=("a-1",)))
@@ -79,7 +79,7 @@ def test_what_is_sampled_after_the_end_is_not_kept_and_what_was_read_is_gone():
 
 
 def test_of_each_token_it_is_known_which_version_made_it():
-    kept = Kept(3)
+    kept = RecordedTokens(3)
     kept.scheduled(step(new("a-1", "a"), new("b-1", "b"), new("c-1", "c")))
     kept.sampled(output(**{"a-1": (7, -0.5), "b-1": (1, -0.5), "c-1": None}))
     kept.scheduled(step(finished=("b-1",)))
@@ -94,7 +94,7 @@ def test_of_each_token_it_is_known_which_version_made_it():
 
 @pytest.mark.parametrize("fault", ["no logprobs", "of another token"])
 def test_logprobs_that_are_not_those_of_the_tokens_are_an_error(fault: str):
-    kept = Kept(3)
+    kept = RecordedTokens(3)
     kept.scheduled(step(new("a-1", "a")))
     told = output(**{"a-1": (7, -0.5)})
     if fault == "no logprobs":
@@ -144,7 +144,7 @@ class Workers:
     """One that keeps tokens, behind calls that take a moment."""
 
     def __init__(self) -> None:
-        self.kept, self.calls = Kept(3), 0
+        self.kept, self.calls = RecordedTokens(3), 0
         self.error: Exception | None = None
 
     def begin(self, name: str) -> None:

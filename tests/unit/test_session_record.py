@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.rollout.sessions.token_versions import Proven, SessionRecord
-from tandem.rollout.sessions.tree import Session, Turn
+from tandem.rollout.sessions.tree import Session, TurnNode
 from tandem.types import NO_VERSION, UNKNOWN_VERSION, Span
 
 N, U = NO_VERSION, UNKNOWN_VERSION
@@ -21,19 +21,19 @@ def turn(
     *,
     logprobs: Sequence[float] = (),
     context: Sequence[int] = PROMPT,
-    parent: Turn | None = None,
+    parent: TurnNode | None = None,
     kept: int = 0,
     sampling: tuple[float, float, int] = (1.0, 1.0, 0),
-) -> Turn:
+) -> TurnNode:
     logprobs = logprobs or [-0.1 * id for id in ids]
-    return Turn(
+    return TurnNode(
         f"{ids}{spans}", Session("s", True), parent, kept, "ids", [], {"role": "assistant", "content": ""},
         array("i", context), array("i", ids), array("d", logprobs), [Span(*span) for span in spans], "stop",
         sampling=sampling,
     )  # fmt: skip
 
 
-def record(*turns: Turn) -> SessionRecord:
+def record(*turns: TurnNode) -> SessionRecord:
     made = SessionRecord()
     for each in turns:
         made.add(each)

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from tandem.errors import StoreFull
+from tandem.io.request_key import RequestKey
 from tandem.rollout.sessions import store as session_store
-from tandem.rollout.sessions.store import Once, SessionStore
-from tandem.rollout.sessions.tree import Session, Turn
+from tandem.rollout.sessions.store import SessionStore
+from tandem.rollout.sessions.tree import Session, TurnNode
 from tandem.types import Span
 
 
-def turn(session: Session, name: str, parent: Turn | None = None) -> Turn:
+def turn(session: Session, name: str, parent: TurnNode | None = None) -> TurnNode:
     told = {"role": "assistant", "content": "x"}
-    made = Turn(
+    made = TurnNode(
         name, session, parent, 1 if parent else 0, "ids", [], told, array("i", [1]), array("i", [2]),
         array("d", [-1.0]), [Span(0, 1)], "stop",
     )  # fmt: skip
@@ -58,7 +59,7 @@ def test_what_went_on_from_a_turn_that_was_not_written_is_left_out(
 
 
 def test_a_session_is_not_answered_for_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store, session, once = SessionStore(tmp_path), Session("s", False, created=1.0, used=1.0), Once("k", b"d")
+    store, session, once = SessionStore(tmp_path), Session("s", False, created=1.0, used=1.0), RequestKey("k", b"d")
     monkeypatch.setattr(session_store, "_open", no_room)
     store.opened(session)
     with pytest.raises(StoreFull):

@@ -10,7 +10,7 @@ from chat_tokenizers import chatml_tokenizer
 
 from tandem.errors import Conflict, NotKnown, QueueFull
 from tandem.rollout.sessions.sessions import Bounds, Sessions
-from tandem.rollout.sessions.tree import Session, Turn, trajectory_row, turn_of, turn_row
+from tandem.rollout.sessions.tree import Session, TurnNode, trajectory_row, turn_of, turn_row
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Span
@@ -18,7 +18,7 @@ from tandem.types import Completion, Sampling, Span
 
 class Nowhere:
     def opened(self, session: Session) -> None: ...
-    def turn(self, session: Session, turn: Turn) -> None: ...
+    def turn(self, session: Session, turn: TurnNode) -> None: ...
     def dropped(self, session: Session) -> None: ...
 
 

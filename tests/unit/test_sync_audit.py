@@ -20,7 +20,7 @@ from tandem.io.jsonl import JsonlWriter, read_jsonl
 from tandem.obs.live_view import LiveView
 from tandem.obs.sync_audit import RULES, audit_sync, proof_of
 from tandem.obs.sync_report import audit_json, audit_text
-from tandem.runs.lease import Lease, begin
+from tandem.runs.lease import DirectoryLease, begin
 from tandem.runs.run import Run
 from tandem.spec.load import parse_spec
 
@@ -458,7 +458,7 @@ def test_a_run_that_goes_on_says_after_which_row_of_the_ledger(tmp_path: Path):
     begin(tmp_path / "run", 'recipe = "rl"\n')
     earlier: dict[str, Any] | None = None
     for versions in ((0, 1, 2, 3), (1, 2)):
-        lease, view = Lease(tmp_path / "run"), LiveView("run")
+        lease, view = DirectoryLease(tmp_path / "run"), LiveView("run")
         with Run(tmp_path / "run", name="run", recipe="rl", view=view, lease=lease, earlier=earlier) as run:
             for version in versions:
                 run.synced(proof_of(proof(version)))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tandem.errors import SpecError, SyncError
-from tandem.obs.sync_bench_report import Bench, Row, bench_json, bench_png, bench_text
+from tandem.obs.sync_bench_report import Bench, BenchRow, bench_json, bench_png, bench_text
 from tandem.obs.sync_report import AT_THE_TRAINER, ONE_AFTER_THE_OTHER, PHASES
 from tandem.ops.memory_meter import ProcessMemory, copy_bytes_per_s
 from tandem.recipes import sync_bench
@@ -33,8 +33,8 @@ def proofs(**other: Any) -> list[Proof]:
     return [replace(base, **{"version": version, "digest": str(version), **other}) for version in (1, 2, 3)]
 
 
-def summed_up(found: list[Proof]) -> Row:
-    return sync_bench._summed_up(Row("disk", "server"), found, 2.0**20, 1e9)
+def summed_up(found: list[Proof]) -> BenchRow:
+    return sync_bench._summed_up(BenchRow("disk", "server"), found, 2.0**20, 1e9)
 
 
 def test_figures_are_of_the_median_round_and_add_up():
@@ -79,8 +79,8 @@ MADE_UP = Bench(
     (
         summed_up(proofs()),
         replace(summed_up(proofs()), bridge="restart", ms=9000.0, phases={"apply": 9000.0, "canary": 9.0}),
-        Row("broadcast", "vllm", skipped="there is one GPU"),
-        Row("shared", "server", error="SyncError: of another meeting"),
+        BenchRow("broadcast", "vllm", skipped="there is one GPU"),
+        BenchRow("shared", "server", error="SyncError: of another meeting"),
     ),
 )
 

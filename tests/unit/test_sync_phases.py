@@ -27,9 +27,9 @@ def ended() -> dict[str, set[str]]:
 
 def test_every_phase_that_anybody_ends_is_in_the_list_and_no_other_but_the_canary_and_the_pause():
     by_part = ended()
-    assert by_part.keys() == {"bridge", "engine", "inside", "ops"}
+    assert by_part.keys() == {"bridge", "engine", "vllm_worker", "ops"}
     assert by_part["bridge"] | by_part["ops"] == set(AT_THE_TRAINER)
-    assert by_part["engine"] | by_part["inside"] == {*AROUND, *ONE_AFTER_THE_OTHER} - {"canary", "paused"}
+    assert by_part["engine"] | by_part["vllm_worker"] == {*AROUND, *ONE_AFTER_THE_OTHER} - {"canary", "paused"}
     assert len(PHASES) == len(set(PHASES))  # a row is both ends' in one: no name may be of two
 
 

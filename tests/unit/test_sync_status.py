@@ -23,8 +23,8 @@ from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.obs.sync_report import status_text
 from tandem.obs.sync_status import sync_status
-from tandem.vllm_worker.tensor_layout import Layout, Piece
-from tandem.vllm_worker.worker import Worker
+from tandem.vllm_worker.tensor_layout import TensorLayout, TensorPiece
+from tandem.vllm_worker.worker import EngineWorker
 
 TANDEM = Path(sys.executable).with_name("tandem")
 LAYOUT = {f"model.layers.{number}.weight": ["float32", [4, 4]] for number in range(10)}
@@ -96,14 +96,14 @@ class Workers:
     options = VllmOptions("model", "python", tensor_parallel=2)
     why_not_found_again = why_not_in_bulk = ""
 
-    def __init__(self, layouts: list[Layout], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, layouts: list[TensorLayout], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tandem.vllm_worker.worker.layout_of", lambda model: layouts[model])
         source = SimpleNamespace(carries="full")
         monkeypatch.setattr("tandem.vllm_worker.worker.open_source", lambda link, device: source)
         monkeypatch.setattr("tandem.vllm_worker.worker._vllm_version", lambda: "0")
         parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2)
         self._workers = [
-            Worker(
+            EngineWorker(
                 SimpleNamespace(
                     vllm_config=SimpleNamespace(parallel_config=parallel),
                     get_model=lambda rank=rank: rank,
@@ -122,11 +122,13 @@ class Workers:
         return json.loads(json.dumps({"results": [getattr(each, name)(*body["args"]) for each in self._workers]}))
 
 
-def half(rank: int) -> Layout:
+def half(rank: int) -> TensorLayout:
     """Of four tensors: q and k are fused, o is sharded by columns, norm is whole in both workers."""
 
-    def piece(name: str, param: str, view: torch.Tensor, row: int, col: int, full: tuple[int, ...]) -> list[Piece]:
-        return [Piece(name, param, view, row, col, full)]
+    def piece(
+        name: str, param: str, view: torch.Tensor, row: int, col: int, full: tuple[int, ...]
+    ) -> list[TensorPiece]:
+        return [TensorPiece(name, param, view, row, col, full)]
 
     qkv, o, norm = torch.zeros(4, 4), torch.zeros(4, 2), torch.zeros(4)
     pieces = {
@@ -135,7 +137,7 @@ def half(rank: int) -> Layout:
         "o": piece("o", "o", o, 0, 2 * rank, (4, 4)),
         "norm": piece("norm", "norm", norm, 0, 0, (4,)),
     }
-    return Layout(pieces, {}, None, {})
+    return TensorLayout(pieces, {}, None, {})
 
 
 def test_what_vllms_workers_tell_is_shown_where_it_fuses_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

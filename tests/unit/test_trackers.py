@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stopwatch import Stopwatch
-from tandem.obs.trackers.tracker_process import Place, openers
+from tandem.obs.trackers.tracker_process import TrackerTarget, openers
 from tandem.obs.trackers.tracker_queue import Feed
 
 
@@ -154,7 +154,7 @@ def test_whatever_a_library_does_the_run_goes_on_and_one_sentence_says_it(
     (tmp_path / "wandb.py").write_text(WANDB.format(**places))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told: list[str] = []
-    feed = Feed(openers(["wandb"], Place(str(tmp_path), "r", "p", "")), tell=told.append)
+    feed = Feed(openers(["wandb"], TrackerTarget(str(tmp_path), "r", "p", "")), tell=told.append)
     for step in range(20):
         feed.row(row(step))
     feed.close(within_s=1.0 if fault == "hang" else 60.0)

@@ -69,7 +69,7 @@ def test_three_steps_and_three_after_a_load_are_six_to_the_bit(
 
 def test_split_and_a_float32_copy_train_a_language_model_to_the_same_bits() -> None:
     split, copied = (
-        make_narrow(masters.Split(), lr=lambda step: 1e-4),
+        make_narrow(masters.SplitMaster(), lr=lambda step: 1e-4),
         make_narrow(masters.Fp32Copy(), lr=lambda step: 1e-4),
     )
     for seed in range(5):

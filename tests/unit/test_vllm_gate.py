@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.vllm.request_gate import Gate
+from tandem.engine.vllm.request_gate import RequestGate
 from tandem.errors import EngineError, SyncTimeout
 from tandem.types import OnUpdate
 
@@ -36,12 +36,12 @@ class Process:
         self.asked.append("end")
 
 
-def gate_of(on_update: OnUpdate) -> tuple[Gate, Process]:
+def gate_of(on_update: OnUpdate) -> tuple[RequestGate, Process]:
     process = Process()
-    return Gate(process, on_update), process  # pyright: ignore[reportArgumentType]
+    return RequestGate(process, on_update), process  # pyright: ignore[reportArgumentType]
 
 
-def let_in(gate: Gate, process: Process, *, may_be_held: bool = True) -> ExitStack:
+def let_in(gate: RequestGate, process: Process, *, may_be_held: bool = True) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(gate.running("base", may_be_held=may_be_held))
     process.under_way.append(stack)

@@ -114,7 +114,7 @@ def test_where_no_name_can_be_kept_the_package_is_found_all_the_same(tmp_path: P
     cache.write_text("no directory")
     (otherwise := tmp_path / "otherwise").mkdir()
     assert package_path(otherwise) == otherwise
-    assert (otherwise / "tandem" / "engine" / "vllm_name.py").is_file()
+    assert (otherwise / "tandem" / "engine" / "vllm" / "compile_cache.py").is_file()
 
 
 def test_who_has_no_home_starts_vllm_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

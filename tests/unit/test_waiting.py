@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.hf.admission_queue import Request, Waiting
+from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.serve.openai.requests import ChatRequest
 from tandem.types import Sampling
 
 
-def request(prompt: int = 4, *, tokens: int = 6, urgent: bool = False, mark: int = 0, share: str = "") -> Request:
+def request(prompt: int = 4, *, tokens: int = 6, urgent: bool = False, mark: int = 0, share: str = "") -> QueuedRequest:
     answer: Any = None
     sampling = Sampling(max_tokens=tokens, urgent=urgent, share=share)
-    return Request([mark] * prompt, sampling, frozenset(), answer, None)
+    return QueuedRequest([mark] * prompt, sampling, frozenset(), answer, None)
 
 
-def waiting(*requests: Request, max_running: int = 4, positions: int = 1000, prefill_tokens: int = 1000) -> Waiting:
-    made = Waiting(max_running=max_running, positions=positions, prefill_tokens=prefill_tokens)
+def waiting(
+    *requests: QueuedRequest, max_running: int = 4, positions: int = 1000, prefill_tokens: int = 1000
+) -> AdmissionQueue:
+    made = AdmissionQueue(max_running=max_running, positions=positions, prefill_tokens=prefill_tokens)
     for each in requests:
         made.add(each)
     return made

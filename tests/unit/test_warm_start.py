@@ -32,7 +32,7 @@ LORA = LoraSpec(rank=4, alpha=8.0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def built(spec: ModelSpec, precision: PrecisionSpec | None = None) -> training.Model:
+def built(spec: ModelSpec, precision: PrecisionSpec | None = None) -> training.BuiltModel:
     return training.model(spec, precision or Float32Precision(), 0, CPU)
 
 

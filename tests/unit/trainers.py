@@ -155,12 +155,12 @@ def make_narrow(master: Any, lora: LoraSpec | None = None, **options: Any) -> Po
 TRAINERS: dict[str, Callable[..., PolicyTrainer]] = {
     "full": lambda **options: make_trainer(make_policy(), **options),
     "lora": lambda **options: make_trainer(make_policy(LORA), **options),
-    "split": lambda **options: make_narrow(masters.Split(), **options),
+    "split": lambda **options: make_narrow(masters.SplitMaster(), **options),
     "fp32 copy": lambda **options: make_narrow(masters.Fp32Copy(), **options),
     "stochastic": lambda **options: make_narrow(masters.Stochastic(3), **options),
     "in place": lambda **options: make_narrow(masters.InPlace(), **options),
     "lora on bf16": lambda **options: make_narrow(masters.Float32(), LORA, **options),
-    "split, released": lambda **options: make_narrow(masters.Split(), release=True, **options),
+    "split, released": lambda **options: make_narrow(masters.SplitMaster(), release=True, **options),
 }
 
 

@@ -31,7 +31,7 @@ from tandem.spec.sync import (
 from tandem.types import Proof
 
 if TYPE_CHECKING:
-    from tandem.build.training import Model
+    from tandem.build.training import BuiltModel
 
 
 # What a spec's [engine] says to the run that owns the engine, and not to the engine.
@@ -49,7 +49,7 @@ class Joined:
     """The engine has no prefix cache and no captured graphs that could hold on to older weights."""
 
 
-def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> Joined:
+def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False) -> Joined:
     """`home`: where engines' logs and files lie, and versions that travel by file. `unchecked`: also with a vLLM that
     has not passed the conformance suite."""
     if isinstance(spec.engine, HfEngineSpec):
@@ -66,7 +66,7 @@ def join(spec: RlSpec, model: Model, home: Path, *, unchecked: bool = False) -> 
 # --- engines
 
 
-def outside(spec: RlSpec, model: Model, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
+def outside(spec: RlSpec, model: BuiltModel, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
     """In processes of their own, behind a pool: also a single one is waited for when it was lost."""
     from tandem.engine.pool import EnginePool
 
@@ -96,7 +96,7 @@ def _server(
     spec: RlSpec,
     engine: ServerEngineSpec | VllmEngineSpec,
     number: int,
-    model: Model,
+    model: BuiltModel,
     homes: Path,
     start: Path,
     unchecked: bool,
@@ -105,12 +105,12 @@ def _server(
     import torch
 
     from tandem.engine.server.child_process import Owned
-    from tandem.engine.server.engine import ServerEngine, Standing
+    from tandem.engine.server.engine import ExistingServer, ServerEngine
 
     home = homes / f"engine-{number}"
-    place: Owned | Standing
+    place: Owned | ExistingServer
     if engine.url:
-        place = Standing(engine.url, Path(engine.token_file))
+        place = ExistingServer(engine.url, Path(engine.token_file))
     else:
         place = Owned(
             _command_of(spec, engine, model, home, unchecked),
@@ -141,7 +141,7 @@ def sleeps(spec: RlSpec, device: str) -> bool:
 
 
 def _command_of(
-    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: Model, home: Path, unchecked: bool
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: BuiltModel, home: Path, unchecked: bool
 ) -> Callable[[str, int, Path], list[str]]:
     import torch
 
@@ -228,7 +228,7 @@ def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
 
 
-def starting_model(spec: RlSpec, model: Model, home: Path) -> Path:
+def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
     """What an engine's process loads before the first version comes: the same model, config and tokenizer."""
     untouched = isinstance(spec.model, PathModel) and spec.model.warm_start is None
     if untouched and isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir():
@@ -245,7 +245,7 @@ def starting_model(spec: RlSpec, model: Model, home: Path) -> Path:
 # --- bridges
 
 
-def bridge(spec: RlSpec, model: Model, home: Path, start: Path) -> WeightBridge:
+def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBridge:
     sync = spec.sync
     if getattr(sync, "backend", "") == "nccl" and model.device.type == "cpu":
         raise SpecError("sync.backend = 'nccl': the trainer is on a CPU; choose 'gloo' or 'ipc', or leave it out")
@@ -298,7 +298,7 @@ def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:
     return path
 
 
-def _buffers(model: Model) -> list[str]:
+def _buffers(model: BuiltModel) -> list[str]:
     """What engines serve and no checkpoint holds: rotary tables."""
     module = model.policy.module
     saved = module.state_dict().keys()
@@ -310,7 +310,7 @@ def _buffers(model: Model) -> list[str]:
 
 def publisher(
     joined: Joined,
-    model: Model,
+    model: BuiltModel,
     deadline_s: float,
     call: Call,
     on_proof: Callable[[Proof], None] = lambda proof: None,
@@ -328,7 +328,7 @@ def publisher(
     )
 
 
-def canary(model: Model, *, bare: bool = False) -> Canary:
+def canary(model: BuiltModel, *, bare: bool = False) -> Canary:
     """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache, and the second
     answer goes through captured graphs; a `bare` engine has neither. Two of a model in 16 bits are a few hundredths off
     now and then."""

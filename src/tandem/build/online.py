@@ -14,8 +14,8 @@ from tandem.engine.restartable import RevivedEngine, Under
 from tandem.errors import SpecError
 from tandem.online.messages import Teaching
 from tandem.online.ordinary_prompts import Ordinary
-from tandem.online.self_distillation import Judged
-from tandem.online.trainer_worker import Canary, Parts
+from tandem.online.self_distillation import JudgedAnswers
+from tandem.online.trainer_worker import CanaryPrompt, TrainerParts
 from tandem.ops.byte_sizes import shares_never
 from tandem.protocols import Algorithm, Engine, Trainer
 from tandem.publish import Publisher
@@ -42,7 +42,7 @@ with rewards."""
 # --- the trainer half
 
 
-def parts(spec: OnlineSpec, engine: Engine) -> Parts:
+def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
     import torch
 
     torch.set_num_threads(spec.trainer_threads)
@@ -96,7 +96,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
         return said
 
     bridge, base = _bridge(spec, device, model)
-    return Parts(
+    return TrainerParts(
         model.policy,
         optimizer,
         trainer,
@@ -122,7 +122,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> Parts:
     )
 
 
-def choose_trained(spec: OnlineSpec, model: training.Model) -> dict[str, Any]:
+def choose_trained(spec: OnlineSpec, model: training.BuiltModel) -> dict[str, Any]:
     """Leave a gradient to the weights that `train.parts` asks for; return what was requested, engaged, and why not."""
     asked, named = spec.train.parts, dict(model.policy.trainable())
     if spec.model.lora is not None:
@@ -140,12 +140,12 @@ def choose_trained(spec: OnlineSpec, model: training.Model) -> dict[str, Any]:
     return {"requested": asked, "engaged": "down", "why_not": ""}
 
 
-def _frozen_norm(model: training.Model) -> float:
+def _frozen_norm(model: training.BuiltModel) -> float:
     frozen = [tensor for tensor in model.policy.module.parameters() if not tensor.requires_grad]
     return sum(tensor.detach().float().square().sum().item() for tensor in frozen) ** 0.5
 
 
-def algorithm(teaching: Teaching, judge: Judged | None) -> Algorithm:
+def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
     from tandem.algo import reward_weighted, self_distill
     from tandem.spec.algorithm import DrGrpoSpec
 
@@ -170,7 +170,7 @@ def algorithm(teaching: Teaching, judge: Judged | None) -> Algorithm:
     return anchored(made, teaching.kl_coef)
 
 
-def _bridge(spec: OnlineSpec, device: Any, model: training.Model) -> tuple[WeightBridge, BorrowedBase | None]:
+def _bridge(spec: OnlineSpec, device: Any, model: training.BuiltModel) -> tuple[WeightBridge, BorrowedBase | None]:
     """A copy of every version travels: what is served is never what is trained on. The base of adapters does not: on
     the engine's GPU the trainer half reads the engine's."""
     if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
@@ -197,7 +197,7 @@ def held_out_rows(spec: OnlineSpec) -> Sequence[Conversation]:
     return found
 
 
-def _held_out(spec: OnlineSpec, model: training.Model) -> list[Trajectory]:
+def _held_out(spec: OnlineSpec, model: training.BuiltModel) -> list[Trajectory]:
     if not (rows := held_out_rows(spec)):
         return []
     found = [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
@@ -208,12 +208,12 @@ def _held_out(spec: OnlineSpec, model: training.Model) -> list[Trajectory]:
     return found
 
 
-def _canaries(spec: OnlineSpec, model: training.Model) -> list[Canary]:
-    found: list[Canary] = []
+def _canaries(spec: OnlineSpec, model: training.BuiltModel) -> list[CanaryPrompt]:
+    found: list[CanaryPrompt] = []
     for number, each in enumerate(spec.gates.canaries):
         prompt = model.renderer.prompt([{"role": "user", "content": each.prompt}])
         expected = [*model.renderer.encode(each.expected), model.renderer.end_id]
-        found.append(Canary(f"canary {number}", prompt, expected, each.exact))
+        found.append(CanaryPrompt(f"canary {number}", prompt, expected, each.exact))
     return found
 
 

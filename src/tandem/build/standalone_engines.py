@@ -15,7 +15,7 @@ from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 
 if TYPE_CHECKING:
-    from tandem.build.training import Model
+    from tandem.build.training import BuiltModel
     from tandem.engine.vllm.process import VllmOptions, VllmProcess
     from tandem.text.renderer import Renderer
 
@@ -44,7 +44,7 @@ def renderer(spec: ModelSpec) -> Renderer:
 # --- embedded
 
 
-def embedded(spec: HfEngineSpec, model: Model, *, inline: bool) -> Engine:
+def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
     """In this process, on the trainer's own module."""
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.pool import EnginePool
@@ -83,7 +83,7 @@ def embedded_ahead() -> None:
     from tandem.text import renderer, tokenizer  # noqa: F401
 
 
-def embedded_of(spec: ServerEngineSpec, model: Model) -> Alone:
+def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
     from tandem.engine.hf.engine import EmbeddedEngine
 
     engine = EmbeddedEngine(

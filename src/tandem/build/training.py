@@ -16,9 +16,9 @@ from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
-from tandem.spec.environment import EngineJudge as EngineJudgeSpec
+from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
-from tandem.spec.environment import HttpJudge as HttpJudgeSpec
+from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tandem.data.conversation import Conversation
-    from tandem.data.load import Split
+    from tandem.data.load import DataSplit
     from tandem.data.preference_pairs import Pair
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
-    from tandem.optim.update_rule import Rule
+    from tandem.optim.update_rule import UpdateRule
     from tandem.rollout.episode import Setting
     from tandem.rollout.judge import Judge
     from tandem.rollout.remote.trainer_store import RemoteStore
@@ -90,7 +90,7 @@ def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int)
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class BuiltModel:
     """A policy with its renderer, on its device."""
 
     policy: CausalPolicy
@@ -135,7 +135,7 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> Model:
+def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> BuiltModel:
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -169,7 +169,7 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
     )  # fmt: skip
     made_for = module.config.get_text_config().max_position_embeddings
     context = min(max_context or made_for, made_for)
-    return Model(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
+    return BuiltModel(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
 
 
 def tokenizer_from_scratch(idle: int) -> Any:
@@ -196,13 +196,13 @@ def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
     if adapters or isinstance(precision, Float32Precision):
         return masters.Float32()  # adapters are small, and stay float32 beside a narrow base
     if precision.master == "split":
-        return masters.Split()
+        return masters.SplitMaster()
     if precision.master == "fp32":
         return masters.Fp32Copy()
     return masters.Stochastic(seed) if precision.master == "stochastic" else masters.InPlace()
 
 
-def options(spec: RunSpec, model: Model) -> list[tuple[str, Any, bool, str]]:
+def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
     """What was asked of torch and transformers, whether it is had, and why not."""
     import torch
 
@@ -289,7 +289,7 @@ def preference_algorithm(spec: DpoSpec) -> Algorithm:
     return dpo.make(spec)
 
 
-def reference(spec: AlgorithmSpec, model: Model, precision: PrecisionSpec) -> None:
+def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) -> None:
     """Whose logprobs the algorithm compares with: the policy's own from now on, or a teacher's."""
     from tandem.model.cast_precision import narrow
     from tandem.model.load_checkpoint import load_model
@@ -325,7 +325,7 @@ def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[
             note_option("free memory given back", True, not why_not, why_not)
 
 
-def trainer(stage: Stage, model: Model, algorithm: Algorithm, version: int, seed: int) -> Trainer:
+def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     from tandem.optim.schedule import lr_share
     from tandem.train.trainer import PolicyTrainer
 
@@ -375,7 +375,7 @@ def optimizer(
     )
 
 
-def rules(spec: OptimizerSpec, seed: int) -> tuple[Rule, Rule]:
+def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
     """For matrices, and for embeddings, the head and vectors: what treats a matrix as a whole is not for those."""
     from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
 
@@ -384,7 +384,7 @@ def rules(spec: OptimizerSpec, seed: int) -> tuple[Rule, Rule]:
         return apollo.Apollo(spec, seed), adamw_8bit.AdamW8bit(spec) if few_bits else adamw.AdamW(spec)
     if isinstance(spec, MuonSpec):
         return muon.Muon(spec), adamw.AdamW(spec)
-    rule: Rule
+    rule: UpdateRule
     if isinstance(spec, AdamW8bitSpec):
         rule = adamw_8bit.AdamW8bit(spec)
     elif isinstance(spec, AdamWOffloadSpec):
@@ -414,7 +414,7 @@ async def leave(store: RolloutStore) -> None:
 
 
 def rollouts(
-    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: Model, trainer: Trainer
+    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: BuiltModel, trainer: Trainer
 ) -> tuple[RolloutStore, Producer]:
     """Where groups wait, and who sees to it that they come. `directory`: the run's."""
     if isinstance(spec.rollouts, ServiceRollouts):
@@ -436,7 +436,9 @@ def rollouts(
     return waiting, producer
 
 
-def _service(spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: Model, trainer: Trainer) -> RemoteStore:
+def _service(
+    spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: BuiltModel, trainer: Trainer
+) -> RemoteStore:
     from tandem.rollout.queue.types import TrainerSpec
     from tandem.rollout.remote.client import ServiceClient
     from tandem.rollout.remote.trainer_store import RemoteStore, run_id_of
@@ -470,7 +472,7 @@ def caller(deterministic: bool) -> Call:
     return on_this_thread if deterministic else asyncio.to_thread
 
 
-def batches(stage: RlStage | SftStage, model: Model, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
+def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
     from tandem.train.batch_packing import make_batch
 
     def make(groups: list[Group], version: int) -> Batch:
@@ -504,19 +506,19 @@ def demonstrations(environment: Environment, name: str, count: int, seed: int) -
 FileOrDataset = FileData | DatasetData
 
 
-def rows(spec: FileOrDataset, field: str) -> Split[Conversation]:
+def rows(spec: FileOrDataset, field: str) -> DataSplit[Conversation]:
     from tandem.data.load import load_rows
 
     return load_rows(spec, field)
 
 
-def pairs(spec: FileOrDataset, field: str) -> Split[Pair]:
+def pairs(spec: FileOrDataset, field: str) -> DataSplit[Pair]:
     from tandem.data.preference_pairs import load_pairs
 
     return load_pairs(spec, field)
 
 
-def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
+def scorer(model: BuiltModel, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
     """Logprobs of a recording's trained tokens."""
     from tandem.train.batch_packing import make_batch
 
@@ -531,7 +533,7 @@ def scorer(model: Model, micro_tokens: int) -> Callable[[Trajectory], list[float
     return score
 
 
-def examiner(model: Model, algorithm: Algorithm, micro_tokens: int) -> Callable[[Group], Metrics]:
+def examiner(model: BuiltModel, algorithm: Algorithm, micro_tokens: int) -> Callable[[Group], Metrics]:
     """What the algorithm would say of a group if it were the whole step: its loss and its metrics, nothing learned. For
     algorithms that keep siblings together and compare them with a reference."""
     import torch
@@ -556,14 +558,14 @@ def examiner(model: Model, algorithm: Algorithm, micro_tokens: int) -> Callable[
     return examine
 
 
-def export(model: Model, path: Path) -> None:
+def export(model: BuiltModel, path: Path) -> None:
     from tandem.io import atomic_write
 
     with atomic_write.directory(path) as directory:
         model.policy.export(directory)
 
 
-def weights_writer(model: Model) -> Callable[[Path], None]:
+def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
     """Writes what is trained, as it is when it is called."""
 
     def write(directory: Path) -> None:
@@ -575,7 +577,7 @@ def weights_writer(model: Model) -> Callable[[Path], None]:
     return write
 
 
-def load_weights(model: Model, directory: Path) -> None:
+def load_weights(model: BuiltModel, directory: Path) -> None:
     """What `weights_writer` wrote of the same model."""
     import torch
     from safetensors.torch import load_file

@@ -22,7 +22,7 @@ Source = tuple[str, Iterator[tuple[int, object]]]
 """Its name for the report, and its numbered rows."""
 
 
-class Row(Protocol):
+class DataRow(Protocol):
     """A row that was understood."""
 
     @property
@@ -35,13 +35,13 @@ class Row(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=DataRow)
 
 _LEAST_HELD_OUT = 8  # rows: six that all change are the fewest that can show a change (runs/verdict.py)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape(Generic[R]):
+class RowFormat(Generic[R]):
     """What rows of a kind look like."""
 
     noun: str
@@ -51,7 +51,7 @@ class Shape(Generic[R]):
     """Of a row as it was read, its number and its source; BadRow says why not."""
 
 
-CONVERSATIONS = Shape(
+CONVERSATIONS = RowFormat(
     "conversation",
     ("messages", "prompt", "completion"),
     lambda row, number, source: Conversation(parse_row(row), number, source),
@@ -59,14 +59,14 @@ CONVERSATIONS = Shape(
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Generic[R]):
+class DataSplit(Generic[R]):
     """No key is in both lists."""
 
     train: list[R]
     held_out: list[R]
     report: ValidationReport
 
-    def without(self, reason_of: Callable[[R], str]) -> Split[R]:
+    def without(self, reason_of: Callable[[R], str]) -> DataSplit[R]:
         """Leave out, and report, each row that `reason_of` says something against."""
 
         def fine(row: R) -> bool:
@@ -74,15 +74,15 @@ class Split(Generic[R]):
                 self.report.drop(row.source, row.row, reason)
             return not reason
 
-        return Split(list(filter(fine, self.train)), list(filter(fine, self.held_out)), self.report)
+        return DataSplit(list(filter(fine, self.train)), list(filter(fine, self.held_out)), self.report)
 
 
-def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> Split[Conversation]:
+def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> DataSplit[Conversation]:
     """Conversations."""
     return load(spec, field_name, CONVERSATIONS)
 
 
-def load(spec: FileData | DatasetData, field_name: str, shape: Shape[R]) -> Split[R]:
+def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> DataSplit[R]:
     """Read, check and split. DataError for a bad row, unless the spec allows them."""
     report = ValidationReport()
     name, rows = _training_source(spec, shape.columns, field_name)
@@ -99,7 +99,7 @@ def load(spec: FileData | DatasetData, field_name: str, shape: Shape[R]) -> Spli
     if not train or (eval_source and not held_out):
         use = "evaluate" if train else "train"
         raise DataError(f"{field_name}: no {shape.noun} to {use} on; give it rows that can be used\n{report.text()}")
-    return Split(train, held_out, report)
+    return DataSplit(train, held_out, report)
 
 
 def _training_source(spec: FileData | DatasetData, columns: Sequence[str], field_name: str) -> Source:
@@ -119,7 +119,7 @@ def _eval_source(spec: FileData | DatasetData, columns: Sequence[str], field_nam
     return f"{spec.name}[{spec.eval_split}]", enumerate(rows, start=1)
 
 
-def _read(source: str, rows: Iterator[tuple[int, object]], shape: Shape[R], report: ValidationReport) -> list[R]:
+def _read(source: str, rows: Iterator[tuple[int, object]], shape: RowFormat[R], report: ValidationReport) -> list[R]:
     found: list[R] = []
     for number, row in rows:
         report.read += 1
@@ -156,5 +156,5 @@ def _drop_held_out(train: list[R], held_out: list[R], report: ValidationReport) 
     return kept
 
 
-def _digest(row: Row) -> bytes:
+def _digest(row: DataRow) -> bytes:
     return hashlib.sha256(json.dumps(row.key, sort_keys=True).encode()).digest()

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from tandem.data.conversation import BadRow, as_object, check_text, said_by
-from tandem.data.load import Shape, Split, load
+from tandem.data.load import DataSplit, RowFormat, load
 from tandem.spec.data import DatasetData, FileData
 from tandem.types import Message
 
@@ -31,7 +31,7 @@ class Pair:
         return self.prompt
 
 
-def load_pairs(spec: FileData | DatasetData, field_name: str = "data") -> Split[Pair]:
+def load_pairs(spec: FileData | DatasetData, field_name: str = "data") -> DataSplit[Pair]:
     return load(spec, field_name, PAIRS)
 
 
@@ -79,7 +79,7 @@ def _of_field(name: str, value: object, role: str) -> tuple[Message, ...]:
     return messages
 
 
-PAIRS = Shape(
+PAIRS = RowFormat(
     "pair",
     ("prompt", "chosen", "rejected"),
     lambda row, number, source: Pair(*parse_pair(row), number, source),

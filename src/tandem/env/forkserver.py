@@ -25,7 +25,7 @@ from typing import Any
 from tandem.env import resource_limits
 from tandem.env.load import load_environment
 from tandem.env.protocol_check import their_code
-from tandem.env.worker import Loaded, work
+from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
 from tandem.io import json_frames, leash
@@ -37,7 +37,7 @@ _PAUSE_S = 0.001  # after each look at output: 64 MB/s of it are taken, and no c
 
 
 @dataclass
-class _Worker:
+class _ForkedWorker:
     number: int
     pid: int
     output: int
@@ -47,10 +47,10 @@ class _Worker:
     """It was killed."""
 
 
-class Nursery:
-    def __init__(self, control: socket.socket, loaded: Loaded, memory_bytes: int) -> None:
+class ForkServer:
+    def __init__(self, control: socket.socket, loaded: LoadedEnvironment, memory_bytes: int) -> None:
         self._control, self._loaded, self._memory_bytes = control, loaded, memory_bytes
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _ForkedWorker] = {}
         """By process."""
         self._kept: set[int] = leash.children()  # what loading has started
         self._base = 0
@@ -113,7 +113,7 @@ class Nursery:
         os.close(fd)
         os.close(printing)
         os.set_blocking(output, False)
-        worker = self._workers[pid] = _Worker(number, pid, output)
+        worker = self._workers[pid] = _ForkedWorker(number, pid, output)
         self._selector.register(output, selectors.EVENT_READ, worker)
 
     def _become_worker(self, fd: int, printing: int, nursery: int) -> None:
@@ -131,7 +131,7 @@ class Nursery:
         resource_limits.limit_worker(self._memory_bytes)
         work(socket.socket(fileno=fd), self._loaded)
 
-    def _listen(self, worker: _Worker) -> bool:
+    def _listen(self, worker: _ForkedWorker) -> bool:
         try:
             piece = os.read(worker.output, _READ_BYTES)
         except BlockingIOError:
@@ -143,7 +143,7 @@ class Nursery:
 
     # --- ends
 
-    def _kill(self, worker: _Worker, why: str) -> None:
+    def _kill(self, worker: _ForkedWorker, why: str) -> None:
         worker.why = worker.why or why
         for kill in (os.killpg, os.kill):  # it is not reaped yet, so its number is its own; it may have no group yet
             with suppress(ProcessLookupError, PermissionError):
@@ -166,7 +166,7 @@ class Nursery:
             return found.si_pid if found is not None else None
         return None
 
-    def _ended(self, worker: _Worker, code: int) -> None:
+    def _ended(self, worker: _ForkedWorker, code: int) -> None:
         while worker.output in self._selector.get_map() and self._listen(worker):
             pass
         with suppress(KeyError, ValueError):
@@ -243,7 +243,7 @@ def main() -> None:
     sys.path[:] = order["path"]
     try:
         environment = load_environment(order["name"], order["params"])
-        loaded = Loaded(environment, order["name"], order["episode_timeout_s"])
+        loaded = LoadedEnvironment(environment, order["name"], order["episode_timeout_s"])
         with their_code(order["name"], "tasks('train') and tasks('eval')"):
             loaded.tasks("train")  # once, for all workers
             loaded.tasks("eval")
@@ -253,7 +253,7 @@ def main() -> None:
         return
     threads = threading.active_count() - 1
     json_frames.send(control, {"op": "loaded", "demonstrates": hasattr(environment, "demonstrate"), "threads": threads})
-    Nursery(control, loaded, order["memory_bytes"]).run()
+    ForkServer(control, loaded, order["memory_bytes"]).run()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _MOST_TASKS = 1_000_000
 
 
 @dataclass
-class Loaded:
+class LoadedEnvironment:
     """An environment, and its tasks as far as they were asked for."""
 
     environment: Environment
@@ -115,7 +115,7 @@ class FarChat:
             self._writer.write(json_frames.pack(value))
 
 
-def work(sock: socket.socket, loaded: Loaded) -> None:
+def work(sock: socket.socket, loaded: LoadedEnvironment) -> None:
     """Until the other end closes. Does not return: nothing that the nursery has at exit is this process's business."""
     faulthandler.enable()
     gc.freeze()  # what was loaded is shared with the nursery as long as nobody writes to it
@@ -131,7 +131,7 @@ def work(sock: socket.socket, loaded: Loaded) -> None:
     os._exit(0)
 
 
-async def _serve(sock: socket.socket, loaded: Loaded) -> None:
+async def _serve(sock: socket.socket, loaded: LoadedEnvironment) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     episode: asyncio.Task[None] | None = None
     chat = FarChat(writer)
@@ -154,7 +154,7 @@ async def _serve(sock: socket.socket, loaded: Loaded) -> None:
                 chat.hear(told)
 
 
-async def _play(loaded: Loaded, chat: FarChat, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+async def _play(loaded: LoadedEnvironment, chat: FarChat, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
     try:
         task = loaded.task(told["split"], told["index"], told["id"])
         reward, metrics = checked(task.id, await loaded.environment.run(task, chat))
@@ -175,7 +175,7 @@ def _failed(kind: str, text: str) -> bytes:
     return json_frames.pack({"op": "failed", "kind": kind, "text": _clean(text)})
 
 
-def _tell_tasks(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+def _tell_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
     """Ids and messages, page by page. The payloads stay here: whoever plays elsewhere needs none."""
     try:
         tasks = loaded.tasks(told["split"])
@@ -195,7 +195,7 @@ def _tell_tasks(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, An
         _refuse(writer, f"tasks('{told['split']}'): {type(error).__name__}: {error}")
 
 
-def _tell_demonstration(loaded: Loaded, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+def _tell_demonstration(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
     """Drawn from the other end's generator, so that workers change no demonstration."""
     rng = random.Random()
     version, state, gauss = told["state"]

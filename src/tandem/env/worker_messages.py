@@ -19,7 +19,7 @@ FAILURE_KINDS = frozenset(FailureKind.__args__)
 MAX_TEXT = 2_000  # of an error
 
 
-class _Said(BaseModel):
+class _WorkerMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
@@ -34,12 +34,12 @@ class SaidMessage(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class AskTools(_Said):
+class AskTools(_WorkerMessage):
     op: Literal["offer"]
     tools: list[dict[str, JsonValue]] = Field(max_length=256)
 
 
-class AskReply(_Said):
+class AskReply(_WorkerMessage):
     op: Literal["reply"]
     id: int
     said: list[SaidMessage]
@@ -47,28 +47,28 @@ class AskReply(_Said):
     stop: list[str] = Field(default=[], max_length=64)
 
 
-class AskJudge(_Said):
+class AskJudge(_WorkerMessage):
     op: Literal["judge"]
     id: int
     messages: list[SaidMessage] = Field(min_length=1)
     max_tokens: int = Field(ge=1, le=1_000_000)
 
 
-class Forget(_Said):
+class Forget(_WorkerMessage):
     """It does not wait for this answer any more."""
 
     op: Literal["forget"]
     id: int
 
 
-class Done(_Said):
+class Done(_WorkerMessage):
     op: Literal["done"]
     said: list[SaidMessage]
     reward: float
     metrics: dict[str, float] = Field(max_length=MAX_METRICS)
 
 
-class Failed(_Said):
+class Failed(_WorkerMessage):
     op: Literal["failed"]
     kind: FailureKind
     text: str = Field(max_length=MAX_TEXT)
@@ -78,41 +78,41 @@ FromEpisode = AskTools | AskReply | AskJudge | Forget | Done | Failed
 FROM_EPISODE: TypeAdapter[FromEpisode] = TypeAdapter(Annotated[FromEpisode, Field(discriminator="op")])
 
 
-class ToldTask(_Said):
+class ToldTask(_WorkerMessage):
     id: str
     messages: list[SaidMessage] = Field(min_length=1)
 
 
-class Tasks(_Said):
+class Tasks(_WorkerMessage):
     op: Literal["tasks"]
     tasks: list[ToldTask]
     more: bool
 
 
-class Demonstrated(_Said):
+class Demonstrated(_WorkerMessage):
     op: Literal["demonstrated"]
     messages: list[SaidMessage]
     state: list[JsonValue]
     """Of the generator that it drew from."""
 
 
-class Refused(_Said):
+class RefusedMessage(_WorkerMessage):
     op: Literal["refused"]
     kind: Literal["spec", "environment"]
     text: str = Field(max_length=MAX_TEXT)
 
 
-class Loaded(_Said):
+class LoadedMessage(_WorkerMessage):
     op: Literal["loaded"]
     demonstrates: bool
     threads: int
 
 
-FromLoader = Tasks | Demonstrated | Refused | Loaded
+FromLoader = Tasks | Demonstrated | RefusedMessage | LoadedMessage
 FROM_LOADER: TypeAdapter[FromLoader] = TypeAdapter(Annotated[FromLoader, Field(discriminator="op")])
 
 
-class Ended(_Said):
+class Ended(_WorkerMessage):
     """From the nursery: how a worker ended."""
 
     op: Literal["ended"]

@@ -25,7 +25,7 @@ RESERVE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SegmentPlace:
     """Where a payload lies."""
 
     segment: int
@@ -60,7 +60,7 @@ class Segments:
         present = [int(path.stem) for path in directory.glob("*.seg")]
         self._current, self._size, self._written = max(present, default=0), roll_bytes, 0  # never after a torn tail
 
-    def keep_only(self, places: Iterable[Place]) -> None:
+    def keep_only(self, places: Iterable[SegmentPlace]) -> None:
         """At the start: what the index points at. Every other file is removed."""
         self._wanted = Counter(place.segment for place in places)
         for path in self.directory.glob("*.seg"):
@@ -72,7 +72,7 @@ class Segments:
     def mark(self) -> Mark:
         return Mark(self._current, self._size, self._written)
 
-    def append(self, *parts: bytes | memoryview) -> Place:
+    def append(self, *parts: bytes | memoryview) -> SegmentPlace:
         """The parts as one payload. It is safe only after `sync`."""
         length, crc = sum(len(part) for part in parts), 0
         for part in parts:
@@ -97,7 +97,7 @@ class Segments:
         with self._lock:
             self._wanted[self._current] += 1
             self._dead.discard(self._current)  # all that was in it before may be forgotten
-        return Place(self._current, offset + _HEAD.size, length, crc)
+        return SegmentPlace(self._current, offset + _HEAD.size, length, crc)
 
     def sync(self) -> None:
         for segment in self._dirty:
@@ -138,7 +138,7 @@ class Segments:
 
     # --- anybody's
 
-    def read(self, place: Place) -> bytes:
+    def read(self, place: SegmentPlace) -> bytes:
         file = self._file(place.segment)
         payload = os.pread(file.descriptor, place.length, place.offset)
         if len(payload) != place.length or zlib.crc32(payload) != place.crc:
@@ -148,7 +148,7 @@ class Segments:
             )
         return payload
 
-    def forget(self, places: Iterable[Place]) -> None:
+    def forget(self, places: Iterable[SegmentPlace]) -> None:
         """They are not wanted any more; only after the index said so durably."""
         with self._lock:
             for place in places:

@@ -1,7 +1,7 @@
 """What an engine's server and its client say to each other, written down once for both ends. JSON, and nothing else.
 
-A completion travels as lines: tokens of one version as they are made, `Tokens`, and at last how it ended, `End`, or an
-error. An error keeps its class across the wire.
+A completion travels as lines: tokens of one version as they are made, `Tokens`, and at last how it ended, `StreamEnd`,
+or an error. An error keeps its class across the wire.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tokens(TypedDict):
     version: int
 
 
-class End(TypedDict):
+class StreamEnd(TypedDict):
     finish_reason: FinishReason
     spans: list[list[int]]
     """[version, tokens]. Where a request began again under a new version, tokens before the last ones so counted were
@@ -75,7 +75,7 @@ def served_of(body: Json) -> Served:
     )
 
 
-def line(value: Mapping[str, Any] | Tokens | End) -> bytes:
+def line(value: Mapping[str, Any] | Tokens | StreamEnd) -> bytes:
     return encoded(value) + b"\n"
 
 

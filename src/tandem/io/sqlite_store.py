@@ -60,7 +60,7 @@ class Durable:
             raise
         # Opened after the first: what it reads is what is committed, never what is under way.
         self._reading = sqlite3.connect(directory / "index.sqlite3", check_same_thread=False, isolation_level=None)
-        self._changes: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[_PendingWrite | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="durable", daemon=True)
         self._thread.start()
 
@@ -80,7 +80,7 @@ class Durable:
         if self._broken is not None:
             future.set_exception(self._broken)
         else:
-            self._changes.put(_Waiting(change, future))
+            self._changes.put(_PendingWrite(change, future))
         return future
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -113,7 +113,7 @@ class Durable:
             if last:
                 return
 
-    def _commit(self, batch: list[_Waiting]) -> None:
+    def _commit(self, batch: list[_PendingWrite]) -> None:
         if self._broken is not None:
             return _fail(batch, self._broken)
         mark = self._files.mark() if self._files else None
@@ -131,7 +131,7 @@ class Durable:
         if self._files:
             self._files.sweep()
 
-    def _apply(self, waiting: _Waiting) -> bool:
+    def _apply(self, waiting: _PendingWrite) -> bool:
         """False: it raised, was undone alone, and its caller knows."""
         mark = self._files.mark() if self._files else None
         self._connection.execute("SAVEPOINT change")
@@ -172,14 +172,14 @@ class Durable:
         return self._broken
 
 
-class _Waiting:
+class _PendingWrite:
     __slots__ = ("change", "future", "result")
 
     def __init__(self, change: Change[Any], future: concurrent.futures.Future[Any]) -> None:
         self.change, self.future, self.result = change, future, None
 
 
-def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
+def _fail(batch: Sequence[_PendingWrite], error: Exception) -> None:
     for each in batch:
         if not each.future.done():
             each.future.set_exception(error)

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch
 
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
-from tandem.types import MicroBatch, Packed
+from tandem.types import MicroBatch, PackedRows
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Forward:
         return head.hidden(micro.ids_BT, positions_BT, mask).flatten(0, 1), micro.source_N
 
 
-def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: Packed) -> Tensor:
+def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: PackedRows) -> Tensor:
     ids_1T, positions_1T = (each.flatten()[packed.tokens_T][None] for each in (ids_BT, positions_BT))
     mask = packed_attention.no_mask(ids_1T.device)
     given = {"attention_mask": mask, "use_cache": False, "spans": packed.spans}

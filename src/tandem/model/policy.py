@@ -50,7 +50,7 @@ class CausalPolicy:
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
-        self._served_adapter = served_weights.Standing(served_weights.adapted(module))
+        self._served_adapter = served_weights.StableAdapter(served_weights.adapted(module))
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
         self.context_grad = True

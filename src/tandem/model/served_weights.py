@@ -55,7 +55,7 @@ class Adapted(NamedTuple):
     scale: float
 
 
-class Standing:
+class StableAdapter:
     """An adapter under PEFT's names, as the very same tensors each time that it is asked for, with the values of then.
 
     B is scaled already, so that every engine computes with the very same numbers: in float32, in memory that is kept.
@@ -100,7 +100,7 @@ class Standing:
 
 def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Once, of any module with adapters in it."""
-    return Standing(adapted(module)).tensors()
+    return StableAdapter(adapted(module)).tensors()
 
 
 def adapted(module: Any) -> list[Adapted]:

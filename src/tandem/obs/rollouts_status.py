@@ -18,14 +18,14 @@ _TIMEOUT_S = 5.0
 def rollouts_status(source: str | Path, *, token_file: str | Path | None = None, refused: int = 10) -> dict[str, Any]:
     """Of a rollout service, by its URL and token or by its data directory: what its /v2/status says, its `url`, and its
     last `refused` posts as `quarantine`. Plain JSON."""
-    asking = Asking(str(source), Path(token_file) if token_file else None, refused=refused)
+    asking = ServicePoller(str(source), Path(token_file) if token_file else None, refused=refused)
     try:
         return asking.status()
     finally:
         asking.close()
 
 
-class Asking:
+class ServicePoller:
     """One service, asked again and again. Who is asked is looked up each time: a service that was started again may
     listen elsewhere, and have another token."""
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tandem.errors import TandemError
 from tandem.obs.claims import printable
-from tandem.obs.rollouts_status import Asking
+from tandem.obs.rollouts_status import ServicePoller
 from tandem.obs.sync_report import size
 from tandem.obs.text_charts import sparkline
 
@@ -89,7 +89,7 @@ def watch_rollouts(
     source: str, *, token_file: Path | None = None, every_s: float = 1.0, console: Console | None = None
 ) -> None:
     """Until Ctrl-C. StoreError if the service is not there at first; one that goes later is waited for."""
-    asking, view = Asking(source, token_file), TopView(source, console)
+    asking, view = ServicePoller(source, token_file), TopView(source, console)
     has_panel = view.console.is_terminal and not view.console.is_dumb_terminal
     try:
         view.came(*_asked(asking))
@@ -112,12 +112,12 @@ def print_frame(told: Mapping[str, Any], console: Console | None = None) -> None
     view.console.print(view.frame())
 
 
-def _asked(asking: Asking) -> tuple[Mapping[str, Any], float, float]:
+def _asked(asking: ServicePoller) -> tuple[Mapping[str, Any], float, float]:
     asked = time.monotonic()
     return asking.status(), asked, time.monotonic()
 
 
-def _go_on(asking: Asking, view: TopView, every_s: float, *, as_lines: bool = False) -> None:
+def _go_on(asking: ServicePoller, view: TopView, every_s: float, *, as_lines: bool = False) -> None:
     while True:
         time.sleep(every_s)
         try:

@@ -44,7 +44,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class RecordedEvaluation:
     """Of what was held out, after `step` optimizer steps."""
 
     label: str
@@ -103,11 +103,11 @@ def number(value: Any) -> float | None:
     return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
-def evaluations(history: History) -> list[Evaluation]:
+def evaluations(history: History) -> list[RecordedEvaluation]:
     """In the order of their steps; those with a name in status.json keep it."""
     key = f"eval/{history.measure}"
     by_step = {
-        int(row["step"]): Evaluation(f"after step {int(row['step'])}", int(row["step"]), value)
+        int(row["step"]): RecordedEvaluation(f"after step {int(row['step'])}", int(row["step"]), value)
         for row in history.rows
         if (value := number(row.get(key))) is not None
     }
@@ -120,7 +120,7 @@ def evaluations(history: History) -> list[Evaluation]:
     )
     for field, label, step in named:
         if (value := number(history.eval.get(field))) is not None:
-            by_step[step] = Evaluation(label, step, value, is_final=field == "after")
+            by_step[step] = RecordedEvaluation(label, step, value, is_final=field == "after")
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -23,7 +23,7 @@ _ENDED_BY_SYNC = {"SyncError", "SyncTimeout", "EngineError", "EngineLost", "Engi
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AuditFinding:
     severity: Literal["failure", "note"]
     """failure: for some version nothing shows that the trainer's weights were served. note: worth knowing."""
     rule: str
@@ -58,7 +58,7 @@ class Evidence:
     events: Sequence[Row]
     every: int
     """sync.every of the spec."""
-    damage: Sequence[Finding]
+    damage: Sequence[AuditFinding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Audit:
     status: Mapping[str, Any]
     proofs: Sequence[Proof]
     steps: Sequence[Step]
-    findings: Sequence[Finding]
+    findings: Sequence[AuditFinding]
 
     @property
     def proven(self) -> bool:
@@ -107,15 +107,15 @@ def read_evidence(run_dir: Path) -> Evidence:
 # --- reading
 
 
-def proofs_of(ledger: Salvage) -> tuple[dict[int, Proof], list[Finding]]:
+def proofs_of(ledger: Salvage) -> tuple[dict[int, Proof], list[AuditFinding]]:
     """By line, counted from 1; and what is no proof."""
     proofs: dict[int, Proof] = {}
-    odd: list[Finding] = []
+    odd: list[AuditFinding] = []
     for line, row in ledger.rows.items():
         try:
             proofs[line] = proof_of(row)
         except ValueError as error:
-            odd.append(Finding("failure", "damaged", f"sync.jsonl:{line} is no row of a ledger: {error}"))
+            odd.append(AuditFinding("failure", "damaged", f"sync.jsonl:{line} is no row of a ledger: {error}"))
     return proofs, odd
 
 
@@ -180,17 +180,17 @@ def _sync_every(spec: Path) -> int:
     return every if isinstance(every, int) and every >= 1 else 1
 
 
-def _damage(name: str, found: Salvage) -> Iterator[Finding]:
+def _damage(name: str, found: Salvage) -> Iterator[AuditFinding]:
     for line, why in found.damaged.items():
-        yield Finding("failure", "damaged", f"{name}:{line} cannot be read: {why}")
+        yield AuditFinding("failure", "damaged", f"{name}:{line} cannot be read: {why}")
     if found.torn:
-        yield Finding("note", "torn", f"{name}: the last line was cut short as it was written, and is left out")
+        yield AuditFinding("note", "torn", f"{name}: the last line was cut short as it was written, and is left out")
 
 
 # --- rules
 
 
-def _unproven(run: Evidence) -> Iterator[Finding]:
+def _unproven(run: Evidence) -> Iterator[AuditFinding]:
     """The oldest token's version is known to have made tokens; the version that was trained from, or the one published
     last before it, could have."""
     proven = {proof.version for proof in run.proofs}
@@ -205,11 +205,11 @@ def _unproven(run: Evidence) -> Iterator[Finding]:
         if not _any_within(in_order, at - run.every + 1, at):
             trained_from.append(at)
     for version, step in sorted(trained_on.items()):
-        yield Finding(
+        yield AuditFinding(
             "failure", "unproven", f"step {step} trained on tokens of version {version}, which has no proof", (version,)
         )
     for version in sorted(set(trained_from) - trained_on.keys()):
-        yield Finding(
+        yield AuditFinding(
             "failure",
             "unproven",
             f"version {version} was trained from, and has no proof{_within(run.every)}",
@@ -227,34 +227,34 @@ def _within(every: int) -> str:
     return "" if every == 1 else f", nor has any of the {every - 1} before it (sync.every = {every})"
 
 
-def _last_unproven(run: Evidence) -> Iterator[Finding]:
+def _last_unproven(run: Evidence) -> Iterator[AuditFinding]:
     """A run that ended well published what it made."""
     last = max((step.version for step in run.steps), default=None)
     if last is None or run.status.get("state") != "succeeded":
         return
     if last not in {proof.version for proof in run.proofs}:
-        yield Finding("failure", "unproven", f"version {last} is what the run made, and has no proof", (last,))
+        yield AuditFinding("failure", "unproven", f"version {last} is what the run made, and has no proof", (last,))
 
 
-def _steps_missing(run: Evidence) -> Iterator[Finding]:
+def _steps_missing(run: Evidence) -> Iterator[AuditFinding]:
     """What cannot be known from metrics.jsonl: rows were lost."""
     if not run.proofs and not run.steps and run.status.get("recipe") != "rl":
         return  # nothing was sampled
     for before, after in pairwise(run.made):
         if after > before + 1:
             gap = _span(before + 1, after - 1)
-            yield Finding("failure", "steps_missing", f"metrics.jsonl lacks {gap}: what was trained on is unknown")
+            yield AuditFinding("failure", "steps_missing", f"metrics.jsonl lacks {gap}: what was trained on is unknown")
     done, last = int(number(run.status.get("steps_done")) or 0), max(run.made, default=0)
     if done > last:
         text = f"status.json counts {done} steps, and metrics.jsonl lacks {_span(last + 1, done)}"
-        yield Finding("failure", "steps_missing", f"{text}: what was trained on is unknown")
+        yield AuditFinding("failure", "steps_missing", f"{text}: what was trained on is unknown")
 
 
 def _span(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _out_of_order(run: Evidence) -> Iterator[Finding]:
+def _out_of_order(run: Evidence) -> Iterator[AuditFinding]:
     """A run that was resumed begins again at its checkpoint; within one process versions only grow. Only a step back
     at a boot is free."""
     places, steps = _boots(run.events)
@@ -271,9 +271,9 @@ def _out_of_order(run: Evidence) -> Iterator[Finding]:
             text = f"version {after.version} was published after version {before.version}"
             if None in steps:
                 text += "; whether the run was resumed there cannot be told: events.jsonl does not say where it was"
-            yield Finding("failure", "out_of_order", text, (after.version,))
+            yield AuditFinding("failure", "out_of_order", text, (after.version,))
     if resumed:
-        yield Finding("note", "resumed", f"the run was resumed from {_listed(resumed)}", tuple(resumed))
+        yield AuditFinding("note", "resumed", f"the run was resumed from {_listed(resumed)}", tuple(resumed))
 
 
 def _boots(events: Sequence[Row]) -> tuple[list[int], list[int | None]]:
@@ -292,7 +292,7 @@ def _boots(events: Sequence[Row]) -> tuple[list[int], list[int | None]]:
     return places, [step for place, step in boots[1:] if place is None] if boots else [None]
 
 
-def _twice_and_different(run: Evidence) -> Iterator[Finding]:
+def _twice_and_different(run: Evidence) -> Iterator[AuditFinding]:
     """A version may be published again, before an evaluation for one. Only digests can be compared: the other
     fingerprints say which memory it is, and that is another one after an engine was taken back."""
     first: dict[tuple[int, str], Proof] = {}
@@ -302,42 +302,42 @@ def _twice_and_different(run: Evidence) -> Iterator[Finding]:
         before = first.setdefault((proof.version, proof.mode), proof)
         if before.digest != proof.digest:
             text = f"version {proof.version} was published twice, as {before.digest} and as {proof.digest}"
-            yield Finding("failure", "twice_and_different", text, (proof.version,))
+            yield AuditFinding("failure", "twice_and_different", text, (proof.version,))
 
 
-def _stale(run: Evidence) -> Iterator[Finding]:
+def _stale(run: Evidence) -> Iterator[AuditFinding]:
     """Steps changed what is served, and yet the same bytes were sent: both sides agree, about old weights."""
     moved = sorted(run.moved)
     for before, after in pairwise(run.proofs):
         between = _any_within(moved, before.version + 1, after.version)
         if "digest" == before.verified == after.verified and before.digest == after.digest and between:
             text = f"version {after.version} has the very digest of version {before.version}, but the weights had moved"
-            yield Finding("failure", "stale", text, (after.version,))
+            yield AuditFinding("failure", "stale", text, (after.version,))
 
 
-def _not_verified(run: Evidence) -> Iterator[Finding]:
+def _not_verified(run: Evidence) -> Iterator[AuditFinding]:
     for proof in run.proofs:
         if proof.verified not in ("digest", "identity", "canary"):
             text = f"version {proof.version} was sent, and nothing was compared (verified = '{proof.verified}')"
-            yield Finding("failure", "not_verified", text, (proof.version,))
+            yield AuditFinding("failure", "not_verified", text, (proof.version,))
         elif not proof.digest or proof.tensors <= 0:
             text = f"version {proof.version}: its proof covers {proof.tensors} tensors, digest '{proof.digest}'"
-            yield Finding("failure", "not_verified", text, (proof.version,))
+            yield AuditFinding("failure", "not_verified", text, (proof.version,))
 
 
-def _gap(run: Evidence) -> Iterator[Finding]:
+def _gap(run: Evidence) -> Iterator[AuditFinding]:
     for proof in run.proofs:
         if proof.verified == "none":
             continue  # told already
         if not proof.canary_tokens:
             text = f"version {proof.version}: the canary was not asked; equal weights alone do not show equal models"
-            yield Finding("failure", "canary_missing", text, (proof.version,))
+            yield AuditFinding("failure", "canary_missing", text, (proof.version,))
         elif not proof.logprob_gap <= proof.gap_limit:  # so that a gap which is not a number fails
             text = f"version {proof.version}: gap {proof.logprob_gap:.2g} nats, limit {proof.gap_limit:.2g}"
-            yield Finding("failure", "gap", text, (proof.version,))
+            yield AuditFinding("failure", "gap", text, (proof.version,))
 
 
-def _cache_epoch(run: Evidence) -> Iterator[Finding]:
+def _cache_epoch(run: Evidence) -> Iterator[AuditFinding]:
     last: dict[tuple[str, ...], int] = {}
     for proof in run.proofs:
         before = last.get(proof.engines)
@@ -346,47 +346,47 @@ def _cache_epoch(run: Evidence) -> Iterator[Finding]:
                 f"version {proof.version}: the engine's cache epoch went from {before} to {proof.cache_epoch}: keys "
                 "and values of older weights may have been in use"
             )
-            yield Finding("failure", "cache_epoch", text, (proof.version,))
+            yield AuditFinding("failure", "cache_epoch", text, (proof.version,))
         last[proof.engines] = proof.cache_epoch
 
 
-def _tensors(run: Evidence) -> Iterator[Finding]:
+def _tensors(run: Evidence) -> Iterator[AuditFinding]:
     """By mode: an adapter has other tensors than the whole model."""
     last: dict[str, Proof] = {}
     for proof in run.proofs:
         before = last.get(proof.mode)
         if before is not None and before.tensors != proof.tensors:
             text = f"version {proof.version} is {proof.tensors} tensors, version {before.version} was {before.tensors}"
-            yield Finding("failure", "tensors", text, (proof.version,))
+            yield AuditFinding("failure", "tensors", text, (proof.version,))
         last[proof.mode] = proof
 
 
-def _mode_changed(run: Evidence) -> Iterator[Finding]:
+def _mode_changed(run: Evidence) -> Iterator[AuditFinding]:
     for before, after in pairwise(run.proofs):
         if before.mode != after.mode:
             text = f"from version {after.version} on, weights went by {after.mode} instead of {before.mode}"
-            yield Finding("note", "mode_changed", text, (after.version,))
+            yield AuditFinding("note", "mode_changed", text, (after.version,))
 
 
-def _engine_changed(run: Evidence) -> Iterator[Finding]:
+def _engine_changed(run: Evidence) -> Iterator[AuditFinding]:
     changed = tuple(after.version for before, after in pairwise(run.proofs) if before.engines != after.engines)
     if changed:
         text = f"another engine answered from {_listed(changed)} on: it was started again, or another was attached"
-        yield Finding("note", "engine_changed", text, changed)
+        yield AuditFinding("note", "engine_changed", text, changed)
 
 
-def _attempts(run: Evidence) -> Iterator[Finding]:
+def _attempts(run: Evidence) -> Iterator[AuditFinding]:
     again = tuple(proof.version for proof in run.proofs if proof.attempts > 1)
     if again:
         text = f"{_listed(again)} took more than one attempt: a partner was lost, and taken back"
-        yield Finding("note", "attempts", text, again)
+        yield AuditFinding("note", "attempts", text, again)
 
 
-def _ended_by_sync(run: Evidence) -> Iterator[Finding]:
+def _ended_by_sync(run: Evidence) -> Iterator[AuditFinding]:
     """That is proof at work: what was not proven was not trained on."""
     for event in run.events:
         if event.get("stage") == "error" and str(event.get("kind")) in _ENDED_BY_SYNC:
-            yield Finding("note", "ended", f"the run ended with {event['kind']}: {event.get('message', '')}")
+            yield AuditFinding("note", "ended", f"the run ended with {event['kind']}: {event.get('message', '')}")
 
 
 def _listed(versions: Sequence[int], most: int = 6) -> str:
@@ -395,7 +395,7 @@ def _listed(versions: Sequence[int], most: int = 6) -> str:
     return f"version{'s' if len(versions) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-RULES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Evidence], Iterator[AuditFinding]], ...] = (
     _unproven,
     _last_unproven,
     _steps_missing,

@@ -28,7 +28,7 @@ _COLORS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One way. Times are those of the median round, in the units that their names say."""
 
     bridge: str
@@ -64,7 +64,7 @@ class Bench:
     link: str
     """What `link_gb_s` is of."""
     link_gb_s: float
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     @property
     def failed(self) -> bool:
@@ -138,13 +138,13 @@ def bench_png(bench: Bench) -> bytes:
     return buffer.getvalue()
 
 
-def _width(rows: Sequence[Row]) -> float:
+def _width(rows: Sequence[BenchRow]) -> float:
     """One way that takes far longer than the others (a process that starts) runs off the page, and says so."""
     longest = sorted(row.ms for row in rows) or [1.0]
     far = len(longest) > 1 and longest[-1] > 5 * longest[-2]
     return 1.05 * (longest[-2] if far else longest[-1])
 
 
-def _said(row: Row, cut: bool) -> str:
+def _said(row: BenchRow, cut: bool) -> str:
     speed = "" if row.gb_s is None else f", {row.gb_s:.2g} GB/s"
     return f"  {'→ ' if cut else ''}{row.ms:.1f} ms{speed}{'' if row.verified else ', NOT PROVEN'}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.io.jsonl import finite
 from tandem.obs.claims import printable
-from tandem.obs.sync_audit import Audit, Finding, proof_of
+from tandem.obs.sync_audit import Audit, AuditFinding, proof_of
 from tandem.obs.sync_status import MAP_FILE, TOLD
 from tandem.types import Proof
 
@@ -113,7 +113,7 @@ def _how_it_ended(audit: Audit) -> str:
     return f"{audit.directory}: {status.get('state', 'unknown')}, {steps}{oldest}."
 
 
-def _findings(found: Sequence[Finding]) -> list[str]:
+def _findings(found: Sequence[AuditFinding]) -> list[str]:
     lines: list[str] = []
     of_rule = Counter(finding.rule for finding in found)
     for rule, count in of_rule.items():

@@ -37,7 +37,7 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DeltaPiece:
     coded: Literal["some", "all"]
     parts: Sequence[tuple[str, int, int]]
     """Tensor, the element that it begins at, how many are coded."""
@@ -108,7 +108,7 @@ def _differing(then_N: Tensor, now_N: Tensor) -> Tensor:
     return wide_N if then_N.element_size() == 4 else wide_N & ((1 << 8 * then_N.element_size()) - 1)
 
 
-def coded(lot: Lot) -> Piece:
+def coded(lot: Lot) -> DeltaPiece:
     counts = [len(each) for each in lot.change_N]
     parts = list(zip(lot.names, lot.starts, counts, strict=True))
     change_N = torch.cat([each.to(torch.int64) for each in lot.change_N])
@@ -118,10 +118,12 @@ def coded(lot: Lot) -> Piece:
         gap_N = torch.cat([torch.diff(index_N, prepend=index_N.new_tensor([-1])) for index_N in lot.index_N])
         found = bit_planes.rising("at", gap_N.cumsum(0)) | bit_planes.words("size", change_N.abs() - 1)
         found["sign"] = bit_planes.bits(change_N < 0)
-    return Piece(lot.coded, parts, *bit_planes.together(found))
+    return DeltaPiece(lot.coded, parts, *bit_planes.together(found))
 
 
-def move(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool) -> None:
+def move(
+    piece: DeltaPiece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int], *, forward: bool
+) -> None:
     """`ready`: its planes, where the tensors are. `numbers` go along, or become UNKNOWN."""
     if piece.coded == "all":
         return _flip(piece, ready, tensors, numbers)
@@ -134,7 +136,7 @@ def move(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: di
     )  # it wraps, and so does what it is added to
     down_N = bit_planes.read_bits(ready["sign"], piece.count).to(torch.int8)
     by_N.mul_(down_N.mul_(-2).add_(1) if forward else down_N.mul_(2).sub_(1))
-    changes: list[digest.Change] = []
+    changes: list[digest.ElementChange] = []
     runs = [(name, sum(count for *_, count in run)) for name, run in groupby(piece.parts, itemgetter(0))]
     lengths = [count for _, count in runs]
     for (name, count), index_N, step_N in zip(runs, at_N.split(lengths), by_N.split(lengths), strict=True):
@@ -148,14 +150,14 @@ def move(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: di
             old_N = found[index_N]
             new_N = old_N + step_N
             found.index_copy_(0, index_N, new_N)
-            changes.append(digest.Change(name, _num_cols(tensors[name]), index_N, old_N, new_N))
+            changes.append(digest.ElementChange(name, _num_cols(tensors[name]), index_N, old_N, new_N))
         _write_back(tensors[name], found)
     followed = [change for change in changes if numbers[change.name] != UNKNOWN]
     for change, moved in zip(followed, digest.changes(followed), strict=True):
         numbers[change.name] = (numbers[change.name] + moved) & _MASK
 
 
-def _offsets(piece: Piece, passed_N: Tensor, counts: list[int]) -> Tensor:
+def _offsets(piece: DeltaPiece, passed_N: Tensor, counts: list[int]) -> Tensor:
     """What turns a position counted through all parts into one in its tensor. All at once: on a GPU a launch for each
     of hundreds of parts takes longer than what it does."""
     first = torch.tensor([0, *accumulate(counts[:-1])], device=passed_N.device)
@@ -166,7 +168,7 @@ def _offsets(piece: Piece, passed_N: Tensor, counts: list[int]) -> Tensor:
     return offset_N.cumsum_(0)
 
 
-def _flip(piece: Piece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
+def _flip(piece: DeltaPiece, ready: Planes, tensors: Mapping[str, Tensor], numbers: dict[str, int]) -> None:
     device = tensors[piece.parts[0][0]].device
     bits_N = bit_planes.read_words(ready, "bits", piece.count, device)
     at = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.errors import EngineError
 from tandem.io.engine_messages import served_of
-from tandem.online.messages import Asked, Attach, Load, Sample
+from tandem.online.messages import Asked, Attach, CanarySample, Load
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served, Span
 
@@ -38,7 +38,7 @@ class EngineAcross:
     ) -> Completion:
         if sampling.temperature or on_token is not None:
             raise EngineError("online: the trainer half samples canaries only, greedily")
-        told = await self._ask(Sample(list(prompt_ids), sampling.max_tokens))
+        told = await self._ask(CanarySample(list(prompt_ids), sampling.max_tokens))
         spans = [Span(int(version), int(count)) for version, count in told["spans"]]
         return Completion(told["ids"], told["logprobs"], spans, told["finish_reason"])
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GateOutcome:
     gate: str
     passed: bool
     value: float | None
@@ -26,7 +26,7 @@ class Verdict:
         return asdict(self)
 
 
-class Changed(Protocol):
+class ChangeSize(Protocol):
     """How far weights went (online/weight_deltas.py)."""
 
     @property
@@ -41,7 +41,7 @@ class Changed(Protocol):
     def not_finite(self) -> Sequence[str]: ...
 
 
-def finite(change: Changed, losses: Sequence[float]) -> Verdict:
+def finite(change: ChangeSize, losses: Sequence[float]) -> GateOutcome:
     """Of the weights, and of the loss of every step."""
     odd = sum(not math.isfinite(loss) for loss in losses)
     weights = len(change.not_finite)
@@ -49,19 +49,19 @@ def finite(change: Changed, losses: Sequence[float]) -> Verdict:
     text = f"{odd} of {len(losses)} losses and {weights} tensors{told} hold something that is not a number"
     if not odd + weights:
         text = f"all {len(losses)} losses and all weights are numbers"
-    return Verdict("finite", not odd + weights, float(odd + weights), 0.0, text)
+    return GateOutcome("finite", not odd + weights, float(odd + weights), 0.0, text)
 
 
-def update_norm(change: Changed, *, max_relative: float) -> Verdict:
+def update_norm(change: ChangeSize, *, max_relative: float) -> GateOutcome:
     text = f"{change.changed} of {change.total} weights changed, by {change.relative:.2e} of their norm"
     numbers = {"norm": change.norm, "changed": float(change.changed), "total": float(change.total)}
     return _at_most("update_norm", change.relative, max_relative, text, numbers)
 
 
-def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float) -> Verdict:
+def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float) -> GateOutcome:
     """Losses of the same conversations, in the same order."""
     if not before and not after:
-        return Verdict("held_out", True, None, max_rise, "nothing is held out")
+        return GateOutcome("held_out", True, None, max_rise, "nothing is held out")
     rises = [now - then for then, now in zip(before, after, strict=True)]
     rise = _mean(rises)
     numbers = {"before": _mean(before), "after": _mean(after), "samples": float(len(rises))}
@@ -73,14 +73,14 @@ def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float
     return _at_most("held_out", rise, max_rise, text, numbers)
 
 
-def kl(drawn: Sequence[tuple[Sequence[float], Sequence[float]]], *, limit: float) -> Verdict:
+def kl(drawn: Sequence[tuple[Sequence[float], Sequence[float]]], *, limit: float) -> GateOutcome:
     """KL(reference || candidate) a token, from tokens that the reference sampled: its logprobs of them, and the
     candidate's. The estimator is r - 1 - log r with r = p_candidate / p_reference: no bias, and never below 0."""
     gaps = [
         after - before for reference, candidate in drawn for before, after in zip(reference, candidate, strict=True)
     ]
     if not gaps:
-        return Verdict("kl", True, None, limit, "no ordinary prompt was sampled")
+        return GateOutcome("kl", True, None, limit, "no ordinary prompt was sampled")
     estimates = [math.expm1(min(gap, _MOST)) - gap for gap in gaps]
     value = _mean(estimates)
     text = f"answers to ordinary prompts moved by {value:.4f} nats a token ({len(drawn)} answers, {len(gaps)} tokens)"
@@ -99,7 +99,7 @@ def canary(
     before: Sequence[float],
     after: Sequence[float],
     max_drop: float,
-) -> Verdict:
+) -> GateOutcome:
     """`said_ids`: the greedy answer, where it must be exactly the one that is expected. `before`, `after`: logprobs of
     the expected one's tokens."""
     drop = _sum(before) - _sum(after)
@@ -110,12 +110,12 @@ def canary(
         at = next((i for i, pair in enumerate(zip(said_ids, expected_ids, strict=False)) if pair[0] != pair[1]), None)
         where = "has another length" if at is None else f"differs from token {at} on"
         if not same:
-            return Verdict(gate, False, _number(drop), max_drop, f"the answer to '{name}' {where}; {text}", numbers)
+            return GateOutcome(gate, False, _number(drop), max_drop, f"the answer to '{name}' {where}; {text}", numbers)
         text = f"the answer to '{name}' is as expected; {text}"
     return _at_most(gate, drop, max_drop, text, numbers)
 
 
-def verdict(all_: Sequence[Verdict]) -> tuple[bool, str]:
+def verdict(all_: Sequence[GateOutcome]) -> tuple[bool, str]:
     """Whether to publish, and one sentence of why."""
     failed = [each for each in all_ if not each.passed]
     if failed:
@@ -123,11 +123,11 @@ def verdict(all_: Sequence[Verdict]) -> tuple[bool, str]:
     return True, f"passed {', '.join(each.gate for each in all_)}"
 
 
-def _at_most(gate: str, value: float, limit: float, text: str, numbers: Mapping[str, float]) -> Verdict:
+def _at_most(gate: str, value: float, limit: float, text: str, numbers: Mapping[str, float]) -> GateOutcome:
     passed = math.isfinite(value) and value <= limit
     beside = "within" if passed else "and not within"
     kept = {name: number for name, number in numbers.items() if math.isfinite(number)}
-    return Verdict(gate, passed, _number(value), limit, f"{text}, {beside} the limit of {limit:g}", kept)
+    return GateOutcome(gate, passed, _number(value), limit, f"{text}, {beside} the limit of {limit:g}", kept)
 
 
 def _number(value: float) -> float | None:

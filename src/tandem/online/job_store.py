@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tandem.errors import Conflict, KeyReused, NotKnown, QueueFull
+from tandem.io.request_key import RequestKey
 from tandem.io.sqlite_store import Durable, read_only
 from tandem.online.messages import Sequence1, Teaching
 
@@ -54,14 +55,6 @@ def active_version(directory: Path) -> int:
     """Return which version is the active one, read beside a server that may own the store."""
     with read_only(directory) as connection:
         return int(connection.execute("SELECT value FROM numbers WHERE name = 'active'").fetchone()[0])
-
-
-@dataclass(frozen=True)
-class Once:
-    """A write that may come again: its key, and the digest of what it said."""
-
-    key: str
-    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,7 @@ class JobStore:
             str(state): int(n) for state, n in self._durable.read("SELECT state, count(*) FROM jobs GROUP BY state")
         }
 
-    def answered(self, once: Once) -> dict[str, Any] | None:
+    def answered(self, once: RequestKey) -> dict[str, Any] | None:
         """What was answered to this very write before. KeyReused if its key came with another one."""
         rows = self._durable.read("SELECT digest, answer FROM keys WHERE key = ?", (once.key,))
         if not rows:
@@ -192,7 +185,7 @@ class JobStore:
         who: str,
         source: str,
         said: bytes,
-        once: Once,
+        once: RequestKey,
     ) -> dict[str, Any]:
         """`said`: JSON of what was taught, as whoever teaches told it."""
         packed = msgspec.json.encode(groups), msgspec.json.encode(teaching), said
@@ -341,7 +334,7 @@ class JobStore:
     async def note(self, who: str, what: str, detail: Mapping[str, Any]) -> None:
         await self._durable.write(lambda db: _note(db, who, what, detail))
 
-    async def answer(self, once: Once, reply: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(self, once: RequestKey, reply: Mapping[str, Any]) -> dict[str, Any]:
         """Remembers what was answered; what was, if another was quicker."""
 
         def change(db: sqlite3.Connection) -> dict[str, Any]:
@@ -351,14 +344,14 @@ class JobStore:
         return await self._durable.write(change)
 
 
-def _answered(db: sqlite3.Connection, once: Once) -> dict[str, Any] | None:
+def _answered(db: sqlite3.Connection, once: RequestKey) -> dict[str, Any] | None:
     row = db.execute("SELECT digest, answer FROM keys WHERE key = ?", (once.key,)).fetchone()
     if row is not None and row[0] != once.digest:
         raise KeyReused(f"Idempotency-Key '{once.key}' came before with another request; take a new one")
     return None if row is None else json.loads(row[1])
 
 
-def _answer(db: sqlite3.Connection, once: Once, reply: dict[str, Any]) -> dict[str, Any]:
+def _answer(db: sqlite3.Connection, once: RequestKey, reply: dict[str, Any]) -> dict[str, Any]:
     now = time.time()
     db.execute("DELETE FROM keys WHERE at < ?", (now - KEYS_KEPT_S,))
     db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (once.key, once.digest, _bytes(reply), now))

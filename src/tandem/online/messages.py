@@ -49,7 +49,7 @@ class Teaching(_Message, frozen=True):
     """The job ends early, once every trained token of its samples has at least this probability; 0: it does not."""
 
 
-class Failure(_Message, frozen=True):
+class RpcFailure(_Message, frozen=True):
     kind: str
     """A class of errors.py."""
     text: str
@@ -117,21 +117,23 @@ class Load(_Message, frozen=True, tag=True):
     version: Whole
 
 
-class Sample(_Message, frozen=True, tag=True):
+class CanarySample(_Message, frozen=True, tag=True):
     """The canary of a publication."""
 
     prompt_ids: list[Id]
     max_tokens: Whole
 
 
-class Progress(_Message, frozen=True, tag=True):
+class JobProgress(_Message, frozen=True, tag=True):
     job: str
     step: Whole
     steps: Whole
     metrics: dict[str, float]
 
 
-Asked: TypeAlias = Open | Train | Publish | Settle | Activate | Checkpoint | Cancel | Attach | Load | Sample | Progress
+Asked: TypeAlias = (
+    Open | Train | Publish | Settle | Activate | Checkpoint | Cancel | Attach | Load | CanarySample | JobProgress
+)
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="q"):
@@ -139,21 +141,21 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="q")
     what: Asked
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a"):
+class RpcReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a"):
     number: Whole
     value: dict[str, Any] = {}
-    failure: Failure | None = None
+    failure: RpcFailure | None = None
 
 
-_DECODER = msgspec.json.Decoder(Question | Answer)
+_DECODER = msgspec.json.Decoder(Question | RpcReply)
 
 
-def encode(message: Question | Answer) -> bytes:
+def encode(message: Question | RpcReply) -> bytes:
     """Quickly, for a job may be of a million tokens, and who writes it answers others, too."""
     return msgspec.json.encode(message)
 
 
-def decode(frame: bytes) -> Question | Answer:
+def decode(frame: bytes) -> Question | RpcReply:
     """msgspec.ValidationError names what is wrong."""
     return _DECODER.decode(frame)
 
@@ -161,7 +163,7 @@ def decode(frame: bytes) -> Question | Answer:
 # --- answers
 
 
-class Gate(_Message, frozen=True):
+class GateReport(_Message, frozen=True):
     """One gate's verdict."""
 
     gate: str
@@ -177,7 +179,7 @@ class Trained(_Message, frozen=True):
 
     outcome: str
     why: str = ""
-    gates: list[Gate] = []
+    gates: list[GateReport] = []
     metrics: dict[str, float] = {}
     bytes: Whole = 0
     seconds: float = 0.0
@@ -185,7 +187,7 @@ class Trained(_Message, frozen=True):
     changed: Whole = 0
 
 
-class Opened(_Message, frozen=True):
+class WorkerOpened(_Message, frozen=True):
     version: Whole
     digest: str
     """Of what was read from the disk."""
@@ -198,7 +200,7 @@ class Opened(_Message, frozen=True):
     """Which weights: requested, engaged, why not."""
 
 
-class Written(_Message, frozen=True):
+class UpdateWritten(_Message, frozen=True):
     version: Whole
     bytes: Whole
     seconds: float

@@ -33,12 +33,12 @@ from tandem.online import messages
 from tandem.online.engine_supervisor import EngineLife, Revive
 from tandem.online.events import Events
 from tandem.online.job_store import ENDED, Job, JobStore
-from tandem.online.messages import Activate, Asked, Cancel, Checkpoint, Open, Progress, Publish
-from tandem.online.orchestrator_needs import EngineEnd, Memory
+from tandem.online.messages import Activate, Asked, Cancel, Checkpoint, JobProgress, Open, Publish
+from tandem.online.orchestrator_needs import OrchestratorBridge, SampleMemory
 from tandem.online.ordinary_prompts import Ordinary
 from tandem.online.pending_requests import Wishes
 from tandem.online.publishing import Publishing
-from tandem.online.regression_watch import Fall, Watch
+from tandem.online.regression_watch import Fall, RegressionWatch
 from tandem.online.rpc import HalfLost
 from tandem.online.self_distillation import answered
 from tandem.online.trainer_process import TrainerProcess
@@ -61,10 +61,10 @@ class Conductor:
         spec: OnlineSpec,
         store: JobStore,
         engine: DigestedEngine,
-        open_source: Callable[[Mapping[str, Any]], EngineEnd],
+        open_source: Callable[[Mapping[str, Any]], OrchestratorBridge],
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,
-        memory: Memory,
+        memory: SampleMemory,
         ordinary: Ordinary,
         revive: Revive | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class Conductor:
         self._versions, self._memory, self._ordinary = versions, memory, ordinary
         self._life = EngineLife(engine, revive, spec.max_restarts, self._engine_is_lost)
         self._trainer = TrainerLife(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
-        self._watch = Watch(spec.watch) if spec.watch is not None else None
+        self._watch = RegressionWatch(spec.watch) if spec.watch is not None else None
         self._falls = set[asyncio.Task[None]]()
         self.serving = -1
         """The last version that this engine was proven to hold."""
@@ -297,7 +297,7 @@ class Conductor:
         if opened.exact:
             self._checkpointed = opened.version
 
-    async def _check_opened(self, opened: messages.Opened) -> None:
+    async def _check_opened(self, opened: messages.WorkerOpened) -> None:
         active = self.store.active
         if opened.version != active:
             why = "; ".join(opened.damaged) or "its files are gone"
@@ -459,7 +459,7 @@ class Conductor:
         if gone := [version for version in usable if version not in keep]:  # said first: then their files may go
             why = f"updates.keep = {self.spec.updates.keep} newer ones are kept"
             await self.store.mark(gone, "forgotten", why)
-        written = msgspec.convert(await self._trainer.ask(Checkpoint(keep)), messages.Written)
+        written = msgspec.convert(await self._trainer.ask(Checkpoint(keep)), messages.UpdateWritten)
         self._checkpointed, self._checkpoint_at = written.version, time.monotonic()
         self._why_no_checkpoint = ""
         if not written.already:
@@ -474,7 +474,7 @@ class Conductor:
 
     async def _handle(self, what: Asked) -> dict[str, Any]:
         match what:
-            case Progress():
+            case JobProgress():
                 if self._running is not None and self._running.id == what.job:
                     self._progress = {"step": what.step, "steps": what.steps, "metrics": what.metrics}
                     self.events.put("progress", {"id": what.job, **self._progress})

@@ -10,12 +10,12 @@ from tandem.online.messages import Sequence1
 from tandem.protocols import WeightSource
 
 
-class EngineEnd(WeightSource, Protocol):
+class OrchestratorBridge(WeightSource, Protocol):
     @property
     def reply(self) -> Mapping[str, Any]: ...
 
 
-class Memory(Protocol):
+class SampleMemory(Protocol):
     """Earlier samples: see online/sample_replay.py."""
 
     def remember(self, job: Job, groups: Sequence[Sequence[Sequence1]]) -> None: ...

@@ -24,7 +24,7 @@ from tandem.types import Message, Sampling
 _DRAWN_TOKENS, _WRITTEN_TOKENS = 16, 40
 
 
-class Speaks(Protocol):
+class PromptRenderer(Protocol):
     """What is needed of a renderer."""
 
     @property
@@ -41,7 +41,7 @@ class Ordinary:
     def __init__(
         self,
         spec: OrdinarySpec,
-        speaks: Speaks,
+        speaks: PromptRenderer,
         texts: Sequence[str],
         file: Path,
         *,

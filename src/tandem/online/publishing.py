@@ -9,8 +9,8 @@ from typing import Any
 
 from tandem.errors import NotKnown, SyncError
 from tandem.io.engine_messages import served_as_json
-from tandem.online.messages import Asked, Attach, Load, Sample
-from tandem.online.orchestrator_needs import EngineEnd
+from tandem.online.messages import Asked, Attach, CanarySample, Load
+from tandem.online.orchestrator_needs import OrchestratorBridge
 from tandem.protocols import DigestedEngine
 from tandem.types import Sampling
 
@@ -19,12 +19,12 @@ class Publishing:
     def __init__(
         self,
         engine: DigestedEngine,
-        open_source: Callable[[Mapping[str, Any]], EngineEnd],
+        open_source: Callable[[Mapping[str, Any]], OrchestratorBridge],
         active: Callable[[], int],
     ) -> None:
         """`active`: the version that was committed last."""
         self._engine, self._open_source, self._active = engine, open_source, active
-        self._source: EngineEnd | None = None
+        self._source: OrchestratorBridge | None = None
         self._under_way = False
 
     @contextmanager
@@ -45,7 +45,7 @@ class Publishing:
                 if version != self._active():
                     raise SyncError(f"online: version {version} was not committed")
                 return served_as_json(await self._engine.load(version))
-            case Sample(prompt_ids=prompt, max_tokens=most):
+            case CanarySample(prompt_ids=prompt, max_tokens=most):
                 made = await self._engine.generate(prompt, Sampling(max_tokens=most, temperature=0.0, urgent=True))
                 return {
                     "ids": made.ids,

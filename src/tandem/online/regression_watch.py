@@ -20,7 +20,7 @@ class Fall:
     text: str
 
 
-class Watch:
+class RegressionWatch:
     """Values count for the version that made the answer: late ones of an older version are of before. A version that
     nobody has rated much does not wash out what is known of those before it. A server that is started again watches
     anew."""

@@ -17,7 +17,7 @@ import msgspec
 from tandem import errors
 from tandem.errors import EngineLost, TandemError
 from tandem.io import json_frames
-from tandem.online.messages import Answer, Asked, Failure, Progress, Question, decode, encode
+from tandem.online.messages import Asked, JobProgress, Question, RpcFailure, RpcReply, decode, encode
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Peer:
         finally:
             self._open.pop(number, None)
 
-    def tell(self, what: Progress) -> None:
+    def tell(self, what: JobProgress) -> None:
         """Not answered; a half that is gone does not hear it."""
         if not self.gone.is_set():
             self._write(Question(0, what))
@@ -68,7 +68,7 @@ class Peer:
             await asyncio.gather(self._reading, return_exceptions=True)
         self._end("it was closed")
 
-    def _write(self, message: Question | Answer) -> None:
+    def _write(self, message: Question | RpcReply) -> None:
         assert self._writer is not None
         if not self._writer.is_closing():
             self._writer.write(json_frames.framed(encode(message)))
@@ -84,7 +84,7 @@ class Peer:
         finally:
             self._end(why)
 
-    def _take(self, message: Question | Answer) -> None:
+    def _take(self, message: Question | RpcReply) -> None:
         if isinstance(message, Question):
             task = asyncio.create_task(self._answer(message))
             self._answering.add(task)
@@ -100,12 +100,12 @@ class Peer:
 
     async def _answer(self, question: Question) -> None:
         try:
-            answer = Answer(question.number, await self._handle(question.what))
+            answer = RpcReply(question.number, await self._handle(question.what))
         except TandemError as error:
-            answer = Answer(question.number, failure=Failure(type(error).__name__, str(error)))
+            answer = RpcReply(question.number, failure=RpcFailure(type(error).__name__, str(error)))
         except Exception as error:  # noqa: BLE001 - the other half must hear of it, whatever it is
             _log.exception("%s failed", type(question.what).__name__)
-            answer = Answer(question.number, failure=Failure("TandemError", f"{type(error).__name__}: {error}"))
+            answer = RpcReply(question.number, failure=RpcFailure("TandemError", f"{type(error).__name__}: {error}"))
         if question.number:
             self._write(answer)
 
@@ -124,7 +124,7 @@ class Peer:
             self._writer.close()
 
 
-def _error_of(failure: Failure) -> TandemError:
+def _error_of(failure: RpcFailure) -> TandemError:
     kind = getattr(errors, failure.kind, TandemError)
     if not (isinstance(kind, type) and issubclass(kind, TandemError)):
         kind = TandemError

@@ -28,7 +28,7 @@ def content_key(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept(Generic[T]):
+class _ReplayEntry(Generic[T]):
     source: str
     item: T
 
@@ -41,7 +41,7 @@ class Reservoir(Generic[T]):
         self._seed = seed
         self._ranks: list[tuple[int, str]] = []
         """Sorted; with each its key."""
-        self._kept: dict[str, _Kept[T]] = {}
+        self._kept: dict[str, _ReplayEntry[T]] = {}
         self._by_source: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class Reservoir(Generic[T]):
         if key in self._kept:
             return False
         bisect.insort(self._ranks, (self._rank(key), key))
-        self._kept[key] = _Kept(source, item)
+        self._kept[key] = _ReplayEntry(source, item)
         self._by_source[source] += 1
         gone = ""
         if self._by_source[source] > self._cap:

@@ -59,7 +59,7 @@ async def _answers(engine: Engine, number: int, shown: Sequence1, judged: Sequen
     return after
 
 
-class Judged:
+class JudgedAnswers:
     """The answers of such groups, each by itself, and what the judge says of its tokens: before the first step."""
 
     def __init__(self, groups: Sequence[Group], score: Callable[[Sequence[int], int], list[float]]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tandem.errors import EngineError, TandemError
-from tandem.online.messages import Asked, Open, Opened, Progress, Train, Trained
+from tandem.online.messages import Asked, JobProgress, Open, Train, Trained, WorkerOpened
 from tandem.online.restart_backoff import Losses
 from tandem.online.rpc import HalfLost, Handle, Peer
 from tandem.online.trainer_process import TrainerProcess
@@ -30,7 +30,7 @@ _LOOKS = 8  # a deadline
 class _Half:
     process: TrainerProcess
     peer: Peer
-    opened: Opened
+    opened: WorkerOpened
 
 
 class TrainerLife:
@@ -58,7 +58,7 @@ class TrainerLife:
             "parameters": half.opened.parameters if half is not None else 0,
         }
 
-    async def begin(self, asked: Open, deadline_s: float) -> Opened:
+    async def begin(self, asked: Open, deadline_s: float) -> WorkerOpened:
         """Another one, instead of what is left of the one before."""
         if self._half is not None and self.is_gone:  # nobody has asked it for anything since
             self.why_lost = f"online: the trainer half was gone, with nothing to do: {await self._epitaph()}"
@@ -67,8 +67,8 @@ class TrainerLife:
         process = await asyncio.to_thread(self._start)
         peer = Peer(self._heard, "trainer half")
         await peer.start(process.end)
-        self._half = half = _Half(process, peer, Opened(0, "", False))
-        half.opened = msgspec.convert(await peer.ask(asked, deadline_s), Opened)
+        self._half = half = _Half(process, peer, WorkerOpened(0, "", False))
+        half.opened = msgspec.convert(await peer.ask(asked, deadline_s), WorkerOpened)
         _log.info("trainer half %d has version %d", process.pid, half.opened.version)
         return half.opened
 
@@ -134,5 +134,5 @@ class TrainerLife:
         return self._half.peer
 
     async def _heard(self, what: Asked) -> dict[str, Any]:
-        self._steps += isinstance(what, Progress)
+        self._steps += isinstance(what, JobProgress)
         return await self._handle(what)

@@ -23,29 +23,29 @@ import msgspec
 
 from tandem.errors import NonFinite, TandemError
 from tandem.online import gates
-from tandem.online.gates import Verdict
+from tandem.online.gates import GateOutcome
 from tandem.online.messages import (
     Activate,
     Asked,
     Cancel,
     Checkpoint,
-    Gate,
+    GateReport,
+    JobProgress,
     Open,
-    Opened,
-    Progress,
     Publish,
     Settle,
     Teaching,
     Train,
     Trained,
-    Written,
+    UpdateWritten,
+    WorkerOpened,
     groups_from_wire,
 )
 from tandem.online.peak_memory import Peaks
-from tandem.online.self_distillation import Judged
+from tandem.online.self_distillation import JudgedAnswers
 from tandem.online.undo_job import Rewind
 from tandem.online.version_store import VersionStore
-from tandem.online.weight_deltas import Held, size_of_change
+from tandem.online.weight_deltas import HeldVersion, size_of_change
 from tandem.protocols import Algorithm, Optimizer, Policy, Trainer
 from tandem.publish import Publisher
 from tandem.spec.online import OnlineSpec
@@ -62,7 +62,7 @@ class Cancelled(TandemError):
 
 
 @dataclass(frozen=True)
-class Canary:
+class CanaryPrompt:
     """A prompt that the model must go on answering as it does."""
 
     name: str
@@ -72,14 +72,14 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainerParts:
     """What the trainer half is made of; recipes/online_trainer_process.py knows which classes."""
 
     policy: Policy
     optimizer: Optimizer
     trainer: Callable[[Algorithm, Teaching, int], Trainer]
     """Of an algorithm, for one job, at a version."""
-    algorithm: Callable[[Teaching, Judged | None], Algorithm]
+    algorithm: Callable[[Teaching, JudgedAnswers | None], Algorithm]
     """With whatever judges each token, where the algorithm needs it."""
     make_batch: Callable[[list[Group], Algorithm, int], Batch]
     score: Callable[[Sequence[int], int], list[float]]
@@ -98,13 +98,13 @@ class Parts:
     base: Callable[[], dict[str, Any]]
     """Whether the base of adapters is the engine's memory, and why not; empty where there are none."""
     held_out: Sequence[Trajectory] = ()
-    canaries: Sequence[Canary] = ()
+    canaries: Sequence[CanaryPrompt] = ()
 
 
-class Teacher:
+class JobTrainerView:
     """What publishing needs of a trainer; its version is that of the server, and counts jobs."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainerParts) -> None:
         self._parts, self.version = parts, 0
 
     def export(self, kind: WeightKind) -> Weights:
@@ -130,9 +130,9 @@ class _Seen:
 
 
 class TrainerHalf:
-    def __init__(self, make_parts: Callable[[OnlineSpec], Parts], tell: Callable[[Progress], None]) -> None:
+    def __init__(self, make_parts: Callable[[OnlineSpec], TrainerParts], tell: Callable[[JobProgress], None]) -> None:
         self._make_parts, self._tell = make_parts, tell
-        self._parts: Parts | None = None
+        self._parts: TrainerParts | None = None
         self._turn = asyncio.Lock()
         self._called_off: set[str] = set()
         """Jobs, also those that have not come yet: whoever calls one off may be quicker than the job."""
@@ -169,10 +169,10 @@ class TrainerHalf:
 
     # --- beginning
 
-    def _open(self, asked: Open) -> Opened:
+    def _open(self, asked: Open) -> WorkerOpened:
         spec = self._spec = OnlineSpec.model_validate(asked.spec, strict=False)
         parts = self._parts = self._make_parts(spec)
-        self._teacher = Teacher(parts)
+        self._teacher = JobTrainerView(parts)
         trained = dict(parts.policy.trainable())
         self._store = VersionStore(
             Path(asked.versions),
@@ -187,10 +187,10 @@ class TrainerHalf:
         self._peaks = Peaks(like)
         self._rewind = Rewind(parts.optimizer)
         if not asked.known:
-            self._held = Held.of(0, trained).at_rest()
+            self._held = HeldVersion.of(0, trained).at_rest()
             self._store.anchor(0, trained, parts.optimizer.state())
             self._teacher.version = self._anchored = 0
-            return Opened(0, self._held.digest, True, parameters, os.getpid(), trained=dict(parts.trained))
+            return WorkerOpened(0, self._held.digest, True, parameters, os.getpid(), trained=dict(parts.trained))
         loaded, damaged = self._store.whole(asked.active, like.device)
         for text in damaged:
             _log.error("%s", text)
@@ -201,14 +201,14 @@ class TrainerHalf:
         self._teacher.version = version
         self._anchored = loaded.state_version if loaded.state is not None else -1
         exact = self._anchored == version
-        return Opened(version, self._held.digest, exact, parameters, os.getpid(), damaged, dict(parts.trained))
+        return WorkerOpened(version, self._held.digest, exact, parameters, os.getpid(), damaged, dict(parts.trained))
 
     # --- a job
 
     async def _train(self, asked: Train) -> Trained:
         loop = asyncio.get_running_loop()
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: JobProgress) -> None:
             loop.call_soon_threadsafe(self._tell, progress)
 
         try:
@@ -216,7 +216,7 @@ class TrainerHalf:
         finally:
             self._called_off.discard(asked.job)
 
-    def _train_here(self, asked: Train, tell: Callable[[Progress], None]) -> Trained:
+    def _train_here(self, asked: Train, tell: Callable[[JobProgress], None]) -> Trained:
         if self._teacher.version != asked.parent:
             raise TandemError(
                 f"online: a job for version {asked.parent}, and the trainer half has {self._teacher.version}"
@@ -236,7 +236,7 @@ class TrainerHalf:
             self._back()
             raise
 
-    def _attempt(self, asked: Train, tell: Callable[[Progress], None]) -> Trained:
+    def _attempt(self, asked: Train, tell: Callable[[JobProgress], None]) -> Trained:
         started = time.perf_counter()
         with self._peaks.of("train"):
             before = self._look(asked)
@@ -248,7 +248,7 @@ class TrainerHalf:
             measured = self._gates(before, self._look(asked), asked)
         metrics["time/train_s"] = time.perf_counter() - started
         passed, why = gates.verdict(measured)
-        rows = [Gate(**each.row()) for each in measured]
+        rows = [GateReport(**each.row()) for each in measured]
         if not passed:
             self._back()
             return Trained("rejected", why, rows, metrics)
@@ -263,11 +263,11 @@ class TrainerHalf:
             "passed", "", rows, metrics, written.size_bytes, written.seconds, written.digest, written.changed
         )
 
-    def _steps(self, asked: Train, tell: Callable[[Progress], None]) -> Metrics:
+    def _steps(self, asked: Train, tell: Callable[[JobProgress], None]) -> Metrics:
         parts, teaching = self._open_parts, asked.teaching
         groups, judge = groups_from_wire(asked.groups, asked.job), None
         if teaching.algorithm == "self_distill":
-            judge = Judged(groups, parts.score)
+            judge = JudgedAnswers(groups, parts.score)
             groups = judge.groups
         algorithm = parts.algorithm(teaching, judge)
         trainer = parts.trainer(algorithm, teaching, asked.parent)
@@ -291,7 +291,7 @@ class TrainerHalf:
             if metrics.get("train/set_aside"):
                 raise NonFinite(f"step {step + 1}: the loss or a gradient is not finite")
             told = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            tell(Progress(asked.job, step + 1, teaching.steps, told))
+            tell(JobProgress(asked.job, step + 1, teaching.steps, told))
             metrics["train/steps"] = step + 1.0
             if teaching.known:
                 known = _known(lesson, teaching.known, parts.losses)
@@ -309,7 +309,7 @@ class TrainerHalf:
             [parts.score([*each.prompt_ids, *each.expected_ids], len(each.prompt_ids)) for each in parts.canaries],
         )
 
-    def _gates(self, before: _Seen, after: _Seen, asked: Train) -> list[Verdict]:
+    def _gates(self, before: _Seen, after: _Seen, asked: Train) -> list[GateOutcome]:
         spec, parts = self._spec.gates, self._open_parts
         change = size_of_change(self._held.tensors, dict(parts.policy.trainable()), beside=parts.frozen_norm)
         numbers = [*after.held_out, *(value for each in (*after.drawn, *after.canaries) for value in each)]
@@ -383,20 +383,20 @@ class TrainerHalf:
             behind = f"that of version {self._anchored}" if found else "the one that it has"
             _log.error("version %d goes on with an older optimizer, or %s: %s: %s", version, behind, name, why)
 
-    def _checkpoint(self, keep: Sequence[int]) -> Written:
+    def _checkpoint(self, keep: Sequence[int]) -> UpdateWritten:
         self._refresh_state()
         version = self._teacher.version
         known = self._store.known().get(version)
         if self._anchored == version or (known and known.anchored):
-            return Written(version, 0, 0.0, already=True)
+            return UpdateWritten(version, 0, 0.0, already=True)
         with self._held.beside(dict(self._open_parts.policy.trainable())):
             written = self._store.anchor(version, self._held.tensors, self._open_parts.optimizer.state())
         self._anchored = version
         self._store.forget(set(keep) & self._store.named())
-        return Written(version, written.size_bytes, written.seconds)
+        return UpdateWritten(version, written.size_bytes, written.seconds)
 
     @property
-    def _open_parts(self) -> Parts:
+    def _open_parts(self) -> TrainerParts:
         if self._parts is None:
             raise TandemError("online: the trainer half was not opened")
         return self._parts

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.io import sealed_directory
-from tandem.online.weight_deltas import Held, Update, make, walk
+from tandem.online.weight_deltas import HeldVersion, Update, make, walk
 
 _ANCHOR = re.compile(r"anchor-(\d{6,})")
 _UPDATE = re.compile(r"update-(\d{6,})-from-(\d{6,})")
@@ -38,7 +38,7 @@ _HEAD, _WEIGHTS, _STATE, _PLANES = "version.json", "weights.safetensors", "state
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class StoredUpdate:
     version: int
     size_bytes: int
     seconds: float
@@ -59,8 +59,8 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    held: Held
+class LoadedVersion:
+    held: HeldVersion
     state: Mapping[str, Tensor] | None
     """Of the anchor that this was made from. None if that is a later one: its optimizer saw what came after."""
     state_version: int
@@ -111,10 +111,10 @@ class VersionStore:
         weights: Mapping[str, Tensor],
         state: Mapping[str, Tensor] | None = None,
         notes: Mapping[str, Any] | None = None,
-    ) -> Written:
+    ) -> StoredUpdate:
         """All of it, durably. CheckpointError if the weights are not what the update to this version says. On any
         thread, of tensors that nobody writes to meanwhile."""
-        started, held = time.perf_counter(), Held.of(version, weights)
+        started, held = time.perf_counter(), HeldVersion.of(version, weights)
         parents, _ = self._names()
         if version not in parents:
             self._refuse_old(version)
@@ -130,8 +130,8 @@ class VersionStore:
         return self._written(self._anchor(version), version, started, held.digest, total, total)
 
     def update(
-        self, version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None
-    ) -> Written:
+        self, version: int, held: HeldVersion, live: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None
+    ) -> StoredUpdate:
         """What leads from `held` to `live`, durably; `held` is then `version`, and still its parent if this fails."""
         self._refuse_old(version)
         started, parent = time.perf_counter(), held.version
@@ -171,7 +171,7 @@ class VersionStore:
 
     # --- reading
 
-    def load(self, version: int, device: str | torch.device = "cpu") -> Loaded:
+    def load(self, version: int, device: str | torch.device = "cpu") -> LoadedVersion:
         """CheckpointDamaged, with the reasons, if it cannot be made any more."""
         while True:
             parents, anchors = names = self._names()
@@ -188,8 +188,8 @@ class VersionStore:
                     raise  # no file is to blame
                 continue  # another way
             if way[-1] in _up(version, parents):
-                return Loaded(held, self._state(way[-1]), way[-1], notes)
-            return Loaded(held, None, way[-1], {})
+                return LoadedVersion(held, self._state(way[-1]), way[-1], notes)
+            return LoadedVersion(held, None, way[-1], {})
 
     def state_of(self, version: int) -> tuple[Mapping[str, Tensor], int] | None:
         """The optimizer's, and whose: of the nearest anchor behind this version whose state is whole. The weights are
@@ -209,7 +209,7 @@ class VersionStore:
             return None
         return load_file(path / _STATE)
 
-    def whole(self, version: int, device: str | torch.device = "cpu") -> tuple[Loaded, list[str]]:
+    def whole(self, version: int, device: str | torch.device = "cpu") -> tuple[LoadedVersion, list[str]]:
         """The nearest version, from this one back to the first, that can be made; and what was found damaged. That gets
         other names: only for the one that writes."""
         parents, _ = self._names()
@@ -228,7 +228,7 @@ class VersionStore:
             "of the files, or begin in another directory"
         )
 
-    def move(self, held: Held, version: int) -> str:
+    def move(self, held: HeldVersion, version: int) -> str:
         """Back, forward or to another branch, in place: at the cost of what changed between; empty. Where no whole way
         leads there, all of it is read from an anchor, and this says why. `held` stays as it was where that fails."""
         while True:
@@ -243,7 +243,7 @@ class VersionStore:
                 if self._names()[0] == parents:
                     raise
 
-    def _move_all(self, held: Held, version: int) -> str:
+    def _move_all(self, held: HeldVersion, version: int) -> str:
         left = held.version
         device = next(iter(held.tensors.values())).device
         loaded = self.load(version, device).held
@@ -284,10 +284,12 @@ class VersionStore:
         head, raw = self._head(path), load_file(path / _PLANES)
         return Update.from_head(head, [raw[str(index)] for index in range(len(raw))])
 
-    def _read_anchor(self, version: int, device: str | torch.device) -> tuple[Held, dict[str, Any]]:
+    def _read_anchor(self, version: int, device: str | torch.device) -> tuple[HeldVersion, dict[str, Any]]:
         path = self._anchor(version)
         head = self._head(path, only=[_HEAD, _WEIGHTS])
-        held = Held.of(version, load_file(path / _WEIGHTS, device=str(device)))  # private pages: files stay as they are
+        held = HeldVersion.of(
+            version, load_file(path / _WEIGHTS, device=str(device))
+        )  # private pages: files stay as they are
         if held.digest != head["digest"]:
             raise CheckpointDamaged(f"{path}: its weights have digest {held.digest} instead of {head['digest']}")
         return held, head["notes"]
@@ -311,9 +313,9 @@ class VersionStore:
     def _reasons(self) -> str:
         return "; ".join(f"{name}: {why}" for name, why in self.damaged.items()) or "they were removed"
 
-    def _written(self, path: Path, version: int, started: float, digest: str, changed: int, total: int) -> Written:
+    def _written(self, path: Path, version: int, started: float, digest: str, changed: int, total: int) -> StoredUpdate:
         size_bytes = sum(file.stat().st_size for file in path.iterdir())
-        return Written(version, size_bytes, time.perf_counter() - started, digest, changed, total)
+        return StoredUpdate(version, size_bytes, time.perf_counter() - started, digest, changed, total)
 
 
 def _up(version: int, parents: Mapping[int, int]) -> list[int]:

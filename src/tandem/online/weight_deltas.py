@@ -1,7 +1,7 @@
 """What training changed, as a thing of its own: exact, to be taken forward or back.
 
-A step taken twice would be wrong: so `Held` knows which version its tensors are, every walk begins and ends with the
-digests of the tensors that it touches, and leaves everything as it was where they do not fit.
+A step taken twice would be wrong: so `HeldVersion` knows which version its tensors are, every walk begins and ends with
+the digests of the tensors that it touches, and leaves everything as it was where they do not fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.online.bit_planes import Planes
-from tandem.online.delta_codec import UNKNOWN, Piece, coded, lots, move, side_by_side
+from tandem.online.delta_codec import UNKNOWN, DeltaPiece, coded, lots, move, side_by_side
 from tandem.ops import digest
 from tandem.ops.finite_check import Finite
 from tandem.ops.module_tensors import Copies, check_alike
@@ -37,7 +37,7 @@ _OTHERS = "the weights are of another model or precision than those before, or o
 
 
 @dataclass(slots=True)
-class Held:
+class HeldVersion:
     """Tensors in memory that are, bit by bit, a version that is known. All on one device.
 
     Beside weights that are trained on a GPU it is `at_rest`, on the host, and comes to them for as long as it is worked
@@ -50,13 +50,15 @@ class Held:
     """Their digests."""
 
     @classmethod
-    def of(cls, version: int, tensors: Mapping[str, Tensor]) -> Held:
+    def of(cls, version: int, tensors: Mapping[str, Tensor]) -> HeldVersion:
         """These very tensors: from now on only `walk` writes to them, or the version is said anew."""
         detached = {name: tensor.detach() for name, tensor in tensors.items()}
         return cls(version, detached, _numbers(detached))
 
     @classmethod
-    def copy_of(cls, version: int, tensors: Mapping[str, Tensor], device: str | torch.device | None = None) -> Held:
+    def copy_of(
+        cls, version: int, tensors: Mapping[str, Tensor], device: str | torch.device | None = None
+    ) -> HeldVersion:
         """None: each where it is."""
         copies = {name: tensor.detach().to(device or tensor.device, copy=True) for name, tensor in tensors.items()}
         return cls.of(version, copies)
@@ -65,9 +67,9 @@ class Held:
     def digest(self) -> str:
         return digest_of_all(self.numbers)
 
-    def at_rest(self) -> Held:
+    def at_rest(self) -> HeldVersion:
         """A copy on the host: of a GPU's tensors in pinned memory."""
-        return Held(self.version, Copies().of(self.tensors), dict(self.numbers))
+        return HeldVersion(self.version, Copies().of(self.tensors), dict(self.numbers))
 
     @contextmanager
     def beside(self, live: Mapping[str, Tensor]) -> Iterator[None]:
@@ -137,7 +139,7 @@ def _numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WeightChange:
     """How far weights went from others."""
 
     norm: float
@@ -149,7 +151,7 @@ class Change:
 
 
 @torch.no_grad()
-def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, beside: float = 0.0) -> Change:
+def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, beside: float = 0.0) -> WeightChange:
     """Looks at every element. `beside`: the norm of the model's other weights, which do not change."""
     check_alike(before, after, _OTHERS)
     finite, sums_3 = Finite(), torch.zeros(3, dtype=torch.float64)
@@ -162,7 +164,7 @@ def size_of_change(before: Mapping[str, Tensor], after: Mapping[str, Tensor], *,
     way, base, changed = sums_3.tolist()
     base += beside**2
     total = sum(tensor.numel() for tensor in after.values())
-    return Change(way**0.5, (way / base) ** 0.5 if base else 0.0, int(changed), total, finite.odd())
+    return WeightChange(way**0.5, (way / base) ** 0.5 if base else 0.0, int(changed), total, finite.odd())
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class Update:
     parent: int
     touched: Mapping[str, tuple[int, int]]
     """Tensors of which something changed: their digests before and after."""
-    pieces: Sequence[Piece]
+    pieces: Sequence[DeltaPiece]
     changed: int
     total: int
     """Elements of the model."""
@@ -199,14 +201,14 @@ class Update:
             )
         touched = {name: (int(before, 16), int(after, 16)) for name, (before, after) in told["touched"].items()}
         pieces = [
-            Piece(how, [(name, start, count) for name, start, count in parts], sizes, planes)
+            DeltaPiece(how, [(name, start, count) for name, start, count in parts], sizes, planes)
             for (how, parts, sizes), planes in zip(told["pieces"], raw, strict=True)
         ]
         return cls(**{**told, "touched": touched, "pieces": pieces})
 
 
 @torch.no_grad()
-def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Update:
+def make(version: int, held: HeldVersion, live: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Update:
     """What leads from `held` to `live`; and `held` is then the new version: by the update itself, which proves it. A
     `held` that somebody wrote to is refused."""
     check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
@@ -222,15 +224,15 @@ def make(version: int, held: Held, live: Mapping[str, Tensor], notes: Mapping[st
 
 
 @torch.no_grad()
-def walk(held: Held, updates: Iterable[Callable[[], Update]], threads: int = 1) -> None:
+def walk(held: HeldVersion, updates: Iterable[Callable[[], Update]], threads: int = 1) -> None:
     """One after the other: forward where `held` is an update's parent, back where it is its version. Threads read them
     and take them to the device, while what comes before them is walked."""
     start, numbers = held.version, dict(held.numbers)
     wanted = dict(numbers)
-    done: list[tuple[Piece, bool]] = []
+    done: list[tuple[DeltaPiece, bool]] = []
     device = next(iter(held.tensors.values())).device
 
-    def taken(item: tuple[Update, Piece | None]) -> tuple[Update, Piece | None, Planes]:
+    def taken(item: tuple[Update, DeltaPiece | None]) -> tuple[Update, DeltaPiece | None, Planes]:
         update, piece = item
         return update, piece, piece.planes_on(device) if piece else {}
 
@@ -256,13 +258,13 @@ def _read(source: Callable[[], Update]) -> Update:
     return source()
 
 
-def _taken_apart(updates: Iterable[Update]) -> Iterator[tuple[Update, Piece | None]]:
+def _taken_apart(updates: Iterable[Update]) -> Iterator[tuple[Update, DeltaPiece | None]]:
     for update in updates:
         yield update, None
         yield from ((update, piece) for piece in update.pieces)
 
 
-def _ends(update: Update, held: Held, now: Mapping[str, int]) -> dict[str, int]:
+def _ends(update: Update, held: HeldVersion, now: Mapping[str, int]) -> dict[str, int]:
     """The digests after the step; CheckpointError if it does not begin here."""
     if held.version not in (update.parent, update.version):
         raise CheckpointError(
@@ -281,7 +283,7 @@ def _ends(update: Update, held: Held, now: Mapping[str, int]) -> dict[str, int]:
     return {name: after if forward else before for name, (before, after) in update.touched.items()}
 
 
-def _check(held: Held, wanted: Mapping[str, int], start: int, anew: Collection[str] = ()) -> None:
+def _check(held: HeldVersion, wanted: Mapping[str, int], start: int, anew: Collection[str] = ()) -> None:
     stale = [name for name, number in held.numbers.items() if number == UNKNOWN or name in anew]
     found = held.numbers | _numbers({name: held.tensors[name] for name in stale})
     if odd := sorted(name for name, number in wanted.items() if found[name] != number):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.ops.byte_sizes import Shape
+from tandem.ops.byte_sizes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Pass:
     compiled: bool = False
 
 
-def layer_bytes(shape: Shape, how: Pass) -> float:
+def layer_bytes(shape: ModelShape, how: Pass) -> float:
     """Of one token in one layer, all of it kept."""
     w, h, q, k, i = how.width, shape.hidden, shape.query, shape.key, shape.intermediate
     if how.compiled and not how.rank:
@@ -45,7 +45,7 @@ def layer_bytes(shape: Shape, how: Pass) -> float:
     return found + inputs + 4 * how.rank * len(shape.linears)
 
 
-def kept_bytes(shape: Shape, how: Pass) -> float:
+def kept_bytes(shape: ModelShape, how: Pass) -> float:
     """Of one token in one layer, as much as stays until backward."""
     w, h, q, k, i = how.width, shape.hidden, shape.query, shape.key, shape.intermediate
     if how.activations == "recompute":
@@ -59,7 +59,7 @@ def kept_bytes(shape: Shape, how: Pass) -> float:
     return layer_bytes(shape, how)
 
 
-def activation_bytes(shape: Shape, how: Pass, tokens: int) -> float:
+def activation_bytes(shape: ModelShape, how: Pass, tokens: int) -> float:
     """Of a whole micro-batch, all of whose tokens are trained: layers, the last norm, and the rotation's tables."""
     w, h = how.width, shape.hidden
     last = (4 + (0 if how.rank else w)) * h + 4 + w * h + 4
@@ -69,7 +69,7 @@ def activation_bytes(shape: Shape, how: Pass, tokens: int) -> float:
     return tokens * (kept_bytes(shape, how) * shape.layers + last + tables + how.row)
 
 
-def backward_bytes(shape: Shape, how: Pass, tokens: int) -> float:
+def backward_bytes(shape: ModelShape, how: Pass, tokens: int) -> float:
     """Of one layer on its way through backward: what is computed again, and the gradients that exist at once."""
     if how.activations == "keep":  # most gradients take the place of what they were made from
         return tokens * how.width * shape.intermediate

@@ -19,7 +19,7 @@ Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A dense decoder: attention with grouped keys and values, and a gated MLP."""
 
     vocab: int
@@ -254,7 +254,7 @@ GIVEN_BACK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MemoryParts:
     """Of a training step, in any one unit."""
 
     always: float
@@ -273,7 +273,7 @@ class Parts:
     """One layer on its way through backward: what of it is computed again, and the gradients in it."""
 
 
-def peak(parts: Parts) -> float:
+def peak(parts: MemoryParts) -> float:
     """The most that is held at once.
 
     Backward begins with every activation, and the gradient of the head is made first; those of earlier micro-batches
@@ -285,7 +285,7 @@ def peak(parts: Parts) -> float:
     return parts.always + max(begins, ends, parts.gradients + parts.update)
 
 
-def heaped(parts: Parts, *, scattered: bool) -> float:
+def heaped(parts: MemoryParts, *, scattered: bool) -> float:
     """Return the most that is held at once where a host's free memory is kept: nothing takes another part's place.
 
     `scattered`: among what lives on there are holes that do not fit, so that activations lie there twice.

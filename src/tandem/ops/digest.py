@@ -43,7 +43,7 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _WITHOUT_SIGN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
-class Matrix(NamedTuple):
+class DigestMatrix(NamedTuple):
     """What is summed: integers, to be read without their sign, and where their weights begin."""
 
     integers_RC: Tensor
@@ -67,7 +67,7 @@ class Plain(NamedTuple):
     col_start: int
 
 
-class Change(NamedTuple):
+class ElementChange(NamedTuple):
     """Elements of a tensor with other bits than before. The integers are the elements' bits; 8-byte elements count as
     two of 4 bytes."""
 
@@ -84,7 +84,7 @@ class Change(NamedTuple):
 def pieces(parts: Iterable[Piece]) -> list[int]:
     parts = list(parts)
     numbers = [0] * len(parts)
-    on_gpu: defaultdict[torch.device, dict[int, Matrix | Plain]] = defaultdict(dict)
+    on_gpu: defaultdict[torch.device, dict[int, DigestMatrix | Plain]] = defaultdict(dict)
     for index, part in enumerate(parts):
         tensor = part[1]
         if tensor.numel() and tensor.is_cuda and not why_not_fused():
@@ -111,7 +111,7 @@ def combine(pieces: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def changes(parts: Sequence[Change]) -> list[int]:
+def changes(parts: Sequence[ElementChange]) -> list[int]:
     """What is to be added to the digests of whole tensors when some of their elements change: in O(those elements).
     All parts lie on one device."""
     if not parts:
@@ -142,7 +142,7 @@ def parted(joined: str) -> list[str]:
     return [joined[at : at + 16] for at in range(0, len(joined), 16)]
 
 
-class Standing:
+class RepeatedDigest:
     """Digests of tensors that stay where they are, taken again and again, by one thread at a time: on a GPU one launch
     and one wait, after a table that was made once."""
 
@@ -260,7 +260,7 @@ def why_not_fused() -> str:
     return why_not
 
 
-def _fused(matrices: Sequence[Matrix | Plain], device: torch.device) -> list[int]:
+def _fused(matrices: Sequence[DigestMatrix | Plain], device: torch.device) -> list[int]:
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     return [number & _MASK for number in digest_triton.Table(matrices, device).launch()[0].tolist()]
@@ -294,7 +294,7 @@ def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Ite
     return ((name, tensor, text(number)) for (name, tensor), number in zip(held, numbers, strict=True))
 
 
-def _matrix(part: Piece) -> Matrix:
+def _matrix(part: Piece) -> DigestMatrix:
     name, tensor, row_start, col_start = part
     values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
     if values_RC.element_size() == 8:
@@ -302,10 +302,10 @@ def _matrix(part: Piece) -> Matrix:
         # signs would cancel.
         values_RC, col_start = values_RC.contiguous().view(torch.int32), 2 * col_start
     seed = _seed_of(name)
-    return Matrix(values_RC.view(_AS_INTEGER[values_RC.element_size()]), ~seed, seed, row_start, col_start)
+    return DigestMatrix(values_RC.view(_AS_INTEGER[values_RC.element_size()]), ~seed, seed, row_start, col_start)
 
 
-def _for_kernel(part: Piece) -> Matrix | Plain:
+def _for_kernel(part: Piece) -> DigestMatrix | Plain:
     """Of hundreds of tensors, making views takes longer than reading the bytes."""
     name, tensor, row_start, col_start = part
     width, shape, seed = tensor.element_size(), tensor.shape, _seed_of(name)
@@ -336,7 +336,7 @@ def _unsigned(integers: Tensor) -> Tensor:
     return integers.view(_WITHOUT_SIGN[integers.element_size()]).to(torch.int64)
 
 
-def _sum(matrix: Matrix) -> int:
+def _sum(matrix: DigestMatrix) -> int:
     """In plain torch: on a CPU, and what the kernel is compared with."""
     integers_RC = matrix.integers_RC
     num_rows, num_cols = integers_RC.shape

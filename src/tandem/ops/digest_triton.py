@@ -20,7 +20,7 @@ from torch import Tensor
 from tandem.ops.cuda_graph import Replay
 
 if TYPE_CHECKING:
-    from tandem.ops.digest import Matrix, Plain
+    from tandem.ops.digest import DigestMatrix, Plain
 
 _LANES = 1024  # elements at a time, of one row or of many
 _COLS = (16, 64, 256, _LANES)  # of a tile; half of an adapter's tensors are as wide as its rank
@@ -31,7 +31,7 @@ class Table:
     """Which bytes, and with which weights: looked up once for as often as they are summed."""
 
     def __init__(
-        self, matrices: Sequence[Matrix | Plain], device: torch.device, limits: Sequence[int] | None = None
+        self, matrices: Sequence[DigestMatrix | Plain], device: torch.device, limits: Sequence[int] | None = None
     ) -> None:
         """All on that device, and there until they have been read. `limits`: from which number on an element, without
         its top bit, is none that counts."""
@@ -105,7 +105,7 @@ class Again:
         self._here.copy_(self._out, non_blocking=True)
 
 
-def _lengthwise(matrix: Matrix) -> Matrix:
+def _lengthwise(matrix: DigestMatrix) -> DigestMatrix:
     """Neighbours in memory are neighbours in a row. Where they are not it is turned: rows and columns count alike."""
     integers_RC, row_seed, col_seed, row_start, col_start = matrix
     if 1 not in integers_RC.stride():

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.types import Packed, Spans
+from tandem.types import PackedRows, Spans
 
 NAME = "tandem_packed"
 
 
-def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> Packed:
+def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> PackedRows:
     """Of rows that are still on the CPU: read back from `device`, they would have to be waited for."""
     width, flat = segments_BT.shape[1], segments_BT.flatten()
     (tokens_T,) = torch.nonzero(flat >= 0, as_tuple=True)
@@ -52,7 +52,7 @@ def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> Packe
         max(lengths_k),
         torch.cat(keys).to(device) if shared else None,
     )
-    return Packed(spans, tokens_T.to(device), place_of.to(device))
+    return PackedRows(spans, tokens_T.to(device), place_of.to(device))
 
 
 def why_not(module: Any) -> str:

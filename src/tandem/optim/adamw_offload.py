@@ -37,12 +37,12 @@ class AdamWOffload(ByParts):
 
     def __init__(self, spec: AdamWOffloadSpec) -> None:
         self._adamw = AdamW(spec)
-        self._line: _Line | None = None
+        self._line: _StreamPipeline | None = None
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
         if not like.is_cuda:
             return self._adamw.init(name, like)
-        self._line = self._line or _Line(like.device)
+        self._line = self._line or _StreamPipeline(like.device)
         return {moment: torch.zeros(like.shape, dtype=torch.float32, pin_memory=True) for moment in _MOMENTS}
 
     def update(self, slots: Sequence[Slot]) -> None:
@@ -67,7 +67,7 @@ def why_not(device: torch.device) -> str:
     return "" if device.type == "cuda" else "the weights are in the host's memory themselves"
 
 
-class _Line:
+class _StreamPipeline:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.incoming, self.outgoing = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -59,7 +59,7 @@ class Apollo(ByParts):
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
         assert like.ndim in (2, 3), f"APOLLO is for matrices and stacks of them, but {name} is {list(like.shape)}"
-        matrix = _Matrix(like)
+        matrix = _MatrixView(like)
         shapes = state_shapes("apollo", like.shape, self._rank)
         return {key: matrix.zeros(dims[len(matrix.stack) :]) for key, (dims, _) in shapes.items()}
 
@@ -76,7 +76,7 @@ class Apollo(ByParts):
         return torch.randn(rank, m, generator=generator, device=device) / math.sqrt(rank)
 
     def _update(self, slot: Slot) -> None:
-        matrix = _Matrix(slot.value)
+        matrix = _MatrixView(slot.value)
         value_MN, grad_MN = matrix.part(slot.value), matrix.part(slot.grad)
         norm, count = (_local(slot.state[key])[..., None, None] for key in ("norm", "count"))
         rank = min(self._rank, matrix.m)
@@ -109,7 +109,7 @@ class Apollo(ByParts):
         return momentum_RN, variance_RN
 
     def _scale(
-        self, matrix: _Matrix, projected_RN: Tensor, momentum_RN: Tensor, variance_RN: Tensor, count: Tensor
+        self, matrix: _MatrixView, projected_RN: Tensor, momentum_RN: Tensor, variance_RN: Tensor, count: Tensor
     ) -> Tensor:
         """How much longer AdamW would make the projected gradient: [1, N], or [1, 1] for Mini."""
         beta1, beta2 = self._spec.betas
@@ -121,7 +121,7 @@ class Apollo(ByParts):
         return torch.where(before > 0, after / before, 0)
 
 
-class _Matrix:
+class _MatrixView:
     """A parameter as [..., M, N], and what of it this process has."""
 
     def __init__(self, like: Tensor) -> None:

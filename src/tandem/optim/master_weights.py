@@ -5,7 +5,7 @@ rounds to nothing. A master answers two questions about a parameter: what is its
 one kept (`write`). Float32 parameters are exact themselves, whatever the master.
 
 Values are rounded to nearest, ties away from zero. On bit patterns that is adding half a unit and cutting, and the
-difference to the whole is then a signed 16-bit number: the other half of the weight, which `Split` keeps.
+difference to the whole is then a signed 16-bit number: the other half of the weight, which `SplitMaster` keeps.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Fp32Copy:
         return self._exact
 
 
-class Split:
+class SplitMaster:
     """bf16 with the other 16 bits of each weight beside it: together fp32 exactly, in 4 bytes and without a copy."""
 
     halves = True

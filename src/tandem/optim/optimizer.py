@@ -12,7 +12,7 @@ from torch import Tensor
 from tandem.ops import byte_sizes
 from tandem.ops.module_tensors import check_alike
 from tandem.optim.master_weights import Master, Rows
-from tandem.optim.update_rule import Rule, Slot, Whole
+from tandem.optim.update_rule import Slot, UpdateRule, Whole
 from tandem.types import Metrics
 
 _CHUNK = byte_sizes.UPDATE_CHUNK
@@ -24,7 +24,7 @@ class Optimizer:
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, Tensor]],
-        rules: Mapping[str, Rule],
+        rules: Mapping[str, UpdateRule],
         master: Master,
         *,
         weight_decay: float = 0.0,
@@ -52,7 +52,7 @@ class Optimizer:
         for name in gradients:
             self._steps[name] += 1
         self._update_whole({name: gradients.pop(name) for name in [*gradients] if name in self._whole}, lr, scale)
-        pieces: list[_Piece] = []
+        pieces: list[_ParameterSlice] = []
         numbers = 0
         for name in [*gradients]:
             gradient = gradients.pop(name)
@@ -128,7 +128,7 @@ class Optimizer:
         for start in range(0, len(live), rows):
             yield slice(start, min(start + rows, len(live)))
 
-    def _piece(self, name: str, rows: Rows, gradient: Tensor, lr: float, scale: float) -> _Piece:
+    def _piece(self, name: str, rows: Rows, gradient: Tensor, lr: float, scale: float) -> _ParameterSlice:
         live, state = self._parameters[name], self._state[name]
         if rows is not ...:
             state = {key: value[rows] for key, value in state.items()}
@@ -136,9 +136,9 @@ class Optimizer:
         value = self._master.read(name, live, rows)
         lr *= self._lr_scale.get(name, 1.0)
         slot = Slot(name, value, fp32.mul_(scale), state, self._steps[name], lr, self._decay[name])
-        return _Piece(slot, live.detach()[rows], rows)
+        return _ParameterSlice(slot, live.detach()[rows], rows)
 
-    def _apply(self, pieces: list[_Piece]) -> None:
+    def _apply(self, pieces: list[_ParameterSlice]) -> None:
         slots = [piece.slot for piece in pieces]
         look = _Look(pieces)
         by_rule: defaultdict[int, list[Slot]] = defaultdict(list)
@@ -154,7 +154,7 @@ class Optimizer:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _ParameterSlice:
     slot: Slot
     live: Tensor
     rows: Rows
@@ -163,7 +163,7 @@ class _Piece:
 class _Look:
     """What became of an update: taken before it, compared after it, counted on the device."""
 
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, pieces: Sequence[_ParameterSlice]) -> None:
         self._pieces = pieces
         self._narrow = any(piece.live.dtype != torch.float32 for piece in pieces)
         self._old = _flat([piece.slot.value for piece in pieces]).clone()

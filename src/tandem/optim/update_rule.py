@@ -47,7 +47,7 @@ class Whole:
     decay: float
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     by_rows: bool
     """Rows of a parameter (along dim 0) may be updated apart from each other; every state tensor has the same rows."""
 

@@ -20,12 +20,12 @@ from tandem.obs.closing_summary import closing_text
 from tandem.obs.live_view import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
-from tandem.obs.trackers.tracker_process import Place, openers
+from tandem.obs.trackers.tracker_process import TrackerTarget, openers
 from tandem.obs.trackers.tracker_queue import Feed
-from tandem.runs.checkpointer import Keeper
+from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
-from tandem.runs.lease import Lease, begin, need_room
+from tandem.runs.lease import DirectoryLease, begin, need_room
 from tandem.runs.run import Run, StoppedByHand
 from tandem.runs.run_ending import finished, say_failed, spec_of
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
@@ -60,7 +60,7 @@ def run(
     directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
     spec = spec.in_place()  # whoever resumes it may stand elsewhere
     begin(directory, to_toml(spec))
-    return _go(spec, Lease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+    return _go(spec, DirectoryLease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
 
 
 def _refuse_missing(spec: RunSpec) -> None:
@@ -83,7 +83,7 @@ def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | N
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _lacks(spec, directory, status):
-        lease = Lease(directory, take_over=take_over)
+        lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # or whoever held it came to its end meanwhile
             environment = _environment(spec)
             return _go(spec, lease, directory, environment, view).status
@@ -113,7 +113,7 @@ def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
 
 
 def _go(
-    spec: RunSpec, lease: Lease, directory: Path, environment: Any, view: LiveView, *, rehearse: bool = False
+    spec: RunSpec, lease: DirectoryLease, directory: Path, environment: Any, view: LiveView, *, rehearse: bool = False
 ) -> Run:
     from tandem.build import training
 
@@ -130,7 +130,7 @@ def _go(
             earlier=found.state["run"] if found else None,
         )  # fmt: skip
         uploads = _uploads(directory, spec.artifacts)
-        keeper = Keeper(spec.checkpoint, shelf, made, found, uploads)
+        keeper = RunCheckpointer(spec.checkpoint, shelf, made, found, uploads)
         try:
             with _signals_end(keeper), view, made:
                 view.say(f"run {directory}")
@@ -195,7 +195,9 @@ def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float
         view.say(f"   `tandem artifacts push {directory}` tries again; the run itself is not affected")
 
 
-async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, rehearse: bool, fresh: bool) -> None:
+async def _train(
+    spec: RunSpec, run: Run, environment: Any, keeper: RunCheckpointer, *, rehearse: bool, fresh: bool
+) -> None:
     from tandem.build import training
     from tandem.recipes import rehearsal
     from tandem.recipes.plan_run import keep_plan
@@ -204,7 +206,7 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
     from tandem.recipes.sft import train_sft
 
     if (track := spec.track) is not None:
-        place = Place(str(run.directory), run.directory.name, track.project, track.url)
+        place = TrackerTarget(str(run.directory), run.directory.name, track.project, track.url)
         run.tracking = Feed(openers(track.to, place), tell=run.warn)
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     plan = keep_plan(spec, run, environment)
@@ -230,7 +232,7 @@ async def _train(spec: RunSpec, run: Run, environment: Any, keeper: Keeper, *, r
 
 
 @contextmanager
-def _signals_end(keeper: Keeper) -> Iterator[None]:
+def _signals_end(keeper: RunCheckpointer) -> Iterator[None]:
     """SIGTERM and Ctrl-C save and end the run: at once, or when the step that is under way has ended; after
     checkpoint.grace_s, or when the signal comes again, with what was saved before. A run that saves nothing is
     cancelled."""

@@ -45,7 +45,7 @@ _PROGRAM = (sys.executable, "-m", "tandem")
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ProcessPlan:
     spec: RlSpec
     rollouts: AtroposRollouts
     engine: ServerEngineSpec | VllmEngineSpec
@@ -78,7 +78,7 @@ def run_atropos(spec: AnySpec, run_dir: str | Path | None = None, *, tell: Calla
         processes.watch()
 
 
-def _planned(spec: RunSpec, run_dir: Path | None) -> _Plan:
+def _planned(spec: RunSpec, run_dir: Path | None) -> _ProcessPlan:
     if not isinstance(spec, RlSpec) or not isinstance(spec.rollouts, AtroposRollouts):
         raise SpecError("rollouts.kind: `tandem atropos` starts environments of Atropos; write 'atropos' there")
     engine, model = spec.engine, spec.model
@@ -92,7 +92,7 @@ def _planned(spec: RunSpec, run_dir: Path | None) -> _Plan:
     if isinstance(model, PresetModel):
         model = _made(model, spec.seed, home / "model")
     place = Path(model.path)
-    return _Plan(
+    return _ProcessPlan(
         spec.model_copy(update={"model": model}),
         spec.rollouts,
         engine,
@@ -130,7 +130,7 @@ def _ports(home: Path) -> dict[str, int]:
 # --- command lines
 
 
-def _engine_command(plan: _Plan) -> list[str]:
+def _engine_command(plan: _ProcessPlan) -> list[str]:
     spec, engine = plan.spec, plan.engine
     if isinstance(engine, VllmEngineSpec):
         engine = engine.model_copy(
@@ -155,18 +155,18 @@ def _engine_command(plan: _Plan) -> list[str]:
     ]  # fmt: skip
 
 
-def _rollouts_command(plan: _Plan) -> list[str]:
+def _rollouts_command(plan: _ProcessPlan) -> list[str]:
     gateway = ("--gateway", plan.url("gateway"), "--gateway-token-file", str(plan.token_file("gateway")))
     return [*_PROGRAM, "rollouts", "serve", "--atropos", "--insecure-no-auth", *gateway, *plan.serving("rollouts")]
 
 
-def _gateway_command(plan: _Plan) -> list[str]:
+def _gateway_command(plan: _ProcessPlan) -> list[str]:
     engine = ("--engine-url", plan.url("engine"), "--engine-token-file", str(plan.token_file("engine")))
     thinking = "--thinking" if plan.spec.model.thinking else "--no-thinking"
     return [*_PROGRAM, "gateway", "serve", "--model", plan.model, *engine, thinking, *plan.serving("gateway")]
 
 
-def _trainer_command(plan: _Plan) -> list[str]:
+def _trainer_command(plan: _ProcessPlan) -> list[str]:
     if (plan.run_dir / "spec.toml").exists():
         return [*_PROGRAM, "resume", str(plan.run_dir)]
     changes: dict[str, Any] = {
@@ -185,7 +185,7 @@ def _trainer_command(plan: _Plan) -> list[str]:
     return [*_PROGRAM, "train", str(spec), "--run-dir", str(plan.run_dir)]
 
 
-def _environment_command(plan: _Plan, words: str, model_name: str) -> list[str]:
+def _environment_command(plan: _ProcessPlan, words: str, model_name: str) -> list[str]:
     """With what it does not say itself."""
     command = shlex.split(words)
     options = {
@@ -206,7 +206,7 @@ def _environment_command(plan: _Plan, words: str, model_name: str) -> list[str]:
 
 
 class _Processes:
-    def __init__(self, plan: _Plan, tell: Callable[[str], None]) -> None:
+    def __init__(self, plan: _ProcessPlan, tell: Callable[[str], None]) -> None:
         self._plan, self._tell = plan, tell
         self._children: dict[str, Child] = {}
         self._shown = 0

@@ -21,7 +21,7 @@ from tandem.recipes import sync_bench
 from tandem.types import Completion, Sampling
 
 if TYPE_CHECKING:
-    from tandem.build.training import Model
+    from tandem.build.training import BuiltModel
 
 _BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # that one is for the embedded engine
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
@@ -144,7 +144,7 @@ def _request_checks(python: str, device: str) -> list[Check]:
             return [Check("requests", "failed", f"{type(error).__name__}: {error}")]
 
 
-async def _served_and_asked(spec: Any, model: Model, home: Path) -> list[Check]:
+async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Check]:
     joined = joined_engines.join(spec, model, home, unchecked=True)
     publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)

@@ -17,7 +17,7 @@ from tandem.recipes.serve import find_model
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.remote.client import ServiceClient
-from tandem.rollout.remote.environment_store import Registration, TicketStore
+from tandem.rollout.remote.environment_store import EnvironmentRegistration, TicketStore
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
 from tandem.types import Sampling
 
@@ -65,7 +65,7 @@ def serve_environment(
             episode_timeout_s, judge=training.judge(spec.judge, alone.engine, alone.renderer, alone.context),
             retries=1 if workers else 0,
         )  # fmt: skip
-        registration = Registration(
+        registration = EnvironmentRegistration(
             _short(spec.name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint
         )
         asyncio.run(_until_stopped(setting, client, registration, most_groups, seed, max_failed_share))
@@ -84,7 +84,7 @@ def _short(name: str) -> str:
 async def _until_stopped(
     setting: Setting,
     client: ServiceClient,
-    registration: Registration,
+    registration: EnvironmentRegistration,
     most_groups: int,
     seed: int,
     max_failed_share: float,

@@ -23,7 +23,7 @@ from tandem.types import Measure, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class EvaluatedModel:
     found: StoredEval
     path: Path
     """Where it was stored."""
@@ -63,7 +63,7 @@ class Judged:
 
 def evaluate_model(
     source: str | Path, spec: AnySpec | None = None, *, base: str | Path = "", directory: str | Path | None = None
-) -> Judged:
+) -> EvaluatedModel:
     """`source` and `base`: a run, a model directory, or a hub id. `spec` says what is played; a run brings its own.
 
     The result is stored beside those of the run, or in `directory`. Without `base`, a run is compared with its earliest
@@ -91,9 +91,9 @@ def evaluate_model(
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
     path = store_eval(place, found)
     if against is None:
-        return Judged(found, path, answers=played.none_scored)
+        return EvaluatedModel(found, path, answers=played.none_scored)
     verdict = judge(against.scores, found.scores, confidence=spec.eval.confidence, measure=found.metric, seed=spec.seed)
-    return Judged(found, path, against, verdict, played.none_scored)
+    return EvaluatedModel(found, path, against, verdict, played.none_scored)
 
 
 def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int, when: str) -> StoredEval:

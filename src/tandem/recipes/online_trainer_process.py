@@ -13,7 +13,7 @@ from tandem.build import online
 from tandem.online.engine_proxy import EngineAcross
 from tandem.online.messages import Asked
 from tandem.online.rpc import Peer
-from tandem.online.trainer_worker import Parts, TrainerHalf
+from tandem.online.trainer_worker import TrainerHalf, TrainerParts
 from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.online import OnlineSpec
 
@@ -24,7 +24,7 @@ async def serve(end: socket.socket) -> None:
     async def handle(what: Asked) -> dict[str, Any]:
         return await half.handle(what)
 
-    def make_parts(spec: OnlineSpec) -> Parts:
+    def make_parts(spec: OnlineSpec) -> TrainerParts:
         receivers = spec.engine.tensor_parallel if isinstance(spec.engine, VllmEngineSpec) else 1
         return online.parts(spec, EngineAcross(server.ask, receivers))
 

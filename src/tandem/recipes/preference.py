@@ -18,14 +18,14 @@ from tandem.recipes.supervised_steps import (
     say_if_too_few,
 )
 from tandem.rollout.recorded_producer import record_pair
-from tandem.runs.checkpointer import Keeper
+from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.eval_files import StoredEval, store_eval
 from tandem.runs.run import Run
 from tandem.spec.run import PreferenceSpec
 from tandem.types import Group, Metrics
 
 
-async def train_preference(spec: PreferenceSpec, run: Run, keeper: Keeper) -> None:
+async def train_preference(spec: PreferenceSpec, run: Run, keeper: RunCheckpointer) -> None:
     stage = spec.train
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     for note in training.options(spec, model):
@@ -80,7 +80,9 @@ async def train_preference(spec: PreferenceSpec, run: Run, keeper: Keeper) -> No
     conclude_by_loss(run, before, after, spec.eval, spec.seed)
 
 
-def checked_pairs(model: training.Model, data: training.FileOrDataset, run: Run) -> tuple[list[Group], list[Group]]:
+def checked_pairs(
+    model: training.BuiltModel, data: training.FileOrDataset, run: Run
+) -> tuple[list[Group], list[Group]]:
     """Rows of a file or data set as groups of two, with the report that says what was left out and why."""
     longest = longest_of(model, data)
 

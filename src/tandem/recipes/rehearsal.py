@@ -129,7 +129,7 @@ def _elsewhere(spec: RlSpec) -> bool:
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 
-def _algorithm(spec: RunSpec, model: training.Model) -> Any:
+def _algorithm(spec: RunSpec, model: training.BuiltModel) -> Any:
     if isinstance(spec, RlSpec):
         algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
         if algorithm.needs_reference:

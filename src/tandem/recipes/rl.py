@@ -19,7 +19,7 @@ from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, sa
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
-from tandem.runs.checkpointer import Keeper
+from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.eval_files import StoredEval, played_as, store_eval
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge
@@ -49,7 +49,7 @@ def training_reward(run_dir: Path) -> dict[str, Any]:
 class RlRun:
     """What the stages of one RL run share."""
 
-    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, keeper: Keeper) -> None:
+    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, keeper: RunCheckpointer) -> None:
         self.spec, self.run, self.environment, self.keeper = spec, run, environment, keeper
         self.model = training.model(
             spec.model, spec.precision, spec.seed, training.settle_torch(spec), getattr(spec.engine, "max_context", 0)

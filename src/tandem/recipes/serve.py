@@ -146,7 +146,7 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
 
 def load_model(
     path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
-) -> tuple[training.Model, Engine]:
+) -> tuple[training.BuiltModel, Engine]:
     device = training.pick_device("auto")
     model = training.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
     engine = standalone_engines.embedded(spec, model, inline=inline)
@@ -154,7 +154,7 @@ def load_model(
     return model, engine
 
 
-def _publish(model: training.Model, engine: Engine, version: int) -> None:
+def _publish(model: training.BuiltModel, engine: Engine, version: int) -> None:
     bridge = joined_engines.inproc_bridge()
 
     async def publish() -> None:

@@ -13,14 +13,14 @@ from tandem.recipes.supervised_steps import (
     say_if_too_few,
     supervised_stage,
 )
-from tandem.runs.checkpointer import Keeper
+from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.eval_files import StoredEval, store_eval
 from tandem.runs.run import Run
 from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
 
 
-async def train_sft(spec: SftSpec, run: Run, keeper: Keeper) -> None:
+async def train_sft(spec: SftSpec, run: Run, keeper: RunCheckpointer) -> None:
     stage = spec.train
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     for note in training.options(spec, model):
@@ -67,7 +67,7 @@ async def train_sft(spec: SftSpec, run: Run, keeper: Keeper) -> None:
     conclude_by_loss(run, before, after, spec.eval, spec.seed)
 
 
-def held_out_losses(model: training.Model, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:
+def held_out_losses(model: training.BuiltModel, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:
     """Mean loss a trained token of each conversation, in their order."""
     score = training.scorer(model, micro_tokens)
     return [-sum(logprobs) / len(logprobs) for logprobs in (score(recording) for recording in recordings)]

@@ -8,19 +8,19 @@ from typing import TypeVar
 
 from tandem.build import joined_engines, training
 from tandem.data.conversation import Conversation
-from tandem.data.load import Row, Split
+from tandem.data.load import DataRow, DataSplit
 from tandem.errors import DataError, TemplateError
 from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Trainer
 from tandem.rollout.recorded_producer import record
-from tandem.runs.checkpointer import Keeper
+from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.run import Run
 from tandem.runs.verdict import judge, too_few
 from tandem.spec.evaluation import LossEvalSpec
 from tandem.spec.train import SftStage
 from tandem.types import Group, Message, Metrics, Trajectory
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=DataRow)
 
 MORE_ROWS = "give it more rows, a larger data.eval_share, or rows of their own (data.eval_path, data.eval_split)"
 
@@ -32,14 +32,14 @@ def due(every: int, done: int, steps: int) -> bool:
 
 async def supervised_stage(
     run: Run,
-    model: training.Model,
+    model: training.BuiltModel,
     trainer: Trainer,
     stage: SftStage,
     recordings: Sequence[Trajectory],
     *,
     seed: int,
     deterministic: bool,
-    keeper: Keeper,
+    keeper: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """Every conversation by itself."""
@@ -59,7 +59,7 @@ async def supervised_stage(
 
 async def recorded_stage(
     run: Run,
-    model: training.Model,
+    model: training.BuiltModel,
     trainer: Trainer,
     stage: SftStage,
     groups: Sequence[Group],
@@ -67,7 +67,7 @@ async def recorded_stage(
     *,
     seed: int,
     deterministic: bool,
-    keeper: Keeper,
+    keeper: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
@@ -95,7 +95,9 @@ async def recorded_stage(
     trainer.finish()
 
 
-def recordings_of(model: training.Model, conversations: Sequence[tuple[str, Sequence[Message]]]) -> list[Trajectory]:
+def recordings_of(
+    model: training.BuiltModel, conversations: Sequence[tuple[str, Sequence[Message]]]
+) -> list[Trajectory]:
     """Conversations that an environment showed, as trajectories."""
     recorded = [record(model.renderer, messages, name) for name, messages in conversations]
     if longest := next((t for t in recorded if len(t.ids) > model.context), None):
@@ -107,7 +109,7 @@ def recordings_of(model: training.Model, conversations: Sequence[tuple[str, Sequ
 
 
 def checked_rows(
-    model: training.Model, data: training.FileOrDataset, run: Run, field: str
+    model: training.BuiltModel, data: training.FileOrDataset, run: Run, field: str
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Rows of a file or data set as trajectories, with the report that says what was left out and why."""
     longest = longest_of(model, data)
@@ -128,11 +130,11 @@ def checked_rows(
     return train, held_out
 
 
-def longest_of(model: training.Model, data: training.FileOrDataset) -> int:
+def longest_of(model: training.BuiltModel, data: training.FileOrDataset) -> int:
     return min(data.max_tokens or model.context, model.context)
 
 
-def reported(split: Split[R], noun: str, run: Run, field: str) -> Split[R]:
+def reported(split: DataSplit[R], noun: str, run: Run, field: str) -> DataSplit[R]:
     """Says what was left out and why; DataError if nothing is left."""
     if not split.train:
         raise DataError(f"{field}: no {noun} is left to train on; {split.report.text()}")
@@ -158,7 +160,7 @@ def say_if_too_few(run: Run, held_out: int, confidence: float, way_out: str) -> 
         run.view.say(f"   the verdict will be undecided: {why}; {way_out}")
 
 
-def marked(model: training.Model, trajectory: Trajectory) -> str:
+def marked(model: training.BuiltModel, trajectory: Trajectory) -> str:
     """A trajectory as text with its trained tokens between [[ and ]]."""
     runs = groupby(zip(trajectory.ids, trajectory.trained, strict=True), key=lambda pair: pair[1])
     texts = ((trained, model.renderer.decode([pair[0] for pair in run], skip_special=False)) for trained, run in runs)

@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.errors import SpecError, TandemError
-from tandem.obs.sync_bench_report import Bench, Row
+from tandem.obs.sync_bench_report import Bench, BenchRow
 from tandem.obs.sync_report import ONE_AFTER_THE_OTHER
 from tandem.protocols import Trainer
 from tandem.spec.engine import HfEngineSpec
@@ -27,7 +27,7 @@ from tandem.spec.run import RlSpec
 from tandem.types import Proof
 
 if TYPE_CHECKING:
-    from tandem.build.training import Model
+    from tandem.build.training import BuiltModel
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
 BRIDGES = ("inproc", "shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart")
@@ -62,7 +62,7 @@ def bench_sync(
     kind = ("vllm" if picked == "cuda" else "server") if engine == "auto" else engine
     link, other = _link(picked)
     link_bytes_per_s = copy_bytes_per_s(picked, other)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     parameters = 0
     options = {**({"python": str(python)} if python else {}), **(options or {})}
     with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
@@ -105,11 +105,11 @@ def _row(
     home: Path,
     options: Mapping[str, Any],
     unchecked: bool,
-) -> tuple[Row, int]:
+) -> tuple[BenchRow, int]:
     """And how many parameters the model has."""
     from tandem.build import training
 
-    row = Row(name, "hf" if name == "inproc" else kind)
+    row = BenchRow(name, "hf" if name == "inproc" else kind)
     if why_not := _why_not(name, device, kind):
         return replace(row, skipped=why_not), 0
     try:
@@ -177,7 +177,7 @@ def _checkpoint(shape: str, home: Path) -> Path:
 
 
 async def _publish(
-    spec: RlSpec, model: Model, rounds: int, home: Path, unchecked: bool
+    spec: RlSpec, model: BuiltModel, rounds: int, home: Path, unchecked: bool
 ) -> tuple[list[Proof], float | None]:
     """The proofs, and the extra memory in bytes."""
     from tandem.build import joined_engines, training
@@ -208,7 +208,7 @@ async def _publish(
     return proofs[1:], devices.extra_bytes if devices is not None else _median(extra)
 
 
-def move_weights(model: Model, trainer: Trainer) -> None:
+def move_weights(model: BuiltModel, trainer: Trainer) -> None:
     """As little as an optimizer step does, and without its memory: some of every trained tensor."""
     import torch
 
@@ -223,7 +223,7 @@ def move_weights(model: Model, trainer: Trainer) -> None:
 # --- figures
 
 
-def _summed_up(row: Row, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> Row:
+def _summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> BenchRow:
     middle = sorted(proofs, key=lambda proof: proof.seconds["total"])[(len(proofs) - 1) // 2]
     seconds = dict(middle.seconds)  # of one round, so that they add up
     total_s = seconds.pop("total")

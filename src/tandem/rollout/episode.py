@@ -14,7 +14,7 @@ from tandem.errors import EpisodeFailed, TemplateError
 from tandem.protocols import Engine, Environment
 from tandem.rollout.deadlines import Blocked, Clock, Guarded
 from tandem.rollout.judge import Judge
-from tandem.rollout.recorder import Recorder, Renders
+from tandem.rollout.recorder import Recorder, RecorderRenderer
 from tandem.types import Sampling, Task, Trajectory
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Setting:
 
     environment: Environment
     engine: Engine
-    renderer: Renders
+    renderer: RecorderRenderer
     sampling: Sampling
     max_context: int
     engine_deadline_s: float

@@ -28,7 +28,7 @@ class Judge(Protocol):
         ...
 
 
-class Speaks(Protocol):
+class JudgeRenderer(Protocol):
     """What an engine's judge needs of a renderer."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
@@ -38,7 +38,7 @@ class Speaks(Protocol):
 class EngineJudge:
     """The engine of the run itself, greedily: the policy as it is now."""
 
-    def __init__(self, engine: Engine, renderer: Speaks, *, max_context: int, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, renderer: JudgeRenderer, *, max_context: int, timeout_s: float) -> None:
         self._engine, self._renderer = engine, renderer
         self._max_context, self._timeout_s = max_context, timeout_s
 

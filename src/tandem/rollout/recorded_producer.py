@@ -7,11 +7,11 @@ from typing import Any
 
 from tandem.protocols import RolloutStore
 from tandem.rollout.producer import task_order
-from tandem.rollout.recorder import Renders
+from tandem.rollout.recorder import RecorderRenderer
 from tandem.types import NO_VERSION, Group, Message, Metrics, Trajectory
 
 
-def record(renderer: Renders, messages: Sequence[Message], name: str) -> Trajectory:
+def record(renderer: RecorderRenderer, messages: Sequence[Message], name: str) -> Trajectory:
     """A conversation as a trajectory: the loss counts the assistant's tokens and nothing else."""
     ids, trained = renderer.conversation(messages)
     nothing = len(ids)
@@ -21,7 +21,11 @@ def record(renderer: Renders, messages: Sequence[Message], name: str) -> Traject
 
 
 def record_pair(
-    renderer: Renders, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message], name: str
+    renderer: RecorderRenderer,
+    prompt: Sequence[Message],
+    chosen: Sequence[Message],
+    rejected: Sequence[Message],
+    name: str,
 ) -> Group:
     """Two answers to one prompt, the better one first. Nothing of the prompt is trained, whoever said it."""
     answers_begin = len(renderer.conversation(prompt)[0])  # up to the assistant's last turn in it; 0 if it has none

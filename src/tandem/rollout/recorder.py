@@ -22,7 +22,7 @@ from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Though
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Renders(Protocol):
+class RecorderRenderer(Protocol):
     """What a recorder needs of a renderer."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
@@ -34,7 +34,7 @@ class Renders(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AssistantTurn:
     """The assistant's turn as an environment sees it."""
 
     text: str
@@ -46,7 +46,7 @@ class Recorder:
     """A Chat. `opening_ids` are the task's messages, rendered once for all siblings."""
 
     def __init__(
-        self, engine: Engine, renderer: Renders, task: Task, opening_ids: Sequence[int], sampling: Sampling, *,
+        self, engine: Engine, renderer: RecorderRenderer, task: Task, opening_ids: Sequence[int], sampling: Sampling, *,
         max_context: int, deadline_s: float, seed: int, clock: Clock, judge: Judge | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._renderer, self._task = engine, renderer, task
@@ -80,7 +80,7 @@ class Recorder:
         for message in messages:
             self._said.append({"role": "user", "content": message} if isinstance(message, str) else message)
 
-    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn:
         if self.engine_error is not None:
             raise Blocked("asked again after the engine had failed")
         if self._replying:
@@ -122,7 +122,7 @@ class Recorder:
             text, calls = self._renderer.calls(completion.ids, sampling.stop)
             self._calls += len(calls)
             self._unreadable_calls += sum(bool(call.error) for call in calls)
-        return Turn(text, self._truncated, tuple(calls))
+        return AssistantTurn(text, self._truncated, tuple(calls))
 
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
         """Its time is the judge's, which has a deadline of its own."""

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ArtifactEntry:
     path: str
     size_bytes: int
     sha256: str
@@ -53,14 +53,14 @@ class Artifact:
     name: str
     number: int
     attempt: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ArtifactEntry, ...]
 
     @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.entries)
 
 
-class Changed(ArtifactError):
+class FileChanged(ArtifactError):
     """A file changed while it was uploaded: uploading it again would not help."""
 
 
@@ -101,7 +101,7 @@ class ArtifactStore:
     def _upload_all(self, artifact: Artifact, files: Mapping[str, Path], deadline: float) -> None:
         stop = threading.Event()
 
-        def one(entry: Entry) -> None:
+        def one(entry: ArtifactEntry) -> None:
             key = self._part(artifact, entry)
             what = f"{artifact.name}: {entry.path}"
             tried(lambda: self._upload(key, files[entry.path], entry, deadline), self.limits, deadline, what, stop)
@@ -116,7 +116,7 @@ class ArtifactStore:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _upload(self, key: str, source: Path, entry: Entry, deadline: float) -> None:
+    def _upload(self, key: str, source: Path, entry: ArtifactEntry, deadline: float) -> None:
         written = hashlib.sha256()
         if self._is_local:
             self._make_local(key)
@@ -129,7 +129,7 @@ class ArtifactStore:
                 os.fsync(remote.fileno())
                 atomic_write.sync(Path(key).parent)
         if written.hexdigest() != entry.sha256:
-            raise Changed(f"{source}: changed while it was uploaded; upload what has come to rest")
+            raise FileChanged(f"{source}: changed while it was uploaded; upload what has come to rest")
         found = self._digest(key, deadline)
         if found != (entry.size_bytes, entry.sha256):
             raise _Torn(f"{entry.path}: {found[0]} of {entry.size_bytes} bytes are there, or other ones")
@@ -197,13 +197,13 @@ class ArtifactStore:
                 file = place.joinpath(*entry.path.split("/"))
                 file.parent.mkdir(parents=True, exist_ok=True)
 
-                def download(entry: Entry = entry, file: Path = file) -> None:
+                def download(entry: ArtifactEntry = entry, file: Path = file) -> None:
                     self._download(artifact, entry, file, deadline)
 
                 tried(download, self.limits, deadline, f"{name}: {entry.path}")
         return directory
 
-    def _download(self, artifact: Artifact, entry: Entry, file: Path, deadline: float) -> None:
+    def _download(self, artifact: Artifact, entry: ArtifactEntry, file: Path, deadline: float) -> None:
         size, digest = 0, hashlib.sha256()
         key = self._part(artifact, entry)
         with self._fs.open(key, "rb", block_size=_BLOCK, cache_type="none") as remote, file.open("wb") as local:
@@ -234,7 +234,7 @@ class ArtifactStore:
             return []
         return [str(key).rstrip("/").rsplit("/", 1)[-1] for key in found]
 
-    def _part(self, artifact: Artifact, entry: Entry) -> str:
+    def _part(self, artifact: Artifact, entry: ArtifactEntry) -> str:
         return f"{self._root}/{artifact.name}/parts/{artifact.attempt}/{entry.path}"
 
     def _manifest(self, artifact: Artifact) -> str:
@@ -294,9 +294,9 @@ def _check_path(path: str) -> str:
     return path
 
 
-def _entry(path: str, file: Path) -> Entry:
+def _entry(path: str, file: Path) -> ArtifactEntry:
     with file.open("rb") as content:
-        return Entry(path, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest())
+        return ArtifactEntry(path, file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest())
 
 
 def _blocks(file: Any, deadline: float) -> Iterator[bytes]:
@@ -319,7 +319,7 @@ def _from_manifest(raw: bytes, name: str, file: str) -> Artifact | None:
         if told != _digest_of(content) or content["format"] != _FORMAT:
             return None
         entries = tuple(
-            Entry(_check_path(each["path"]), each["size_bytes"], each["sha256"]) for each in content["entries"]
+            ArtifactEntry(_check_path(each["path"]), each["size_bytes"], each["sha256"]) for each in content["entries"]
         )
         artifact = Artifact(content["name"], content["number"], content["attempt"], entries)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ArtifactError):

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import CheckpointUnsaved, RunFenced
-from tandem.protocols import Kept, Trainer
-from tandem.runs.checkpoints import Checkpoints, Found
+from tandem.protocols import Stateful, Trainer
+from tandem.runs.checkpoints import Checkpoints, VerifiedCheckpoint
 from tandem.runs.run import Run, StoppedByHand
 from tandem.runs.uploads import CheckpointUploads
 from tandem.spec.checkpoint import CheckpointSpec
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0  # the last save of a stage has no step after it, at which it could be tried again
 
 
-class Keeper:
+class RunCheckpointer:
     def __init__(
         self,
         spec: CheckpointSpec,
         shelf: Checkpoints,
         run: Run,
-        found: Found | None,
+        found: VerifiedCheckpoint | None,
         uploads: CheckpointUploads | None = None,
     ) -> None:
         """`found`: where to go on. `uploads` hears of every save."""
@@ -54,7 +54,7 @@ class Keeper:
         """Version and value, more being better."""
         self._reference: str = found.state.get("reference", "") if found else ""
         self._trainer: Trainer | None = None
-        self._parts: Mapping[str, Kept] = {}
+        self._parts: Mapping[str, Stateful] = {}
         self._last_version = 0
         self._marked: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class Keeper:
 
     # --- of the loop
 
-    def begin(self, trainer: Trainer, parts: Mapping[str, Kept], last_version: int) -> None:
+    def begin(self, trainer: Trainer, parts: Mapping[str, Stateful], last_version: int) -> None:
         from tandem.ops import random_state
 
         self._state = {}

@@ -19,7 +19,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class VerifiedCheckpoint:
     """A checkpoint that was verified."""
 
     path: Path
@@ -47,7 +47,7 @@ class Checkpoints:
             return []
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _STEP.fullmatch(path.name)))
 
-    def newest(self) -> Found | None:
+    def newest(self) -> VerifiedCheckpoint | None:
         """The newest whole one; those after it are set aside. None if nothing was ever saved. CheckpointDamaged if
         something was, and none of it is whole: a run is not begun anew over what may be repaired."""
         for version in reversed(self.versions()):
@@ -65,7 +65,7 @@ class Checkpoints:
             )
         return None
 
-    def read(self, version: int) -> Found:
+    def read(self, version: int) -> VerifiedCheckpoint:
         """CheckpointDamaged names the file; CheckpointError: it is whole, and of a format that is not read here."""
         path = self.path(version)
         sealed_directory.verify(path)
@@ -77,7 +77,7 @@ class Checkpoints:
             )
         if kept := state.get("reference"):
             sealed_directory.verify(self.directory / kept)  # what it cannot go on without
-        return Found(path, version, state)
+        return VerifiedCheckpoint(path, version, state)
 
     def write(self, version: int, fill: Callable[[Path], None], state: Mapping[str, Any]) -> None:
         """Blocks until it is on the disk."""

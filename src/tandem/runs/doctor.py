@@ -33,7 +33,7 @@ _TORCH = "import torch; print(torch.__version__, torch.version.cuda or '-', torc
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """ok; lack: something cannot be had, all else can; broken: runs cannot."""
 
     name: str
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    findings: Sequence[Finding]
+    findings: Sequence[DoctorFinding]
 
     @property
     def able(self) -> bool:
@@ -57,7 +57,7 @@ class Health:
 def diagnose(directory: str | Path = ".") -> Health:
     """`directory`: where runs are to be. Nothing is loaded into this process, and nothing is changed."""
     place = Path(directory)
-    looks: list[Callable[[], list[Finding]]] = [
+    looks: list[Callable[[], list[DoctorFinding]]] = [
         _python, _packages, _torch, _gpus, lambda: _memory(*ram_gib()), lambda: _disk(place), _shared_memory,
         lambda: _vllm(place), _loopback, _open_files, _clock, _extras,
     ]  # fmt: skip
@@ -77,79 +77,81 @@ def health_text(health: Health) -> str:
     return "\n".join([*lines, "", f"{able}; {lacks} things are not there, which not every run needs"])
 
 
-def _python() -> list[Finding]:
+def _python() -> list[DoctorFinding]:
     fine = sys.version_info >= (3, 11)
     return [_state("python", fine, platform.python_version(), "install Python 3.11 or newer", broken=True)]
 
 
-def _packages() -> list[Finding]:
+def _packages() -> list[DoctorFinding]:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     step = "pip install tandem-rl"
     found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(_NEEDED)} are there"
     return [_state("packages", not missing, found, step, broken=True)]
 
 
-def _torch() -> list[Finding]:
+def _torch() -> list[DoctorFinding]:
     """In a process of its own: a broken build may end it."""
     done = _ask([sys.executable, "-c", _TORCH], 120)
     if done is None or len(words := done.split()) != 3:
         step = "reinstall torch; `python -c 'import torch'` shows what is wrong"
-        return [Finding("torch", "broken", "cannot be imported", step)]
+        return [DoctorFinding("torch", "broken", "cannot be imported", step)]
     build, cuda, count = words
     if cuda == "-":
         has_driver = shutil.which("nvidia-smi") is not None
         step = "there is an NVIDIA driver: install a CUDA build of torch" if has_driver else ""
-        return [Finding("torch", "lack" if has_driver else "ok", f"{build}, for the CPU", step)]
+        return [DoctorFinding("torch", "lack" if has_driver else "ok", f"{build}, for the CPU", step)]
     step = "" if count != "0" else "torch sees no GPU: look at the driver with nvidia-smi, and at CUDA_VISIBLE_DEVICES"
-    return [Finding("torch", "ok" if count != "0" else "lack", f"{build}, CUDA {cuda}, {count} GPUs", step)]
+    return [DoctorFinding("torch", "ok" if count != "0" else "lack", f"{build}, CUDA {cuda}, {count} GPUs", step)]
 
 
-def _gpus() -> list[Finding]:
+def _gpus() -> list[DoctorFinding]:
     if shutil.which("nvidia-smi") is None:
-        return [Finding("gpus", "lack", "none", "small presets train on the CPU; for more, take a machine with a GPU")]
+        return [
+            DoctorFinding("gpus", "lack", "none", "small presets train on the CPU; for more, take a machine with a GPU")
+        ]
     told = _ask(["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"], 30)
     if not told:
-        return [Finding("gpus", "lack", "nvidia-smi does not answer", "look at the driver: nvidia-smi")]
+        return [DoctorFinding("gpus", "lack", "nvidia-smi does not answer", "look at the driver: nvidia-smi")]
     return [_gpu(number, line) for number, line in enumerate(told.splitlines())]
 
 
-def _gpu(number: int, line: str) -> Finding:
+def _gpu(number: int, line: str) -> DoctorFinding:
     name, total, free = (part.strip() for part in line.split(","))
     taken = int(free) < 0.9 * int(total)
     step = "another process has memory on it: nvidia-smi shows which" if taken else ""
     found = f"{name}, {int(total) / 1024:.0f} GiB, {int(free) / 1024:.0f} free"
-    return Finding(f"gpu {number}", "lack" if taken else "ok", found, step)
+    return DoctorFinding(f"gpu {number}", "lack" if taken else "ok", found, step)
 
 
-def _memory(total_gib: float, free_gib: float) -> list[Finding]:
+def _memory(total_gib: float, free_gib: float) -> list[DoctorFinding]:
     found = f"{total_gib:.1f} GiB, {free_gib:.1f} free"
     return [_state("memory", free_gib >= 2, found, "end other programs: imports and a tiny model take a GiB")]
 
 
-def _disk(directory: Path) -> list[Finding]:
+def _disk(directory: Path) -> list[DoctorFinding]:
     try:
         free_gib = shutil.disk_usage(directory).free / 2**30
     except OSError as error:
-        return [Finding("disk", "broken", f"{directory}: {error.strerror}", "run where files can be written")]
+        return [DoctorFinding("disk", "broken", f"{directory}: {error.strerror}", "run where files can be written")]
     if not os.access(directory, os.W_OK):
-        return [Finding("disk", "broken", f"{directory} cannot be written", "run where files can be written")]
+        return [DoctorFinding("disk", "broken", f"{directory} cannot be written", "run where files can be written")]
     step = "free some: an export of 1B parameters is 2 to 4 GiB, and every checkpoint more"
     return [_state("disk", free_gib >= 5, f"{free_gib:.1f} GiB free", step)]
 
 
-def _shared_memory(place: Path = Path("/dev/shm")) -> list[Finding]:
+def _shared_memory(place: Path = Path("/dev/shm")) -> list[DoctorFinding]:
     step = "a container: start it with --shm-size 8g; `shared` on a CPU, and adapters by file, go through it"
     if not place.is_dir() or not os.access(place, os.W_OK):
-        return [Finding("shared memory", "lack", f"no {place} to write to", step)]
+        return [DoctorFinding("shared memory", "lack", f"no {place} to write to", step)]
     free_gib = shutil.disk_usage(place).free / 2**30
     return [_state("shared memory", free_gib >= 1, f"{free_gib:.1f} GiB free in {place}", step)]
 
 
-def _vllm(directory: Path) -> list[Finding]:
+def _vllm(directory: Path) -> list[DoctorFinding]:
     python = directory / _VLLM
     if not python.exists():
         step = "`tandem engine install vllm`; until then, engine.kind = 'hf' or 'server'"
-        return [Finding("vllm", "lack", "no environment of its own", step)]
+        return [DoctorFinding("vllm", "lack", "no environment of its own", step)]
     asked = "from importlib.metadata import version; print(version('vllm'))"
     told = _ask([str(python), "-c", asked], 60)
     return [
@@ -159,30 +161,30 @@ def _vllm(directory: Path) -> list[Finding]:
     ]
 
 
-def _loopback() -> list[Finding]:
+def _loopback() -> list[DoctorFinding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             with socket.create_connection(server.getsockname(), timeout=5):
-                return [Finding("loopback", "ok", f"a free port was had: {server.getsockname()[1]}")]
+                return [DoctorFinding("loopback", "ok", f"a free port was had: {server.getsockname()[1]}")]
     except OSError as error:
         step = "engines, workers and services talk over 127.0.0.1: allow that in the container or firewall"
-        return [Finding("loopback", "broken", f"no connection to this machine itself: {error}", step)]
+        return [DoctorFinding("loopback", "broken", f"no connection to this machine itself: {error}", step)]
 
 
-def _open_files(least: int = 1024) -> list[Finding]:
+def _open_files(least: int = 1024) -> list[DoctorFinding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fine = soft == resource.RLIM_INFINITY or soft >= least
     return [_state("open files", fine, f"{soft} at most ({hard} can be asked for)", f"ulimit -n {least}")]
 
 
-def _clock() -> list[Finding]:
+def _clock() -> list[DoctorFinding]:
     """Nothing of a run is decided by the date, but certificates and what is written down are."""
     year = time.gmtime().tm_year
     return [_state("clock", 2026 <= year < 2100, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "set the date")]
 
 
-def _extras() -> list[Finding]:
-    found: list[Finding] = []
+def _extras() -> list[DoctorFinding]:
+    found: list[DoctorFinding] = []
     for module, (extra, purpose) in _EXTRAS.items():
         step = f"for {purpose}: pip install 'tandem-rl[{extra}]'"
         there = find_spec(module) is not None
@@ -190,8 +192,10 @@ def _extras() -> list[Finding]:
     return found
 
 
-def _state(name: str, fine: bool, found: str, step: str, *, broken: bool = False) -> Finding:
-    return Finding(name, "ok", found) if fine else Finding(name, "broken" if broken else "lack", found, step)
+def _state(name: str, fine: bool, found: str, step: str, *, broken: bool = False) -> DoctorFinding:
+    return (
+        DoctorFinding(name, "ok", found) if fine else DoctorFinding(name, "broken" if broken else "lack", found, step)
+    )
 
 
 def _version(module: str) -> str:

@@ -35,7 +35,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FailureRule:
     id: str
     failure_class: FailureClass
     next: str
@@ -145,7 +145,7 @@ def kinds() -> dict[FailureClass, Kind]:
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
+def rules() -> tuple[FailureRule, ...]:
     return tuple(_rule(row) for row in _table()["rule"])
 
 
@@ -219,9 +219,9 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(RULES.read_text(encoding="utf-8"))
 
 
-def _rule(row: dict[str, Any]) -> Rule:
+def _rule(row: dict[str, Any]) -> FailureRule:
     name = _class(row["class"])
-    return Rule(
+    return FailureRule(
         id=row["id"],
         failure_class=name,
         next=row["next"],

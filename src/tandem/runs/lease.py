@@ -24,7 +24,7 @@ _LEAST_BYTES = 2**20  # for logs and rows, till the first checkpoint
 _DYING_S = 1.0  # a process that was killed a moment ago may still be about to let go
 
 
-class Lease:
+class DirectoryLease:
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
         """`take_over`: from a holder that is there and cannot be ended. RunOwned if somebody holds it."""
         self._directory = directory

@@ -43,7 +43,7 @@ class Sign:
     """How long this stage may go without a tick."""
 
 
-class Progress:
+class ProgressCounter:
     """The working thread's end."""
 
     def __init__(self, directory: Path, *, setup_s: float = 3000.0, step_s: float = 1500.0) -> None:
@@ -122,7 +122,7 @@ class Watchdog:
     outside is the only one to see it; SIGUSR1 has the stacks written even then (not of a process that is stopped).
     """
 
-    def __init__(self, progress: Progress, stacks: Path, stalled: Callable[[Sign, float], None]) -> None:
+    def __init__(self, progress: ProgressCounter, stacks: Path, stalled: Callable[[Sign, float], None]) -> None:
         self._progress, self._stacks, self._stalled = progress, stacks, stalled
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tandem-watchdog", daemon=True)

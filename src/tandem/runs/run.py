@@ -20,8 +20,8 @@ from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.obs.live_view import LiveView
 from tandem.obs.trackers.tracker_queue import Feed
 from tandem.runs.failure_diagnosis import classify_error
-from tandem.runs.lease import Lease
-from tandem.runs.liveness import STACKS, Progress, Sign, Watchdog
+from tandem.runs.lease import DirectoryLease
+from tandem.runs.liveness import STACKS, ProgressCounter, Sign, Watchdog
 from tandem.types import Measure, Message, Metrics, Proof
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Run:
     """
 
     def __init__(
-        self, directory: Path, *, name: str, recipe: str, view: LiveView, lease: Lease, strict: bool = False,
+        self, directory: Path, *, name: str, recipe: str, view: LiveView, lease: DirectoryLease, strict: bool = False,
         earlier: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """`earlier`: what `state` said where the run is to go on; what was written after that is cut off."""
@@ -72,7 +72,7 @@ class Run:
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})
-        self.progress = Progress(directory)
+        self.progress = ProgressCounter(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
     @staticmethod

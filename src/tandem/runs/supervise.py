@@ -28,7 +28,7 @@ from tandem.io.bounded_json import read_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.io.process_identity import identity, is_there
 from tandem.runs.failure_diagnosis import Failure, FailureClass, classify_end, kinds
-from tandem.runs.lease import Lease, need_room, refuse_used
+from tandem.runs.lease import DirectoryLease, need_room, refuse_used
 from tandem.runs.liveness import STACKS, Observer, read_sign
 from tandem.runs.run_ending import say_failed
 from tandem.spec.load import load_spec, parse_spec, to_toml
@@ -65,7 +65,7 @@ _RENEWED: frozenset[FailureClass] = frozenset({"infra_retriable", "preempted", "
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _ChildExit:
     code: int
     """Above 128: the signal that ended it, and 128."""
     text: str
@@ -132,7 +132,7 @@ class Supervisor:
 
     # --- one attempt
 
-    def _attempt(self, command: Sequence[str]) -> _End:
+    def _attempt(self, command: Sequence[str]) -> _ChildExit:
         theirs, ours = os.pipe()
         holder = [sys.executable, "-I", leash.__file__, str(theirs), *command]
         try:
@@ -150,7 +150,7 @@ class Supervisor:
             os.close(ours)  # what still runs ends now
             code = self._leash.wait()
         pump.join(timeout=5)
-        return _End(code if code >= 0 else 128 - code, "".join(tail), stalled)
+        return _ChildExit(code if code >= 0 else 128 - code, "".join(tail), stalled)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
         """Until it ends, or stands still; says what was seen then."""
@@ -172,7 +172,7 @@ class Supervisor:
                 process.wait(_POLL_S)
         return ""
 
-    def _diagnose(self, end: _End, before: Mapping[str, Any], *, oom: bool) -> Failure:
+    def _diagnose(self, end: _ChildExit, before: Mapping[str, Any], *, oom: bool) -> Failure:
         if end.stalled:
             return classify_end(end.stalled)
         status = self._status()
@@ -207,7 +207,7 @@ class Supervisor:
     def _conclude(self, failure: Failure) -> None:
         """A process that was killed could not say how it ended."""
         with suppress(OSError, RunError, NoRoom):  # another process works on it; or the disk is full: it was said
-            lease = Lease(self.directory)
+            lease = DirectoryLease(self.directory)
             try:
                 say_failed(self.directory, self._status(), failure, f"{failure.failure_class}: {failure.next}")
             finally:

@@ -45,7 +45,7 @@ def watch_run(
     """Tells of a run until it has ended, or once; returns its state. A run that a supervisor will start again has not
     ended, nor has one whose process is gone without a word: somebody may resume it."""
     directory, observer = Path(run_dir), Observer()
-    said = _Said()
+    said = _AlreadyPrinted()
     while True:
         sight = look(directory, observer)
         if as_json:
@@ -97,7 +97,7 @@ def _liveness(state: str, *, there: bool, stands: bool, looked: bool) -> str:
     return "moves" if looked else "there"
 
 
-class _Said:
+class _AlreadyPrinted:
     """What was told already."""
 
     def __init__(self) -> None:

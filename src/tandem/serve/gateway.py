@@ -29,18 +29,19 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field
 
 from tandem.errors import GroupRefused, TandemError
+from tandem.io.request_key import RequestKey
 from tandem.rollout.atropos.version_lookup import stamp_frame
-from tandem.rollout.sessions.sessions import Bounds, Renders, Sessions, summary
-from tandem.rollout.sessions.store import Deliver, Leaving, Once, SessionStore
+from tandem.rollout.sessions.sessions import Bounds, SessionRenderer, Sessions, summary
+from tandem.rollout.sessions.store import Deliver, Leaving, SessionStore
 from tandem.rollout.sessions.tree import Session, turn_row
-from tandem.rollout.wire.codec import BINARY, Post
+from tandem.rollout.wire.codec import BINARY, GroupsPost
 from tandem.serve.http.openapi_document import speaks
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.service import Service, aside, body_at_hand
-from tandem.serve.openai.choices import Opened
+from tandem.serve.openai.choices import OpenedSamples
 from tandem.serve.openai.generate_route import Generate
 from tandem.serve.openai.requests import Strict, checked, read, read_if_any
-from tandem.serve.openai.routes import SESSION_HEADER, OpenAi, Renderer, Sampler, Tools, encoded
+from tandem.serve.openai.routes import SESSION_HEADER, ChatRenderer, OpenAi, Sampler, Tools, encoded
 from tandem.types import MAX_NUMBER, Message
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ _AT_A_TIME = 8  # deliveries
 _MAX_KEY, _MAX_REASON, _MAX_SHOWN = 255, 2000, 100
 
 
-class Recording(Renderer, Renders, Protocol):
+class Recording(ChatRenderer, SessionRenderer, Protocol):
     """A renderer that answers requests and joins turns."""
 
 
@@ -71,7 +72,7 @@ def gateway_service(
     sessions = Sessions(renderer, store, bounds)
     openai = OpenAi(engine, renderer, Recorded(sessions), model_id, context, num_ids, max_requests)
     _count(sessions, store, openai.books.registry)
-    api = _Api(sessions, store, _Delivery(sessions, store, deliver, openai.books.registry))
+    api = _GatewayApi(sessions, store, _Delivery(sessions, store, deliver, openai.books.registry))
     router = APIRouter()
     for prefix in ("", "/sessions/{session}"):
         router.include_router(openai.router(f"{prefix}/v1"))
@@ -116,11 +117,11 @@ class Recorded:
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
 
-    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples:
         point = await aside(request)(self.sessions.chat(self._named(request), messages, tools))
         return self._opened([point.session], self.sessions.samples(point, n))
 
-    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples:
         named = self._named(request)
         points = [await encoded(request, prompts, self.sessions.text(named, prompt)) for prompt in prompts]
         samples = [sample for point in points for sample in self.sessions.samples(point, n)]
@@ -129,11 +130,11 @@ class Recorded:
     def _named(self, request: Request) -> Session | None:
         in_path, in_header = request.path_params.get("session"), request.headers.get(SESSION_HEADER)
         if in_path and in_header and in_path != in_header:
-            raise Refused(422, f"{SESSION_HEADER} names another session than the path", field=SESSION_HEADER)
+            raise RequestRefused(422, f"{SESSION_HEADER} names another session than the path", field=SESSION_HEADER)
         named = in_path or in_header
         return self.sessions.find(named) if named else None
 
-    def _opened(self, sessions: Sequence[Session], places: Sequence[Any]) -> Opened:
+    def _opened(self, sessions: Sequence[Session], places: Sequence[Any]) -> OpenedSamples:
         distinct = {session.id: session for session in sessions}
 
         @contextmanager
@@ -143,7 +144,7 @@ class Recorded:
                     stack.enter_context(self.sessions.under_way(session))
                 yield
 
-        return Opened(places, under_way)
+        return OpenedSamples(places, under_way)
 
 
 # --- the routes
@@ -165,7 +166,7 @@ class RewardBody(Strict):
     finish: bool | None = None
 
 
-class _Api:
+class _GatewayApi:
     def __init__(self, sessions: Sessions, store: SessionStore, delivery: _Delivery) -> None:
         self.sessions, self.store, self.delivery = sessions, store, delivery
         self._keys: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -206,14 +207,14 @@ class _Api:
             if (reply := self.store.answered(once)) is None:
                 found = self.sessions.find(session)
                 if found.running or found.finishing:
-                    raise Refused(409, f"session '{session}' has requests under way; wait for them")
+                    raise RequestRefused(409, f"session '{session}' has requests under way; wait for them")
                 reply = {"id": session, "dropped": True}
                 self.sessions.drop(found)
                 await self.store.answer(once, reply)
                 self.delivery.wake()
             return JSONResponse(reply)
 
-    @speaks(Post, types=(BINARY,))
+    @speaks(GroupsPost, types=(BINARY,))
     async def stamps(self, request: Request) -> Response:
         """Return which versions sampled the tokens of a group that an environment posted to a rollout service."""
         return Response(stamp_frame(self.sessions.record, body_at_hand(request)), media_type="application/json")
@@ -229,7 +230,7 @@ class _Api:
                 reply = await self._reward(self.sessions.find(session), body, once)
             return JSONResponse(reply)
 
-    async def _reward(self, session: Session, body: RewardBody, once: Once | None) -> dict[str, Any]:
+    async def _reward(self, session: Session, body: RewardBody, once: RequestKey | None) -> dict[str, Any]:
         rewards = self.sessions.judge(session, body.reward, body.metrics, body.branch)
         left = [turn.id for turn in session.leaves if turn.id not in rewards]
         finished = body.finish if body.finish is not None else not left
@@ -249,21 +250,21 @@ class _Api:
         return reply
 
     @asynccontextmanager
-    async def _once(self, request: Request) -> AsyncIterator[Once | None]:
+    async def _once(self, request: Request) -> AsyncIterator[RequestKey | None]:
         """One request of a key at a time: the second waits for the first one's answer."""
         key = request.headers.get("idempotency-key", "")
         if not key:
             yield None
             return
         if len(key) > _MAX_KEY:
-            raise Refused(422, f"a key has at most {_MAX_KEY} characters", field="idempotency-key")
+            raise RequestRefused(422, f"a key has at most {_MAX_KEY} characters", field="idempotency-key")
         lock, waiting = self._keys.get(key, (asyncio.Lock(), 0))
         self._keys[key] = lock, waiting + 1
         try:
             async with lock:
                 digest = blake2b(request.url.path.encode() + b"\n", digest_size=16)
                 digest.update(body_at_hand(request))
-                yield Once(key, digest.digest())
+                yield RequestKey(key, digest.digest())
         finally:
             lock, waiting = self._keys.pop(key)
             if waiting > 1:

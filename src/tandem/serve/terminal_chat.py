@@ -16,7 +16,7 @@ from tandem.types import Completion, Message, Sampling
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer.\n"
 
 
-class Renderer(Protocol):
+class TurnRenderer(Protocol):
     @property
     def end_ids(self) -> frozenset[int]: ...
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
@@ -30,7 +30,7 @@ def _print(text: str) -> None:
 
 async def chat_loop(
     engine: Engine,
-    renderer: Renderer,
+    renderer: TurnRenderer,
     *,
     context: int,
     sampling: Sampling | None = None,
@@ -74,7 +74,7 @@ async def chat_loop(
         ids = prompt + completion.ids if completion else ids
 
 
-def _next_prompt(renderer: Renderer, ids: list[int], said: str, system: str) -> list[int]:
+def _next_prompt(renderer: TurnRenderer, ids: list[int], said: str, system: str) -> list[int]:
     user = {"role": "user", "content": said}
     if ids:
         return ids + renderer.glue([user], ids[-1])
@@ -82,7 +82,7 @@ def _next_prompt(renderer: Renderer, ids: list[int], said: str, system: str) -> 
 
 
 async def _reply(
-    engine: Engine, renderer: Renderer, prompt: list[int], sampling: Sampling, tell: Callable[[str], None]
+    engine: Engine, renderer: TurnRenderer, prompt: list[int], sampling: Sampling, tell: Callable[[str], None]
 ) -> Completion | None:
     stream = TextStream(renderer.decode, sampling.stop)
 

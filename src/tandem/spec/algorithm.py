@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 
 # --- what to do about tokens that an older version sampled
 
@@ -165,7 +165,7 @@ class DistillSpec(Spec):
     """On-policy distillation: the policy's own samples, each token judged by a teacher (reverse KL)."""
 
     kind: Literal["distill"] = "distill"
-    teacher: Annotated[str, Place()] = Field(min_length=1)
+    teacher: Annotated[str, LocalPath()] = Field(min_length=1)
     """Directory or hub id of the teacher: frozen, with the policy's tokenizer."""
     teacher_revision: str = "main"
     """Branch, tag or commit of a hub id."""

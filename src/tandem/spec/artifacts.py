@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 
 What = Literal["export", "results", "checkpoints"]
 
@@ -14,7 +14,7 @@ What = Literal["export", "results", "checkpoints"]
 class ArtifactsSpec(Spec):
     """Verified copies on another disk or in an object store. An upload that fails never fails the run."""
 
-    url: Annotated[str, Place("always")] = Field(min_length=1)
+    url: Annotated[str, LocalPath("always")] = Field(min_length=1)
     """A directory, or what fsspec has a file system for: `s3://bucket/prefix`, `gs://bucket/prefix`,
     `hf://user/repository/prefix`. Secrets come from the environment, never from here."""
     endpoint: str = ""

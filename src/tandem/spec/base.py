@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocalPath:
     """Marks a field that may name a place on this machine, relative to where the command is run."""
 
     kind: Literal["if there", "always", "file:Class"] = "if there"
@@ -48,7 +48,7 @@ class Spec(BaseModel):
         changed: dict[str, object] = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            mark = next((each for each in field.metadata if isinstance(each, Place)), None)
+            mark = next((each for each in field.metadata if isinstance(each, LocalPath)), None)
             if isinstance(value, Spec):
                 changed[name] = value.in_place()
             elif mark is not None and isinstance(value, str):

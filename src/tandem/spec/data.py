@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 
 
 class Demonstrations(Spec):
@@ -47,9 +47,9 @@ class FileData(_Rows):
     """A JSONL or parquet file with `messages`, or `prompt` and `completion`; pairs have `chosen` and `rejected`."""
 
     kind: Literal["file"] = "file"
-    path: Annotated[str, Place()] = Field(min_length=1)
+    path: Annotated[str, LocalPath()] = Field(min_length=1)
     """Ends in .jsonl or .parquet; relative to where the command is run."""
-    eval_path: Annotated[str, Place()] = ""
+    eval_path: Annotated[str, LocalPath()] = ""
     """A file for the held-out loss; empty: `eval_share` of the rows is kept out."""
     eval_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of the rows kept out for the held-out loss, when `eval_path` is empty: at least 8, or a quarter of fewer
@@ -67,7 +67,7 @@ class DatasetData(_Rows):
     """A data set by its `datasets` name or directory (needs the `data` extra)."""
 
     kind: Literal["dataset"] = "dataset"
-    name: Annotated[str, Place()] = Field(min_length=1)
+    name: Annotated[str, LocalPath()] = Field(min_length=1)
     """What `datasets.load_dataset` takes."""
     subset: str = ""
     """The configuration's name, if the data set has several."""

@@ -6,16 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 from tandem.types import OnUpdate
 
 
-class _Engine(Spec):
+class _EngineSpecBase(Spec):
     deadline_s: float = Field(default=60.0, gt=0)
     """An engine that makes no token for anybody for so long is silent, and ends the run."""
 
 
-class _Batching(_Engine):
+class _Batching(_EngineSpecBase):
     max_running: int = Field(default=256, ge=1, le=4096)
     """Most sequences decoded together."""
     max_context: int = Field(default=0, ge=0)
@@ -36,7 +36,7 @@ class HfEngineSpec(_Batching):
 class _Process(_Batching):
     url: str = Field(default="", pattern=r"^(https?://.+)?$")
     """An engine that was started by somebody else, as `tandem engine serve` does. Left out: the run starts its own."""
-    token_file: Annotated[str, Place()] = ""
+    token_file: Annotated[str, LocalPath()] = ""
     """With url: the file that holds its token."""
     start_deadline_s: float = Field(default=300.0, gt=0)
     """It must be ready by then."""
@@ -59,7 +59,7 @@ class VllmEngineSpec(_Process):
     """vLLM in a process and a Python environment of its own."""
 
     kind: Literal["vllm"] = "vllm"
-    python: Annotated[str, Place()] = ""
+    python: Annotated[str, LocalPath()] = ""
     """The interpreter of its environment, as `tandem engine install vllm` makes one. Left out: where that puts it."""
     tensor_parallel: int = Field(default=1, ge=1, le=8)
     """GPUs that hold one copy of the model together."""
@@ -86,7 +86,7 @@ class VllmEngineSpec(_Process):
         return self.gpus[replica * self.tensor_parallel :][: self.tensor_parallel] if own else self.gpus
 
 
-class RemoteEngineSpec(_Engine):
+class RemoteEngineSpec(_EngineSpecBase):
     """Any OpenAI-compatible server that takes and gives token ids."""
 
     kind: Literal["remote"] = "remote"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 
 
 class NoJudge(Spec):
@@ -15,7 +15,7 @@ class NoJudge(Spec):
     kind: Literal["none"] = "none"
 
 
-class EngineJudge(Spec):
+class EngineJudgeSpec(Spec):
     """The run's own engine, greedily: the policy as it is at the moment judges itself."""
 
     kind: Literal["engine"] = "engine"
@@ -23,7 +23,7 @@ class EngineJudge(Spec):
     """An answer that takes longer fails the episode."""
 
 
-class HttpJudge(Spec):
+class HttpJudgeSpec(Spec):
     """A model behind an OpenAI-compatible server. Its key stays in the run's own process."""
 
     kind: Literal["http"] = "http"
@@ -37,13 +37,13 @@ class HttpJudge(Spec):
     """An answer that takes longer, retries included, fails the episode."""
 
 
-JudgeSpec = Annotated[NoJudge | EngineJudge | HttpJudge, Field(discriminator="kind")]
+JudgeSpec = Annotated[NoJudge | EngineJudgeSpec | HttpJudgeSpec, Field(discriminator="kind")]
 
 
 class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its own class."""
 
-    name: Annotated[str, Place("file:Class")] = Field(min_length=1)
+    name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
     """arithmetic, sort or guess; your own: package.module:Class, or a file path (path/to/env.py:Class); or another
     library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)

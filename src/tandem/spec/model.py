@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 
 
 class LoraSpec(Spec):
@@ -23,7 +23,7 @@ class LoraSpec(Spec):
     has all its bits again, the adapter merged into what the few bits stand for."""
 
 
-class _Model(Spec):
+class _ModelSpecBase(Spec):
     thinking: bool = False
     """Renders the chat template with thinking on; thoughts are cut before an environment sees the answer, and a thought
     that never ends is no answer: it scores 0."""
@@ -38,7 +38,7 @@ class _Model(Spec):
     compile: bool = False
     """With attention = "packed": layers are compiled (torch.compile), which takes up to a minute at the start, and
     seconds again at the first batch without shared prompts, and at the first without a gradient."""
-    warm_start: Annotated[str | None, Place()] = None
+    warm_start: Annotated[str | None, LocalPath()] = None
     """A run's export, any checkpoint of the same shape, or an adapter, to begin with. Left out: the model as it is."""
 
     @property
@@ -55,17 +55,17 @@ class _Model(Spec):
         return self
 
 
-class PresetModel(_Model):
+class PresetModel(_ModelSpecBase):
     """A model made from scratch, with a byte-level tokenizer and a chat template of its own."""
 
     preset: Literal["tiny", "small", "medium"]
     """tiny: 1M parameters; small: 10M; medium: 50M (Qwen3 architecture)."""
 
 
-class PathModel(_Model):
+class PathModel(_ModelSpecBase):
     """Weights that exist: a directory in Hugging Face format, or a hub id."""
 
-    path: Annotated[str, Place()] = Field(min_length=1)
+    path: Annotated[str, LocalPath()] = Field(min_length=1)
     """Directory or hub id that AutoModelForCausalLM can load."""
     revision: str = "main"
     """Branch, tag or commit of a hub id."""

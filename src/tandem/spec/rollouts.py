@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem.spec.base import Place, Spec
+from tandem.spec.base import LocalPath, Spec
 
 
 class LocalRollouts(Spec):
@@ -22,7 +22,7 @@ class ServiceRollouts(Spec):
     kind: Literal["service"]
     url: str = Field(pattern=r"^https?://.+")
     """Of the service."""
-    token_file: Annotated[str, Place()] = Field(min_length=1)
+    token_file: Annotated[str, LocalPath()] = Field(min_length=1)
     """Holds the service's token."""
     run_id: str = Field(default="", max_length=256)
     """Under which the service knows this run, also when it is started again. Empty: its name and an id, kept in its

@@ -25,7 +25,7 @@ from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
 
-class _Run(Spec):
+class _RunSpecBase(Spec):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """The run directory is runs/<name>-<time>."""
     seed: int = Field(default=0, ge=0, lt=2**31)
@@ -61,7 +61,7 @@ class _Run(Spec):
         return self
 
 
-class RlSpec(_Run):
+class RlSpec(_RunSpecBase):
     """Reinforcement learning on an environment, with an optional supervised stage before it."""
 
     recipe: Literal["rl"] = "rl"
@@ -141,7 +141,7 @@ class RlSpec(_Run):
             )
 
 
-class SftSpec(_Run):
+class SftSpec(_RunSpecBase):
     """Supervised training on recorded conversations."""
 
     recipe: Literal["sft"] = "sft"
@@ -158,7 +158,7 @@ class SftSpec(_Run):
         return self
 
 
-class PreferenceSpec(_Run):
+class PreferenceSpec(_RunSpecBase):
     """Training on pairs of recorded answers, one of them better."""
 
     recipe: Literal["preference"] = "preference"

@@ -26,7 +26,7 @@ _DTYPES = {"q": torch.int64, "f": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainSample:
     trajectory: Trajectory
     credit: list[float]
     """Of each of its trained tokens."""
@@ -35,10 +35,10 @@ class Sample:
 
 
 @dataclass(slots=True)
-class _Item:
+class _RowItem:
     """What stays together in a row: samples that share their first `shared` tokens. One plain sample shares none."""
 
-    samples: list[Sample]
+    samples: list[TrainSample]
     shared: int = 0
 
     @property
@@ -47,9 +47,9 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Row:
+class _PackedRow:
     length: int = 0
-    items: list[_Item] = field(default_factory=list[_Item])
+    items: list[_RowItem] = field(default_factory=list[_RowItem])
 
 
 def make_batch(
@@ -64,12 +64,14 @@ def make_batch(
     """A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
     term holds it to the reference.
     """
-    items: list[_Item] = []
+    items: list[_RowItem] = []
     totals, credited, unknown = Totals(0, 0), 0, 0
     lags: list[int] = []
     for number, (group, credits) in enumerate(zip(groups, algorithm.credit(groups), strict=True)):
         samples = [
-            Sample(each, _said(each) or credit, number) for each, credit in zip(group, credits, strict=True) if credit
+            TrainSample(each, _said(each) or credit, number)
+            for each, credit in zip(group, credits, strict=True)
+            if credit
         ]
         totals = Totals(totals.tokens + sum(len(sample.credit) for sample in samples), totals.sequences + len(samples))
         for sample in samples:
@@ -102,27 +104,27 @@ def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatc
     """One sequence whose tokens from `first` on are to be scored."""
     count, total = len(ids) - first, len(ids)
     recording = Trajectory(list(ids), [i >= first for i in range(total)], [0.0] * total, [NO_VERSION] * total)
-    return _to_tensors([_Row(total, [_Item([Sample(recording, [0.0] * count, 0)])])], device)
+    return _to_tensors([_PackedRow(total, [_RowItem([TrainSample(recording, [0.0] * count, 0)])])], device)
 
 
-def _share_prompt(samples: list[Sample], shares: Shares, micro_tokens: int, *, together: bool) -> list[_Item]:
+def _share_prompt(samples: list[TrainSample], shares: Shares, micro_tokens: int, *, together: bool) -> list[_RowItem]:
     """One tree, if that computes less."""
-    alone = [_Item(samples)] if together and samples else [_Item([sample]) for sample in samples]
+    alone = [_RowItem(samples)] if together and samples else [_RowItem([sample]) for sample in samples]
     if len(samples) < 2:
         return alone
     trajectories = [sample.trajectory for sample in samples]
     first_trained = min(trajectory.trained.index(True) for trajectory in trajectories)
-    tree = _Item(samples, common_prefix([trajectory.ids[:first_trained] for trajectory in trajectories]))
+    tree = _RowItem(samples, common_prefix([trajectory.ids[:first_trained] for trajectory in trajectories]))
     cheaper = shares([item.length for item in alone], tree.length)
     return [tree] if cheaper and tree.length <= micro_tokens else alone
 
 
-def _pack(items: Sequence[_Item]) -> list[_Row]:
+def _pack(items: Sequence[_RowItem]) -> list[_PackedRow]:
     rows = ([items[index] for index in row] for row in first_fit([item.length for item in items]))
-    return [_Row(sum(item.length for item in row), row) for row in rows]
+    return [_PackedRow(sum(item.length for item in row), row) for row in rows]
 
 
-def _split(rows: list[_Row], micro_tokens: int) -> list[list[_Row]]:
+def _split(rows: list[_PackedRow], micro_tokens: int) -> list[list[_PackedRow]]:
     parts = micro_batches([row.length for row in rows], micro_tokens)
     return [[rows[index] for index in part] for part in parts]
 
@@ -137,7 +139,7 @@ class _Columns:
         self.source, self.target, self.credit, self.behaviour, self.versions, self.lengths = ([] for _ in range(6))
         self.sequences, self.groups = ([] for _ in range(2))
 
-    def add_row(self, row: _Row) -> None:
+    def add_row(self, row: _PackedRow) -> None:
         self._ids, self._positions, self._segments, self._parents = ([] for _ in range(4))
         segment = 0
         for item in row.items:
@@ -156,7 +158,7 @@ class _Columns:
         self.parents += self._parents + [-1] * padding
         self.rows += 1
 
-    def _add_sample(self, sample: Sample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
+    def _add_sample(self, sample: TrainSample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
         trajectory, credit = sample.trajectory, sample.credit
         row_start, begin = self.rows * self.width, len(self._ids)
         for offset in range(shared, len(trajectory.ids)):
@@ -180,7 +182,7 @@ class _Columns:
         self._parents += [parent] * (stop - start)
 
 
-def _to_tensors(rows: list[_Row], device: torch.device) -> MicroBatch:
+def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
     columns = _Columns(max(row.length for row in rows))
     for row in rows:
         columns.add_row(row)

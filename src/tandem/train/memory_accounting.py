@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tandem.ops import release_host_memory
-from tandem.ops.byte_sizes import GIVEN_BACK_BYTES, Parts, peak
+from tandem.ops.byte_sizes import GIVEN_BACK_BYTES, MemoryParts, peak
 from tandem.protocols import Optimizer, Policy
 from tandem.types import Metrics, MicroBatch
 
 _GIB = 2**30
 
 
-class Memory:
+class MemoryBreakdown:
     """GiB by component. What is always there is counted from its tensors; activations are what a forward pass
     leaves behind, looked at whenever a micro-batch is larger than any before."""
 
@@ -87,7 +87,7 @@ class Memory:
             return {}
         forward, backward = self._logits_gib
         gib = {**self._gib, "memory/logits": max(forward, backward), "memory/gradients": gradient_bytes / _GIB}
-        parts = Parts(
+        parts = MemoryParts(
             always=self._always,
             activations=gib.get("memory/activations", 0.0),
             gradients=gib["memory/gradients"],

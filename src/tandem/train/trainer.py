@@ -19,7 +19,7 @@ from tandem.ops.module_tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
-from tandem.train.memory_accounting import Memory, size_bytes
+from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
 from tandem.train.no_learning_check import Guard
 from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, WeightKind, Weights
 
@@ -56,7 +56,7 @@ class PolicyTrainer:
         self._lr, self._clip_norm, self._max_gap = lr, clip_norm, max_logprob_gap
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self._guard = Guard(max_idle_steps)
-        self._memory = Memory(policy, optimizer, top_p)
+        self._memory = MemoryBreakdown(policy, optimizer, top_p)
         self.gives_memory_back = self._memory.gives_back
         """On a host, where enough is held; whether that can be had says ops/release_host_memory.py."""
         self._stage = stage

@@ -13,9 +13,9 @@ from typing import Any
 
 from tandem.errors import EngineError, SyncError, SyncTimeout
 from tandem.vllm_worker.lora_layers import compute_beside, fit_blocks
-from tandem.vllm_worker.token_recorder import Kept, Reading, Unfit, keep_sampled
+from tandem.vllm_worker.token_recorder import Reading, RecordedTokens, Unfit, keep_sampled
 from tandem.vllm_worker.unpacked_cpu_weights import keep_weights_plain
-from tandem.vllm_worker.worker import Answer, Worker
+from tandem.vllm_worker.worker import Answer, EngineWorker
 
 _log = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ class TandemWorker:
         return _answer(lambda: {"unread": len(_keeping(self)), "under_way": _keeping(self).under_way})
 
 
-def _of(theirs: Any) -> Worker:
+def _of(theirs: Any) -> EngineWorker:
     """Made when it is first asked for: the model has to be there."""
     if not hasattr(theirs, "_tandem"):
-        theirs._tandem = Worker(theirs)
+        theirs._tandem = EngineWorker(theirs)
     return theirs._tandem
 
 
@@ -99,7 +99,7 @@ def _why_not(work: Callable[[], None]) -> str:
     return ""
 
 
-def _keeping(theirs: Any) -> Kept:
+def _keeping(theirs: Any) -> RecordedTokens:
     if not hasattr(theirs, "_tandem_kept"):
         raise EngineError("engine: what is sampled is not kept; tandem_keep comes first")
     return theirs._tandem_kept

@@ -23,7 +23,7 @@ from tandem.ops import digest
 from tandem.ops.batched_copy import Copying, same
 from tandem.types import Fingerprints
 from tandem.vllm_worker.overwrite import PieceDigest
-from tandem.vllm_worker.tensor_layout import Layout, Piece
+from tandem.vllm_worker.tensor_layout import TensorLayout, TensorPiece
 
 SCHEME = "tandem:"
 _PREFIX = "base_model.model."
@@ -39,7 +39,7 @@ class _Slice:
 
     layer: Any
     index: int
-    base: Piece
+    base: TensorPiece
 
 
 class _Reading(NamedTuple):
@@ -47,12 +47,12 @@ class _Reading(NamedTuple):
     tensors."""
 
     parts: list[_Part]
-    standing: digest.Standing
+    standing: digest.RepeatedDigest
     whole: list[tuple[int, str]]
 
 
 @dataclass(slots=True)
-class _Staged:
+class _StagedAdapter:
     name: str
     rank: int
     tensors: Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class _Staged:
 
 
 class LoraSlots:
-    def __init__(self, manager: Any, layout: Layout, fused: Mapping[str, list[str]]) -> None:
+    def __init__(self, manager: Any, layout: TensorLayout, fused: Mapping[str, list[str]]) -> None:
         """`manager`: vLLM's, of this worker."""
         config = manager.lora_config
         if config.fully_sharded_loras:
@@ -73,7 +73,7 @@ class LoraSlots:
         self._manager = manager
         self._slots, self._max_rank, self._dtype = config.max_loras, config.max_lora_rank, config.lora_dtype
         self._slices = _slices(manager._adapter_manager.modules, layout, fused)
-        self._staged: dict[str, _Staged] = {}
+        self._staged: dict[str, _StagedAdapter] = {}
         self.come_in_one_place = False
         """Adapters that arrive are the very same tensors each time: what is found out about them is kept."""
         self._sound: tuple[list[Tensor], Any] = [], None
@@ -96,7 +96,9 @@ class LoraSlots:
             return into
         self._count += 1
         name = f"tandem-{self._count}"
-        self._staged[SCHEME + name] = _Staged(name, rank, {key: tensor.clone() for key, tensor in tensors.items()})
+        self._staged[SCHEME + name] = _StagedAdapter(
+            name, rank, {key: tensor.clone() for key, tensor in tensors.items()}
+        )
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the next one may come to where this one lies
         # vLLM may push one out of its slot and ask for it again while a request still runs on it.
@@ -136,7 +138,7 @@ class LoraSlots:
             self.drop(name)
             raise
 
-    def _fitting(self, name: str, rank: int, tensors: Mapping[str, Tensor]) -> _Staged | None:
+    def _fitting(self, name: str, rank: int, tensors: Mapping[str, Tensor]) -> _StagedAdapter | None:
         staged, number = self._staged.get(SCHEME + name), self._ids.get(SCHEME + name)
         if staged is None or not staged.is_theirs or staged.rank != rank:
             return None
@@ -145,7 +147,7 @@ class LoraSlots:
         again = staged.writing is not None and same(staged.writing[1], list(tensors.values()))
         return staged if again or _forms(staged.tensors) == _forms(tensors) else None
 
-    def _writing(self, old: _Staged, tensors: Mapping[str, Tensor]) -> Copying:
+    def _writing(self, old: _StagedAdapter, tensors: Mapping[str, Tensor]) -> Copying:
         """Into vLLM's own copy and into its slot. What arrives in one place is the same tensors each time."""
         slot, sources = self._slot_of(old.name), list(tensors.values())
         if old.writing is not None and old.writing[0] == slot and same(old.writing[1], sources):
@@ -165,13 +167,13 @@ class LoraSlots:
             parts, leftovers = self._parts(staged, slot)
             pieces = [(key, view, top, left) for key, view, top, _, left, _ in parts]
             # Between two steps of vLLM, on the thread that takes them.
-            standing = digest.Standing([*pieces, *(each for each in leftovers if each[1].numel())], alone=True)
+            standing = digest.RepeatedDigest([*pieces, *(each for each in leftovers if each[1].numel())], alone=True)
             sizes = [(bottom - top, right - left) for _, _, top, bottom, left, right in parts]
             whole = [(at, part[0]) for at, part in enumerate(parts) if sizes[at] == staged.tensors[part[0]].shape]
             staged.reading[slot] = _Reading(parts, standing, whole)
         return staged.reading[slot]
 
-    def _parts(self, staged: _Staged, slot: int) -> tuple[list[_Part], list[digest.Piece]]:
+    def _parts(self, staged: _StagedAdapter, slot: int) -> tuple[list[_Part], list[digest.Piece]]:
         rank, owners = staged.rank, {_owner(key) for key in staged.tensors}
         parts: list[_Part] = []
         leftovers: list[digest.Piece] = []  # zeros all: what is not would be added, too, and its digest is not 0
@@ -264,7 +266,7 @@ class LoraSlots:
         return self._manager._adapter_manager.lora_index_to_id
 
 
-def _slices(modules: Mapping[str, Any], layout: Layout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
+def _slices(modules: Mapping[str, Any], layout: TensorLayout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
     """By the checkpoint's name of a linear layer."""
     slices: dict[str, _Slice] = {}
     for path, layer in modules.items():

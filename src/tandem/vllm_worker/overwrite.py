@@ -15,13 +15,13 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_copy import copy_all
-from tandem.vllm_worker.tensor_layout import Layout
+from tandem.vllm_worker.tensor_layout import TensorLayout
 
 PieceDigest = tuple[str, int, int, int, int, int]
 """Name, rows from and to, columns from and to, digest."""
 
 
-def check(layout: Layout, arrived: Mapping[str, Tensor]) -> None:
+def check(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> None:
     """SyncError unless `arrived` is exactly what is served: every name, every shape, every type."""
     forms = layout.forms()
     if odd := sorted(forms.keys() ^ arrived.keys()):
@@ -43,13 +43,13 @@ Moves = list[tuple[Tensor, Tensor]]
 """Into the first of each pair the second's values."""
 
 
-def moves(layout: Layout, arrived: Mapping[str, Tensor]) -> Moves:
+def moves(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> Moves:
     """After `check`: found while nobody waits for it."""
     return [(piece.view, piece.cut(arrived[piece.name])) for piece in layout]
 
 
 @torch.no_grad()
-def write(layout: Layout, arrived: Mapping[str, Tensor], moves: Moves) -> None:
+def write(layout: TensorLayout, arrived: Mapping[str, Tensor], moves: Moves) -> None:
     copy_all(moves)
     for name in layout.tables():
         assert layout.rotary is not None
@@ -58,18 +58,18 @@ def write(layout: Layout, arrived: Mapping[str, Tensor], moves: Moves) -> None:
         torch.cuda.synchronize()  # the next forward pass may be on another stream
 
 
-class Served:
+class ServedMemory:
     """What forward passes read, to be digested again and again: it never moves, for captured graphs point at it."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TensorLayout) -> None:
         self._layout = layout
         self._boxes = [(piece.name, *piece.box) for piece in layout]
         derived = layout.derived()
         self._derived = [(name, right) for name, _, right in derived]
         of_layout: list[digest.Piece] = [(piece.name, piece.view, piece.row_start, piece.col_start) for piece in layout]
         of_derived: list[digest.Piece] = [(name, tensor, 0, 0) for name, tensor, _ in derived]
-        self._standing = digest.Standing([*of_layout, *of_derived])
-        self._standing_derived = digest.Standing(of_derived)
+        self._standing = digest.RepeatedDigest([*of_layout, *of_derived])
+        self._standing_derived = digest.RepeatedDigest(of_derived)
 
     def check_derived(self, numbers: Sequence[int] | None = None) -> None:
         """SyncError if anything that is derived is not what it has to be. `numbers`: its digests, if they are there."""
@@ -113,5 +113,5 @@ def _size(shape: list[int]) -> list[int]:
     return [shape[0], cols]
 
 
-def _hint(layout: Layout, name: str) -> str:
+def _hint(layout: TensorLayout, name: str) -> str:
     return f": it is tied to '{layout.aliases[name]}'" if name in layout.aliases else ""

@@ -29,7 +29,7 @@ _SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """A rectangle of one checkpoint tensor, and the memory that it is served from."""
 
     name: str
@@ -54,15 +54,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Layout:
-    pieces: Mapping[str, list[Piece]]
+class TensorLayout:
+    pieces: Mapping[str, list[TensorPiece]]
     aliases: Mapping[str, str]
     """Other names of the same memory (tied weights): they are neither sent nor written."""
     rotary: Rotary | None
     scales: Mapping[str, Tensor]
     """Of quantised attention. Here it is not quantised: each is 1."""
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TensorPiece]:
         return (piece for pieces in self.pieces.values() for piece in pieces)
 
     def forms(self) -> dict[str, tuple[str, list[int]]]:
@@ -84,10 +84,10 @@ class Layout:
 
 
 @dataclass
-class _Found:
+class _LayoutWalk:
     """What the walk over the modules has met so far."""
 
-    pieces: dict[str, list[Piece]] = field(default_factory=dict[str, list[Piece]])
+    pieces: dict[str, list[TensorPiece]] = field(default_factory=dict[str, list[TensorPiece]])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     owners: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
@@ -99,11 +99,11 @@ class _Found:
     rotary_paths: set[str] = field(default_factory=set[str])
 
 
-def layout_of(model: Any) -> Layout:
+def layout_of(model: Any) -> TensorLayout:
     """SyncError, naming it, for anything in `model` that is not understood."""
     _refuse_renamed(model)
     fused = {key: list(names) for key, names in (getattr(model, "packed_modules_mapping", None) or {}).items()}
-    found, readers = _Found(), _readers()
+    found, readers = _LayoutWalk(), _readers()
     for path, module in model.named_modules(remove_duplicate=False):
         own = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
         reader = readers.get(type(module).__name__)
@@ -113,13 +113,13 @@ def layout_of(model: Any) -> Layout:
         reader(found, path, module, fused)
     _check_whole(model, found)
     _check_scales(found)
-    return Layout(found.pieces, found.aliases, found.rotary, found.scales)
+    return TensorLayout(found.pieces, found.aliases, found.rotary, found.scales)
 
 
 # --- one reader a class
 
 
-def _readers() -> dict[str, Callable[[_Found, str, Any, Mapping[str, list[str]]], None]]:
+def _readers() -> dict[str, Callable[[_LayoutWalk, str, Any, Mapping[str, list[str]]], None]]:
     return {
         "QKVParallelLinear": _qkv,
         "MergedColumnParallelLinear": _merged,
@@ -138,7 +138,7 @@ def _is_vllms(module: Any) -> bool:
     return type(module).__module__.startswith(("vllm.", "torch.nn."))
 
 
-def _qkv(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _qkv(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     head, v_head = layer.head_size, getattr(layer, "v_head_size", layer.head_size)
     kv_rank = layer.tp_rank // layer.num_kv_head_replicas  # several ranks hold the same heads where there are few
     sections = [
@@ -149,18 +149,18 @@ def _qkv(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -
     _sections(found, path, layer, fused, sections)
 
 
-def _merged(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _merged(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     sections = [(size // layer.tp_size, layer.tp_rank, size) for size in layer.output_sizes]
     _sections(found, path, layer, fused, sections)
 
 
-def _column(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _column(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     sections = [(layer.output_size_per_partition, layer.tp_rank, layer.output_size)]
     _sections(found, path, layer, {}, sections)
 
 
 def _sections(
-    found: _Found,
+    found: _LayoutWalk,
     path: str,
     layer: Any,
     fused: Mapping[str, list[str]],
@@ -188,7 +188,7 @@ def _sections(
             start, begun = start + here, begun + size
 
 
-def _row(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _row(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     _check_plain(path, layer)
     name = path.removesuffix(_WRAPPED)
     here = layer.input_size_per_partition
@@ -198,7 +198,7 @@ def _row(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -
         _whole(found, f"{name}.bias", f"{path}.bias", layer.bias)
 
 
-def _replicated(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _replicated(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     _column(found, path, _AsOneRank(layer), fused)
 
 
@@ -215,7 +215,7 @@ class _AsOneRank:
         return getattr(self._layer, name)
 
 
-def _vocabulary(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _vocabulary(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     name, indices = path.removesuffix(_WRAPPED), layer.shard_indices
     _check_plain(path, layer)
     if indices.added_vocab_end_index > indices.added_vocab_start_index or layer.num_embeddings != layer.org_vocab_size:
@@ -231,18 +231,18 @@ def _vocabulary(found: _Found, path: str, layer: Any, fused: Mapping[str, list[s
             _add(found, f"{name}.{kind}", f"{path}.{kind}", param, view, indices.org_vocab_start_index, 0, shape)
 
 
-def _norm(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _norm(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     for kind in ("weight", "bias"):
         param = getattr(layer, kind, None)
         if isinstance(param, torch.nn.Parameter):
             _whole(found, f"{path}.{kind}", f"{path}.{kind}", param)
 
 
-def _attention(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _attention(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     found.scales |= {f"{path}.{name}": buffer for name, buffer in layer.named_buffers(recurse=False)}
 
 
-def _rotary(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _rotary(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     if found.rotary is None:
         found.rotary = Rotary(path, layer)
     elif not found.rotary.is_of(layer):
@@ -250,12 +250,12 @@ def _rotary(found: _Found, path: str, layer: Any, fused: Mapping[str, list[str]]
     found.rotary_paths |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
 
 
-def _whole(found: _Found, name: str, path: str, param: Tensor) -> None:
+def _whole(found: _LayoutWalk, name: str, path: str, param: Tensor) -> None:
     _add(found, name, path, param, param.data, 0, 0, tuple(param.shape))
 
 
 def _add(
-    found: _Found,
+    found: _LayoutWalk,
     name: str,
     path: str,
     param: Tensor,
@@ -269,7 +269,7 @@ def _add(
         found.aliases[name] = first_name
         found.alias_paths.add(path)
         return
-    found.pieces.setdefault(name, []).append(Piece(name, path, view, row_start, col_start, shape))
+    found.pieces.setdefault(name, []).append(TensorPiece(name, path, view, row_start, col_start, shape))
     found.held[path] = found.held.get(path, 0) + view.numel()
 
 
@@ -310,7 +310,7 @@ def _refuse_renamed(model: Any) -> None:
             )
 
 
-def _check_whole(model: Any, found: _Found) -> None:
+def _check_whole(model: Any, found: _LayoutWalk) -> None:
     for path, param in model.named_parameters(remove_duplicate=False):
         if path not in found.alias_paths and found.held.get(path, 0) != param.numel():
             raise SyncError(f"layout: of '{path}' {found.held.get(path, 0)} of {param.numel()} elements are known")
@@ -321,7 +321,7 @@ def _check_whole(model: Any, found: _Found) -> None:
             raise SyncError(f"layout: the buffer '{path}' is not known")
 
 
-def _check_scales(found: _Found) -> None:
+def _check_scales(found: _LayoutWalk) -> None:
     """By value, which the error tells; that they stay so, apply.Served sees by their digests."""
     scales = [scale.detach().reshape(-1).float() for scale in found.scales.values()]
     if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for all of them

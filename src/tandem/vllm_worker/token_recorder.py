@@ -50,7 +50,7 @@ class _Record:
         """Empty if the logprobs are whole."""
 
 
-class Kept:
+class RecordedTokens:
     def __init__(self, version: int) -> None:
         """`version`: of the weights that are served."""
         self._version = version
@@ -125,14 +125,14 @@ class Kept:
         return packed(record.ids[part], record.logprobs[part], list(record.since))
 
 
-def keep_sampled(runner: Any, config: Any, version: int) -> Kept:
+def keep_sampled(runner: Any, config: Any, version: int) -> RecordedTokens:
     """From now on, in this worker, which serves that version. Unfit if that cannot be."""
     if config.speculative_config is not None:
         raise Unfit("speculative decoding samples several tokens a step")
     schedule, sample = getattr(runner, "execute_model", None), getattr(runner, "sample_tokens", None)
     if not callable(schedule) or not callable(sample):
         raise Unfit("this vLLM's model runner has other steps than execute_model and sample_tokens")
-    kept = Kept(version)
+    kept = RecordedTokens(version)
 
     def scheduled(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         kept.scheduled(scheduler_output)

@@ -27,13 +27,13 @@ from tandem.types import Weights
 from tandem.vllm_worker import overwrite
 from tandem.vllm_worker.background_receive import Arrived, Incoming
 from tandem.vllm_worker.lora_slots import LoraSlots
-from tandem.vllm_worker.tensor_layout import Layout, layout_of
+from tandem.vllm_worker.tensor_layout import TensorLayout, layout_of
 from tandem.vllm_worker.weight_sources import EngineEnd, open_source
 
 Answer = dict[str, Any]
 
 
-class Worker:
+class EngineWorker:
     def __init__(self, theirs: Any) -> None:
         """`theirs`: vLLM's worker."""
         parallel = theirs.vllm_config.parallel_config
@@ -42,7 +42,7 @@ class Worker:
         self._theirs, self._model = theirs, theirs.get_model()
         self._rank, self._world = int(theirs.rank), int(parallel.tensor_parallel_size)
         self._boot_id = uuid.uuid4().hex
-        self._layout: Layout = layout_of(self._model)
+        self._layout: TensorLayout = layout_of(self._model)
         self._adapters: LoraSlots | None = None
         if (manager := getattr(theirs.model_runner, "lora_manager", None)) is not None:
             fused = getattr(self._model, "packed_modules_mapping", None) or {}
@@ -52,7 +52,7 @@ class Worker:
         """Nobody has compared an adapter that arrived with what was sent."""
         self._incoming: Incoming | None = None
         self._proof: Answer = {}
-        self._served = overwrite.Served(self._layout)
+        self._served = overwrite.ServedMemory(self._layout)
         self._housed: dict[str, str] = {}
         self._version, self._torn = -1, ""
         self._remembered: list[overwrite.PieceDigest] = []

@@ -32,7 +32,7 @@ WAY_OUT = "meet again with a new source(); neither process need be started anew"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class ChannelAddress:
     """All that the other process needs."""
 
     mode: str
@@ -66,10 +66,10 @@ class Meeting:
         return timedelta(seconds=self.deadline_s)
 
 
-class Notes:
+class ControlChannel:
     """One end's connection to the store. No call outlasts the deadline, even if the store's process is stopped."""
 
-    def __init__(self, meeting: Meeting, store: Store, *, mine: bool) -> None:
+    def __init__(self, meeting: ChannelAddress, store: Store, *, mine: bool) -> None:
         """`mine`: the store is this process's own, and answers at once."""
         self._mode, self._mine = meeting.mode, mine
         self.store: Any = PrefixStore(f"{meeting.token}/{meeting.generation}", store)  # its stub lacks half of it

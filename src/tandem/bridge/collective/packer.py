@@ -51,10 +51,10 @@ class Packing:
         into = forms(weights, self._replies, self._mode)
         fingerprints, odd = digest.all_at_once(shaped(weights, into, self._mode), phases)
         check_numbers(odd, weights, into, self._mode)
-        return _Model(weights, into, self._places([(name, into[name]) for name in fingerprints]), fingerprints)
+        return _ModelTensors(weights, into, self._places([(name, into[name]) for name in fingerprints]), fingerprints)
 
     def _adapter(self, weights: Weights, phases: Phases) -> Parcel:
-        return _Adapter(*self._laying.lay(weights, self._replies, phases))
+        return _AdapterTensors(*self._laying.lay(weights, self._replies, phases))
 
     def _places(self, told: list[tuple[str, Form]]) -> wire.Places:
         """In the order in which tensors come."""
@@ -63,7 +63,7 @@ class Packing:
         return self._told[1]
 
 
-class _Adapter:
+class _AdapterTensors:
     def __init__(self, flat: Flat, fingerprints: Fingerprints) -> None:
         self.places, self.fingerprints = flat.places, fingerprints
         self._flat = flat
@@ -74,7 +74,7 @@ class _Adapter:
         carrier.finish(f"version {manifest.version} was not taken", deadline)
 
 
-class _Model:
+class _ModelTensors:
     def __init__(
         self, weights: Weights, into: Mapping[str, Form], places: wire.Places, fingerprints: Fingerprints
     ) -> None:

@@ -22,7 +22,7 @@ from tandem.errors import SyncError
 _log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
+class PrefetchedVersion(NamedTuple):
     """An announcement, and the copy."""
 
     sequence: int
@@ -31,18 +31,18 @@ class Found(NamedTuple):
 
 
 class LookAhead:
-    def __init__(self, find: Callable[[], Found], device: torch.device) -> None:
+    def __init__(self, find: Callable[[], PrefetchedVersion], device: torch.device) -> None:
         self._device = device
-        self._found: Found | None = None
+        self._found: PrefetchedVersion | None = None
         self._ended = threading.Event()
         leave_to_a_thread(lambda: self._run(find))
 
-    def found(self, what_failed: str, deadline: Deadline) -> Found | None:
+    def found(self, what_failed: str, deadline: Deadline) -> PrefetchedVersion | None:
         """Waits for it. None: something went wrong, and whoever looks himself finds out what."""
         deadline.wait(self._ended, what_failed)
         return self._found
 
-    def _run(self, find: Callable[[], Found]) -> None:
+    def _run(self, find: Callable[[], PrefetchedVersion]) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread begins with the first one, or had another

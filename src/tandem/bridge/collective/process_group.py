@@ -19,18 +19,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from tandem.bridge.collective.control_channel import CLOSING_S, Meeting, Notes, as_sync_errors
-from tandem.bridge.collective.side_stream import Aside
+from tandem.bridge.collective.control_channel import CLOSING_S, ChannelAddress, ControlChannel, as_sync_errors
+from tandem.bridge.collective.side_stream import SideStream
 from tandem.bridge.common.deadline import Deadline
 from tandem.errors import SyncError
 
 _LISTEN_S = 0.2
 
 
-class Group(Aside):
+class Group(SideStream):
     """The collectives of one rank in one meeting. What goes wrong in them ends the meeting."""
 
-    def __init__(self, meeting: Meeting, rank: int, notes: Notes, device: torch.device, deadline: Deadline) -> None:
+    def __init__(
+        self, meeting: ChannelAddress, rank: int, notes: ControlChannel, device: torch.device, deadline: Deadline
+    ) -> None:
         super().__init__(device)
         self._meeting = meeting
         self._works: list[Any] = []

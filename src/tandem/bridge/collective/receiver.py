@@ -38,17 +38,17 @@ from tandem.bridge.collective.control_channel import (
     BROKEN,
     CLOSING_S,
     WAY_OUT,
-    Meeting,
-    Notes,
+    ChannelAddress,
+    ControlChannel,
     as_sync_errors,
     first_line,
     told,
 )
-from tandem.bridge.collective.prefetch import Found, LookAhead
+from tandem.bridge.collective.prefetch import LookAhead, PrefetchedVersion
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Borrowed, Borrowing
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.engine_end import EngineEnd
+from tandem.bridge.common.engine_end import EngineEndBase
 from tandem.bridge.common.flat_buffer import Flat
 from tandem.bridge.common.manifest import Manifest, Places, check
 from tandem.errors import SyncError
@@ -57,7 +57,7 @@ from tandem.types import WeightKind, Weights
 _LISTENING_S = 3600.0  # for a version that nobody has asked for yet
 
 
-class GroupSource(EngineEnd):
+class GroupSource(EngineEndBase):
     """The engine's end: one seat a worker."""
 
     def __init__(
@@ -65,7 +65,9 @@ class GroupSource(EngineEnd):
     ) -> None:
         super().__init__(link, mode, carries)
         kinds = {"int": int, "float": float, "str": str}
-        self._meeting = Meeting(**{each.name: self._need(each.name, kinds[str(each.type)]) for each in fields(Meeting)})
+        self._meeting = ChannelAddress(
+            **{each.name: self._need(each.name, kinds[str(each.type)]) for each in fields(ChannelAddress)}
+        )
         if device is None:  # of the thread that opens the link: another thread's current device is the first one
             cuda = self._meeting.device == "cuda" and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -115,15 +117,15 @@ class _Agreed(NamedTuple):
 class _Seat:
     """One worker at a meeting."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
+    def __init__(self, meeting: ChannelAddress, rank: int, device: torch.device) -> None:
         self._meeting, self._rank, self._device = meeting, rank + 1, device
         self._lock = threading.Lock()  # who gave up may still be waiting while it is asked anew
-        self._notes: Notes | None = None
+        self._notes: ControlChannel | None = None
         self._group: Group | None = None
         self._borrowed: Borrowed | None = None
         self._places: Places | None = None
         self._kept: Flat | None = None
-        self._listening: Notes | None = None
+        self._listening: ControlChannel | None = None
         self._ahead: LookAhead | None = None
         self._seen, self._ended = 0, ""
 
@@ -136,7 +138,7 @@ class _Seat:
             if self._ended:
                 raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
             if self._notes is None:
-                self._notes = Notes(self._meeting, self._connect(failed, deadline), mine=False)
+                self._notes = ControlChannel(self._meeting, self._connect(failed, deadline), mine=False)
             notes, looked_at = self._notes, not looks_itself
             sequence, manifest, flat, is_here = self._agree(
                 notes, version, carries, failed, deadline, looked_at=looked_at
@@ -181,7 +183,14 @@ class _Seat:
             return deadline.call(self._meeting.connect, failed)
 
     def _agree(
-        self, notes: Notes, version: int, carries: WeightKind, failed: str, deadline: Deadline, *, looked_at: bool
+        self,
+        notes: ControlChannel,
+        version: int,
+        carries: WeightKind,
+        failed: str,
+        deadline: Deadline,
+        *,
+        looked_at: bool,
     ) -> _Agreed:
         """The announcement of that version, once everybody is there. What is here already is confirmed, unless it is to
         be looked at."""
@@ -240,7 +249,7 @@ class _Seat:
         else:
             self._borrowed = None
 
-    def _next(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, Manifest, Flat | None]:
+    def _next(self, notes: ControlChannel, failed: str, deadline: Deadline) -> tuple[int, Manifest, Flat | None]:
         """The newest announcement, if this end has not seen it; or one that was copied, which may be an older one."""
         if self._ahead is not None:
             found = self._ahead.found(failed, deadline)
@@ -259,14 +268,14 @@ class _Seat:
                 self._say(notes, f"{latest}/{key}", str(error), deadline)
             raise
 
-    def _newest(self, notes: Notes, failed: str, deadline: Deadline) -> tuple[int, str]:
+    def _newest(self, notes: ControlChannel, failed: str, deadline: Deadline) -> tuple[int, str]:
         latest, text = notes.newest(self._seen, failed, deadline)
         if latest < 0:
             self._end(text, broken=False)
             raise SyncError(f"{self._meeting.mode}: {failed}: {text}; {WAY_OUT}")
         return latest, text
 
-    def _read(self, notes: Notes, text: str, failed: str, deadline: Deadline) -> Manifest:
+    def _read(self, notes: ControlChannel, text: str, failed: str, deadline: Deadline) -> Manifest:
         mode = self._meeting.mode
 
         def places(checksum: str) -> Places:
@@ -277,11 +286,11 @@ class _Seat:
 
         return Manifest.from_text(text, mode, places)
 
-    def _find(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> Found:
+    def _find(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> PrefetchedVersion:
         """By a connection of its own: a store's client has one lock, and holds it while it waits."""
         failed = "the next version was not announced"
         if self._listening is None:
-            self._listening = Notes(self._meeting, self._connect(failed, a_deadline()), mine=False)
+            self._listening = ControlChannel(self._meeting, self._connect(failed, a_deadline()), mine=False)
         latest, text = self._newest(self._listening, failed, listening)
         deadline = a_deadline()
         manifest = self._read(self._listening, text, failed, deadline)
@@ -290,9 +299,9 @@ class _Seat:
         self._borrow(manifest)
         flat = self._room(manifest)
         self._copy(self._carrier(self._listening, latest, manifest, deadline), manifest, flat.raw, failed, deadline)
-        return Found(latest, manifest, flat)
+        return PrefetchedVersion(latest, manifest, flat)
 
-    def _take(self, notes: Notes, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
+    def _take(self, notes: ControlChannel, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
         failed = f"version {manifest.version} did not arrive whole"
         carrier: Group | Borrowing | None = None
 
@@ -314,7 +323,9 @@ class _Seat:
                 carrier.broadcast(bucket, deadline)
             carrier.finish(failed, deadline)
 
-    def _carrier(self, notes: Notes, sequence: int, manifest: Manifest, deadline: Deadline) -> Group | Borrowing:
+    def _carrier(
+        self, notes: ControlChannel, sequence: int, manifest: Manifest, deadline: Deadline
+    ) -> Group | Borrowing:
         device = self._device_of(manifest)
         if manifest.lent:
             assert self._borrowed is not None
@@ -325,7 +336,7 @@ class _Seat:
         return self._group
 
     def _confirm(
-        self, notes: Notes, sequence: int, weights: Weights, flat: Flat, deadline: Deadline, *, looked_at: bool
+        self, notes: ControlChannel, sequence: int, weights: Weights, flat: Flat, deadline: Deadline, *, looked_at: bool
     ) -> None:
         try:
             if looked_at:
@@ -335,7 +346,7 @@ class _Seat:
             raise
         notes.write(f"{sequence}/done/{self._rank}", "", deadline)
 
-    def _say(self, notes: Notes, key: str, what_is_wrong: str, deadline: Deadline) -> None:
+    def _say(self, notes: ControlChannel, key: str, what_is_wrong: str, deadline: Deadline) -> None:
         """To the sender, if it still listens; here it is raised in any case."""
         with suppress(SyncError):
             notes.write(f"{key}/{self._rank}", what_is_wrong, deadline)

@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tandem.bridge.collective.control_channel import BROKEN, CLOSING_S, WAY_OUT, Meeting, Notes, told
+from tandem.bridge.collective.control_channel import BROKEN, CLOSING_S, WAY_OUT, ChannelAddress, ControlChannel, told
 from tandem.bridge.collective.packer import Carrier, Packing, Parcel, rooms_of
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.receiver import GroupSource
-from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Lending, Memory, Unmapped
+from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Lending, SharedBuffers, Unmapped
 from tandem.bridge.collective.transport import Backend, Way, way
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
@@ -61,7 +61,7 @@ class CollectiveBridge:
             listening = socket.create_server((self._host, 0), backlog=128)
         except OSError as error:
             raise SpecError(f"sync.host = '{self._host}': nobody can listen there: {error.strerror}") from error
-        meeting = Meeting(
+        meeting = ChannelAddress(
             self.mode,
             self._host,
             listening.getsockname()[1],
@@ -93,7 +93,7 @@ class _Host:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: ChannelAddress,
         listening: socket.socket,
         device: torch.device,
         carries: WeightKind,
@@ -102,7 +102,7 @@ class _Host:
     ) -> None:
         self._meeting, self._device, self._roomy = meeting, device, roomy
         self._backend: Backend = backend
-        self._notes = Notes(meeting, meeting.host_it(listening), mine=True)
+        self._notes = ControlChannel(meeting, meeting.host_it(listening), mine=True)
         self.source = GroupSource(meeting.to_link(), meeting.mode, carries, device if device.type == "cpu" else None)
         self._packing = Packing(meeting.mode, self.source.replies)
         self._places: wire.Places | None = None
@@ -111,7 +111,7 @@ class _Host:
         self._lock = threading.Lock()
         self._way: Way | None = None
         self._group: Group | None = None
-        self._memory: Memory | None = None
+        self._memory: SharedBuffers | None = None
         self._sequence, self._ended = 0, ""
 
     def send(self, weights: Weights, bucket_bytes: int) -> Sent:
@@ -200,12 +200,12 @@ class _Host:
             self._hear_verdicts(manifest, deadline)
         phases.end("confirm")
 
-    def _lend(self, manifest: wire.Manifest) -> Memory:
+    def _lend(self, manifest: wire.Manifest) -> SharedBuffers:
         """Nobody reads there any more: each version before was taken by all, or else this meeting has ended."""
         size, rooms = min(manifest.bucket_bytes, manifest.size_bytes), max(1, rooms_of(manifest))
         if self._memory is None or self._memory.room_bytes < size or len(self._memory.rooms) < rooms:
             receivers = self._meeting.world_size - 1
-            self._memory = Memory(self._meeting.token, self._device, rooms, size, receivers)
+            self._memory = SharedBuffers(self._meeting.token, self._device, rooms, size, receivers)
         return self._memory
 
     def _announce(self, manifest: wire.Manifest, deadline: Deadline) -> None:

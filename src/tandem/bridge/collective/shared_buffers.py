@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.collective.control_channel import CLOSING_S, Notes
-from tandem.bridge.collective.side_stream import Aside
+from tandem.bridge.collective.control_channel import CLOSING_S, ControlChannel
+from tandem.bridge.collective.side_stream import SideStream
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import padded
 from tandem.bridge.shared import cuda_ipc
@@ -45,7 +45,7 @@ class Unmapped(SyncError):
     """Memory that cannot be lent, or that an engine cannot map: another way may do."""
 
 
-class Memory:
+class SharedBuffers:
     """Of the trainer, for one meeting."""
 
     def __init__(self, name: str, device: torch.device, rooms: int, room_bytes: int, receivers: int) -> None:
@@ -68,11 +68,18 @@ class Memory:
                 raise Unmapped(str(error)) from error
 
 
-class Lending(Aside):
+class Lending(SideStream):
     """The trainer's hand, for one version."""
 
     def __init__(
-        self, memory: Memory, device: torch.device, notes: Notes, sequence: int, receivers: int, *, filled: bool
+        self,
+        memory: SharedBuffers,
+        device: torch.device,
+        notes: ControlChannel,
+        sequence: int,
+        receivers: int,
+        *,
+        filled: bool,
     ) -> None:
         """`filled`: before anybody is told of the version."""
         super().__init__(device)
@@ -129,11 +136,11 @@ class Borrowed:
         self.rooms = list(memory.tensors.values())
 
 
-class Borrowing(Aside):
+class Borrowing(SideStream):
     """An engine worker's hand, for one version."""
 
     def __init__(
-        self, memory: Borrowed, device: torch.device, notes: Notes, sequence: int, rank: int, *, filled: bool
+        self, memory: Borrowed, device: torch.device, notes: ControlChannel, sequence: int, rank: int, *, filled: bool
     ) -> None:
         """`filled`: as `Lending` has it."""
         super().__init__(device)

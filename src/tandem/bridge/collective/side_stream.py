@@ -10,7 +10,7 @@ import torch
 from tandem.bridge.common.deadline import Deadline
 
 
-class Aside:
+class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

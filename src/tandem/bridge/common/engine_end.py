@@ -14,7 +14,7 @@ from tandem.errors import SyncError
 from tandem.types import WeightKind
 
 
-class EngineEnd:
+class EngineEndBase:
     def __init__(self, link: Mapping[str, Any], mode: str, carries: WeightKind) -> None:
         """`link` is the trainer's, as it came out of JSON."""
         self.link = link

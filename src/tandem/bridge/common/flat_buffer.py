@@ -25,7 +25,7 @@ class Flat:
         self.places = places
         self.raw = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.tensors = {name: entry.view(self.raw) for name, entry in places.tensors.items()}
-        self._standing = digest.Standing(
+        self._standing = digest.RepeatedDigest(
             ((name, tensor, 0, 0) for name, tensor in self.tensors.items()), checked=True, alone=alone
         )
 

@@ -67,7 +67,7 @@ def need(source: Mapping[str, Any], key: str, kind: type[_T], what: str) -> _T:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor, in the form in which it is served."""
 
     dtype: str
@@ -100,7 +100,7 @@ class Entry:
 class Places:
     """Where tensors lie in flat bytes, one behind the other: the same for each version, and so told once."""
 
-    def __init__(self, tensors: Mapping[str, Entry]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         self.tensors = tensors
         self.size_bytes = max((entry.offset + entry.size_bytes for entry in tensors.values()), default=0)
         self.text = json.dumps({name: entry.as_json() for name, entry in tensors.items()})
@@ -109,10 +109,10 @@ class Places:
     @classmethod
     def of(cls, forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> Places:
         """By name, type and shape."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         end = 0
         for name, (dtype, shape) in forms.items():
-            entries[name] = Entry(dtype, shape, padded(end))
+            entries[name] = TensorEntry(dtype, shape, padded(end))
             end = entries[name].offset + entries[name].size_bytes
         return cls(entries)
 
@@ -135,7 +135,7 @@ class Manifest:
     mode: str
     version: int
     kind: WeightKind
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     digests: Fingerprints
     adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
     files: Mapping[str, tuple[int, int, str]] = field(default_factory=dict[str, tuple[int, int, str]])
@@ -227,5 +227,5 @@ def listed(names: list[str], most: int = 3) -> str:
     return f"{text} and {len(names) - most} more" if len(names) > most else text
 
 
-def _entries(told: Mapping[str, Any]) -> dict[str, Entry]:
-    return {name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in told.items()}
+def _entries(told: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in told.items()}

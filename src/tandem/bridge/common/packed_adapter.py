@@ -22,7 +22,7 @@ from tandem.types import Fingerprints, Weights
 Named = list[tuple[str, Tensor]]
 
 
-class Packed:
+class PackedAdapter:
     def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, head: bytes) -> None:
         self._named, self._replies = named, list(replies)
         device = named[0][1].device if named else torch.device("cpu")
@@ -44,7 +44,7 @@ class Laying:
     def __init__(self, mode: str, laid_out: Callable[[Mapping[str, Form]], tuple[Places, bytes]]) -> None:
         """`laid_out`: where tensors of these forms go, and what lies before the first of them."""
         self._mode, self._laid_out = mode, laid_out
-        self._packed: Packed | None = None
+        self._packed: PackedAdapter | None = None
 
     def lay(self, weights: Weights, replies: Sequence[Mapping[str, Any]], phases: Phases) -> tuple[Flat, Fingerprints]:
         """SyncError if it cannot be served, or holds what is no number."""
@@ -52,7 +52,7 @@ class Laying:
         packed = self._packed
         if packed is None or not packed.is_of(named, replies):
             into = _forms_of(weights, named, replies, self._mode)
-            self._packed = packed = Packed(named, replies, *self._laid_out(into))
+            self._packed = packed = PackedAdapter(named, replies, *self._laid_out(into))
         packed.filling.run()
         phases.end("gather")
         fingerprints, odd = packed.flat.looked_at()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.bridge.common.manifest import Entry, dtype_named, listed, name_of
+from tandem.bridge.common.manifest import TensorEntry, dtype_named, listed, name_of
 from tandem.errors import SyncError
 from tandem.ops.finite_check import Finite
 from tandem.types import Weights
@@ -46,7 +46,7 @@ def outgoing(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[
     check_numbers(finite.odd(), weights, into, mode)
 
 
-def check_numbers(odd: Sequence[str], weights: Weights, into: Mapping[str, Form | Entry], mode: str) -> None:
+def check_numbers(odd: Sequence[str], weights: Weights, into: Mapping[str, Form | TensorEntry], mode: str) -> None:
     if odd:
         kind = dtype_named(into[odd[0]].dtype)
         raise SyncError(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from tandem.bridge.common.manifest import Entry, Places
+from tandem.bridge.common.manifest import Places, TensorEntry
 from tandem.bridge.common.packed_adapter import Laying
 from tandem.bridge.common.served_tensors import Form
 from tandem.bridge.files.parallel_io import Writing
@@ -57,7 +57,7 @@ class AdapterBridge(FilesBridge):
 
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
-    ) -> tuple[Mapping[str, Entry], Fingerprints]:
+    ) -> tuple[Mapping[str, TensorEntry], Fingerprints]:
         flat, fingerprints = self._laying.lay(weights, self._replies, phases)
         if self._why_not_again():
             self._sheets.drop_spare()
@@ -79,7 +79,7 @@ class AdapterBridge(FilesBridge):
 def _laid_out(into: Mapping[str, Form]) -> tuple[Places, bytes]:
     """As the file has them."""
     header, offsets = header_of(into)
-    places = {name: Entry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
+    places = {name: TensorEntry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
     return Places(places), header
 
 

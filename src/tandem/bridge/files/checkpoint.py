@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from tandem.bridge.common.manifest import Entry, as_bytes
+from tandem.bridge.common.manifest import TensorEntry, as_bytes
 from tandem.bridge.common.served_tensors import Form, forms, outgoing
 from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.safetensors_header import begun
@@ -50,11 +50,11 @@ class CheckpointBridge(FilesBridge):
 
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
-    ) -> tuple[Mapping[str, Entry], Fingerprints]:
+    ) -> tuple[Mapping[str, TensorEntry], Fingerprints]:
         """One tensor after the other, as each is made: there is no room for a model twice."""
         into = forms(weights, self._replies, self.mode)
         shards = self._shards(into)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         fingerprints: dict[str, str] = {}
         with begun(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
             for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
@@ -62,7 +62,7 @@ class CheckpointBridge(FilesBridge):
                 phases.end("gather")
                 file, offset = places[name]
                 writing.write(files[file].fileno(), raw, offset)
-                entries[name], fingerprints[name] = Entry(*into[name], offset, file), fingerprint
+                entries[name], fingerprints[name] = TensorEntry(*into[name], offset, file), fingerprint
                 phases.end("move")
             writing.finish()
         for file in self._common.iterdir():
@@ -109,4 +109,4 @@ def _write_index(directory: Path, shards: Mapping[str, Mapping[str, Form]]) -> N
 
 
 def _size(form: Form) -> int:
-    return Entry(*form).size_bytes
+    return TensorEntry(*form).size_bytes

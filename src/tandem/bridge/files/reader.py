@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.common.engine_end import EngineEnd
+from tandem.bridge.common.engine_end import EngineEndBase
 from tandem.bridge.common.flat_buffer import Flat
 from tandem.bridge.common.manifest import Manifest, Places, check, checksum
 from tandem.bridge.files import parallel_io
@@ -38,7 +38,7 @@ def version_in(name: str) -> int | None:
     return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
 
 
-class FilesSource(EngineEnd):
+class FilesSource(EngineEndBase):
     """The engine's end. Any number of receivers read the same files."""
 
     def __init__(

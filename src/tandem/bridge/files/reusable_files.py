@@ -54,7 +54,7 @@ class _Sheet:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ReusableFile:
     of_versions: dict[int, _Sheet] = field(default_factory=dict[int, _Sheet])
     """By their files' numbers, which stay when a directory is renamed."""
     spare: list[tuple[Path, _Sheet]] = field(default_factory=list[tuple[Path, _Sheet]])
@@ -79,7 +79,7 @@ class Sheets:
         """`home`: where those lie that are of no version; on the file system of all others."""
         self._home = home
         self._lock = threading.Lock()
-        self._held = _Held()
+        self._held = _ReusableFile()
         self._end = weakref.finalize(self, self._held.drop, os.getpid())
         self._count = 0
         self._why_not_pinned: str | None = None

@@ -39,7 +39,7 @@ def header_of(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     # The widest types first: without gaps, each then begins at a multiple of its width.
     for name in sorted(part, key=lambda name: -manifest.dtype_named(part[name].dtype).itemsize):
         dtype, shape = part[name]
-        start, end = end, end + manifest.Entry(dtype, shape).size_bytes
+        start, end = end, end + manifest.TensorEntry(dtype, shape).size_bytes
         code = manifest.safetensors_code(dtype)
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
         offsets[name] = start

@@ -97,7 +97,7 @@ class FilesBridge:
 
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
-    ) -> tuple[Mapping[str, wire.Entry], Fingerprints]:
+    ) -> tuple[Mapping[str, wire.TensorEntry], Fingerprints]:
         """Writes all that a version is made of but the manifest; where each tensor lies, and its digest. While it
         writes for long it asks `still_wanted`, which raises if nobody waits any more."""
         raise NotImplementedError

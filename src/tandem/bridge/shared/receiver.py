@@ -35,7 +35,7 @@ class SharedEnd:
         self._tensors: Mapping[str, Tensor] = {}
         self._places: dict[str, str] = {}
         self._exported: dict[str, Any] = {}
-        self._standing: digest.Standing | None = None
+        self._standing: digest.RepeatedDigest | None = None
 
     def arrive_in_one_place(self) -> bool:
         return False  # nothing arrives
@@ -86,7 +86,7 @@ class SharedEnd:
         if not self.link.get("digest"):
             return self._places
         if self._standing is None:
-            self._standing = digest.Standing((name, self._tensors[name], 0, 0) for name in self._places)
+            self._standing = digest.RepeatedDigest((name, self._tensors[name], 0, 0) for name in self._places)
         return with_digests(self._places, self._standing.take())
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.bridge.shared.cuda_ipc import Mapped
 from tandem.bridge.shared.memory import Segment, with_digests
 from tandem.errors import SyncError
-from tandem.ops.digest import Standing
+from tandem.ops.digest import RepeatedDigest
 from tandem.ops.phase_timer import Phases
 from tandem.types import Sent, WeightKind, Weights
 
@@ -28,7 +28,7 @@ class SharedBridge:
     def __init__(self, deadline_s: float = 60.0, *, digest: bool = False) -> None:
         """`digest`: both ends also read all of that memory back, each as it sees it."""
         self._deadline_s, self._digest = deadline_s, digest
-        self._standing: tuple[dict[str, str], Standing] | None = None
+        self._standing: tuple[dict[str, str], RepeatedDigest] | None = None
         self._source: SharedSource | None = None
 
     def source(self, num_receivers: int = 1) -> SharedSource:
@@ -59,20 +59,20 @@ class SharedBridge:
 
     def _read_back(self, places: dict[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if self._standing is None or self._standing[0] != places:
-            self._standing = places, Standing((name, tensors[name], 0, 0) for name in places)
+            self._standing = places, RepeatedDigest((name, tensors[name], 0, 0) for name in places)
         return with_digests(places, self._standing[1].take())
 
     def close(self) -> None:
         self._source = self._standing = None
 
-    def _met(self) -> Meeting:
+    def _met(self) -> SharedRendezvous:
         if self._source is None or self._source.meeting is None:
             raise SyncError("shared: no engine is attached, so there is no memory to live in")
         return self._source.meeting
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SharedRendezvous:
     header: Segment
     memory: Segment | Mapped
     derived: frozenset[str]
@@ -91,7 +91,7 @@ class SharedSource:
             "deadline_s": deadline_s,
             "digest": digest,
         }
-        self.meeting: Meeting | None = None
+        self.meeting: SharedRendezvous | None = None
 
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         raise SyncError("shared: an engine in this process needs no second mapping; use sync.bridge = 'inproc'")
@@ -102,7 +102,7 @@ class SharedSource:
             raise SyncError("shared: the engine's handles are of another meeting")
         header = Segment.open(handle)
         memory = Mapped(handle["cuda"]) if "cuda" in handle else header
-        self.meeting = Meeting(header, memory, frozenset(reply.get("derived", ())))
+        self.meeting = SharedRendezvous(header, memory, frozenset(reply.get("derived", ())))
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         raise SyncError("shared: versions are received in the engine's process")

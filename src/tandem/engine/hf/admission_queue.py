@@ -23,7 +23,7 @@ _PATIENCE = 4  # iterations that a request waits for others to share its prefill
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class QueuedRequest:
     prompt: list[int]
     sampling: Sampling
     stop_ids: frozenset[int]
@@ -60,12 +60,12 @@ class Request:
             self.answer.set_result(Completion(self.ids, self.logprobs, spans, reason))
 
 
-class Waiting:
+class AdmissionQueue:
     def __init__(self, *, max_running: int, positions: int, prefill_tokens: int) -> None:
         """`positions`: for which there is memory. `prefill_tokens`: most in one prefill, padding included."""
         self._max_running, self._positions, self._prefill_tokens = max_running, positions, prefill_tokens
-        self._urgent = deque[Request]()
-        self._others: dict[str, deque[Request]] = {}
+        self._urgent = deque[QueuedRequest]()
+        self._others: dict[str, deque[QueuedRequest]] = {}
         """By share, and none of them empty."""
         self._first = self._last = 0
         self._passed_over = 0
@@ -77,31 +77,31 @@ class Waiting:
     def _num_others(self) -> int:
         return sum(map(len, self._others.values()))
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         return chain(self._urgent, sorted(chain(*self._others.values()), key=lambda request: request.place))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: QueuedRequest) -> None:
         self._last += 1
         request.place = self._last
         self._line_of(request).append(request)
 
-    def put_back(self, requests: Sequence[Request]) -> None:
+    def put_back(self, requests: Sequence[QueuedRequest]) -> None:
         """That ran, before those that have not."""
         for request in reversed(requests):
             self._first -= 1
             request.place = self._first
             self._line_of(request).appendleft(request)
 
-    def _line_of(self, request: Request) -> deque[Request]:
+    def _line_of(self, request: QueuedRequest) -> deque[QueuedRequest]:
         sampling = request.sampling
         return self._urgent if sampling.urgent else self._others.setdefault(sampling.share, deque())
 
-    def keep(self, wanted: Callable[[Request], bool]) -> None:
+    def keep(self, wanted: Callable[[QueuedRequest], bool]) -> None:
         self._urgent = deque(filter(wanted, self._urgent))
         kept = {share: deque(filter(wanted, line)) for share, line in self._others.items()}
         self._others = {share: line for share, line in kept.items() if line}
 
-    def makes_room(self, running: Sequence[Request]) -> Request | None:
+    def makes_room(self, running: Sequence[QueuedRequest]) -> QueuedRequest | None:
         """Return the running request that goes back to its line, so that the next one finds room; None if there is
         room, or if no share has so much more than the next one's that one of its rows is to go."""
         if not self._others or self._urgent or any(request.sampling.urgent for request in running):
@@ -119,7 +119,7 @@ class Waiting:
     def _next_share(self, rows: Mapping[str, int]) -> str:
         return min(self._others, key=lambda share: (rows[share], self._others[share][0].place))
 
-    def next_wave(self, running: Sequence[Request]) -> list[Request]:
+    def next_wave(self, running: Sequence[QueuedRequest]) -> list[QueuedRequest]:
         """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
         self._passed_over = self._passed_over + 1 if self._others else 0
         if not self or any(request.sampling.urgent for request in running):
@@ -136,9 +136,9 @@ class Waiting:
         self._passed_over = 0 if wave else self._passed_over
         return wave
 
-    def _first_together(self, final: int, running: Sequence[Request], free: int) -> list[Request]:
+    def _first_together(self, final: int, running: Sequence[QueuedRequest], free: int) -> list[QueuedRequest]:
         """As many as there is room for, and as one prefill takes. `final`: the longest of those that run."""
-        wave, longest, prompts = list[Request](), 0, set[tuple[int, ...]]()
+        wave, longest, prompts = list[QueuedRequest](), 0, set[tuple[int, ...]]()
         rows = Counter(request.sampling.share for request in running)
         while self._others and len(wave) < free:
             share = self._next_share(rows)

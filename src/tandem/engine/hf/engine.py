@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.hf.admission_queue import Request, Waiting
+from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.kv_cache import SlotCache
 from tandem.engine.hf.sampler import Settings, draw
 from tandem.engine.hf.shared_copy import twin
@@ -89,11 +89,11 @@ class EmbeddedEngine:
         rows = max_running + 1  # the last for who is urgent
         self._settings = Settings.empty(rows, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
-        self._waiting = Waiting(
+        self._waiting = AdmissionQueue(
             max_running=max_running, positions=self._kv_positions,
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
         )  # fmt: skip
-        self._running: list[Request] = []
+        self._running: list[QueuedRequest] = []
         self._holding, self._on_update, self._draining = Holding(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class EmbeddedEngine:
             raise EngineError(f"engine: it has stopped: {self._why}")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
-        self._waiting.add(Request(list(prompt_ids), sampling, stop_ids, answer, on_token))
+        self._waiting.add(QueuedRequest(list(prompt_ids), sampling, stop_ids, answer, on_token))
         self._work.set()
         return await answer  # cancelled: the row is freed before the next iteration
 
@@ -192,7 +192,7 @@ class EmbeddedEngine:
         `old`'s from now on; those that came after it was made go on here."""
         begun = [*self._running, *(request for request in self._waiting if request.ids)]
         own: dict[str, str] = {"continue": "follow", "finish": "follow", "restart": "restart"}
-        pinned: list[Request] = []
+        pinned: list[QueuedRequest] = []
         for request in begun:
             match request.sampling.on_update or own[self._on_update]:
                 case "restart":
@@ -219,7 +219,7 @@ class EmbeddedEngine:
         other.version = version
         return other
 
-    async def answer_all(self, requests: list[Request], version: int) -> None:
+    async def answer_all(self, requests: list[QueuedRequest], version: int) -> None:
         """A twin's life."""
         self.version = version
         self._waiting.put_back(requests)
@@ -267,7 +267,7 @@ class EmbeddedEngine:
     # --- the pump
 
     async def _run(self) -> None:
-        wave: list[Request] = []
+        wave: list[QueuedRequest] = []
         try:
             while True:
                 await self._work.wait()
@@ -312,7 +312,7 @@ class EmbeddedEngine:
                 return
 
     @torch.inference_mode()
-    def _forward(self, wave: list[Request]) -> tuple[int, list[int], list[float]]:
+    def _forward(self, wave: list[QueuedRequest]) -> tuple[int, list[int], list[float]]:
         """The first row drawn for, and an id and a logprob for it and for every row after it."""
         if wave:
             first, logits_SV = len(self._running), self._prefill(wave)
@@ -326,7 +326,7 @@ class EmbeddedEngine:
         self._drawn_S[rows] += 1
         return first, ids_S.tolist(), logprobs_S.tolist()
 
-    def _prefill(self, wave: list[Request]) -> Tensor:
+    def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
         """Logits after each request's prompt. Equal prompts go through the model once."""
         first, last = len(self._running), len(self._running) + len(wave)
         prompts: dict[tuple[int, ...], int] = {}
@@ -390,7 +390,7 @@ class EmbeddedEngine:
                 ended.append(first + offset)
         self._close_gaps(ended)
 
-    def _finished(self, request: Request, token_id: int) -> FinishReason | None:
+    def _finished(self, request: QueuedRequest, token_id: int) -> FinishReason | None:
         if token_id in request.stop_ids:
             return "stop"
         if stop := request.sampling.stop:

@@ -18,7 +18,7 @@ from tandem.ops.finite_check import Finite
 _PREFIX = "base_model.model."
 
 
-class Adapter:
+class HookedAdapter:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._held: Mapping[str, Tensor] = {}

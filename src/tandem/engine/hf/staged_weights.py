@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.hf.lora_hooks import Adapter
+from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.ops.module_tensors import live_tensors, move_in, whereabouts
@@ -21,7 +21,7 @@ from tandem.types import Fingerprints, WeightKind, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedVersion:
     """A version that is ready. What is served is this very memory, so its fingerprints are the proof."""
 
     kind: WeightKind
@@ -32,7 +32,7 @@ class Staged:
 class Holding:
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._adapter = Adapter(module)
+        self._adapter = HookedAdapter(module)
         self._remembered: Fingerprints = {}
 
     def layout(self) -> dict[str, tuple[str, list[int]]]:
@@ -41,13 +41,13 @@ class Holding:
     def house(self, storage: Mapping[str, Tensor]) -> None:
         move_in(self._live().items(), storage)
 
-    def stage(self, weights: Weights, phases: Phases) -> Staged:
+    def stage(self, weights: Weights, phases: Phases) -> StagedVersion:
         """Everything that can go wrong goes wrong here."""
         arrived = dict(weights.tensors())
         if weights.kind == "live":
             self._check_identity(arrived)
             phases.end("verify")
-            return Staged("live", {}, dict(weights.expected))
+            return StagedVersion("live", {}, dict(weights.expected))
         self._check_apart(arrived)
         if weights.kind == "full":
             self._check_fits(arrived)
@@ -64,9 +64,9 @@ class Holding:
                 f"{len(found)} tensors); the version before goes on serving"
             )
         phases.end("verify")
-        return Staged(weights.kind, staged, found)
+        return StagedVersion(weights.kind, staged, found)
 
-    def flip(self, staged: Staged) -> Fingerprints:
+    def flip(self, staged: StagedVersion) -> Fingerprints:
         """The proof that forward passes now read the memory that was verified, and no other; or they read what they did
         before."""
         adapter, tensors = self._adapter.serving(), {name: tensor.data for name, tensor in self._live().items()}
@@ -83,7 +83,7 @@ class Holding:
             )
         return staged.fingerprints
 
-    def _point_at(self, staged: Staged) -> None:
+    def _point_at(self, staged: StagedVersion) -> None:
         # An adapter that stayed when whole weights come would be served on top of them: they hold one already, merged.
         self._adapter.use(staged.tensors if staged.kind == "adapter" else {})
         for name, tensor in self._live().items() if staged.kind == "full" else ():

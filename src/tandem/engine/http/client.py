@@ -34,7 +34,7 @@ class Silent(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     status: int
     kind: str
     """Its media type."""
@@ -55,8 +55,8 @@ class Coming:
         """Empty if it has none of that name."""
         return self._response.headers.get(name, "")
 
-    async def whole(self) -> Answer:
-        return Answer(self.status, self.kind, b"".join([piece async for piece in self.pieces()]))
+    async def whole(self) -> HttpResponse:
+        return HttpResponse(self.status, self.kind, b"".join([piece async for piece in self.pieces()]))
 
     async def pieces(self) -> AsyncIterator[bytes]:
         try:
@@ -94,7 +94,7 @@ class HttpClient:
         *,
         within_s: float,
         query: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> HttpResponse:
         """`within_s`: what it says next may be that late."""
         with self._as_ours():
             try:

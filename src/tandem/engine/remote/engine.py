@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from tandem.engine.http.silence_deadline import Silence
 from tandem.engine.remote.client import RemoteServer
-from tandem.engine.remote.response import Answer
+from tandem.engine.remote.response import RemoteCompletion
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
 from tandem.ops.digest import fingerprints
 from tandem.ops.finite_check import Finite
@@ -40,7 +40,7 @@ _PROBE_TOKENS, _CERTAIN = 4, -1e-3
 
 
 @dataclass(slots=True, eq=False)
-class _Model:
+class _RemoteModel:
     """What requests may ask for by name. `version` None: it is whatever the server says that it is."""
 
     name: str
@@ -74,12 +74,12 @@ class RemoteEngine:
             raise SpecError(f"engine: slots = {slots}: a version is loaded beside the one before, which needs two")
         self.version, self.cache_epoch = -1, 0
         self._server = RemoteServer(url, key_env=key_env, key_file=key_file)
-        self._base = self._serving = _Model(model, None)
+        self._base = self._serving = _RemoteModel(model, None)
         self._end_ids, self._restarts, self._deadline_s = sorted(end_ids), on_update == "restart", deadline_s
         self._slots, self._poll_s, self._patience_s = slots, poll_s, patience_s
         self._silence = Silence(deadline_s, f"engine at {self._server.url}")
         self._source: WeightSource | None = None
-        self._held: list[_Model] = []
+        self._held: list[_RemoteModel] = []
         """Adapters that may be on the server, oldest first."""
         self._prefix, self._loads = f"tandem-{uuid.uuid4().hex[:8]}", count(1)
         self._boot_id = ""
@@ -149,7 +149,7 @@ class RemoteEngine:
         phases.end("verify")
         await self._make_room()
         phases.end("pause")
-        model = _Model(f"{self._prefix}-{next(self._loads)}-v{version}", version)  # never used before
+        model = _RemoteModel(f"{self._prefix}-{next(self._loads)}-v{version}", version)  # never used before
         self._held.append(model)  # from here on it may be there, whatever it answers
         await self._put_there(model, weights.path)
         phases.end("apply")
@@ -197,10 +197,10 @@ class RemoteEngine:
     # --- asking
 
     async def _ask(
-        self, model: _Model, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+        self, model: _RemoteModel, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion:
         body = self._request(model.name, prompt_ids, sampling)
-        answer = Answer(self._server.url, prompt_ids, sampling.max_tokens, model.name, model.version)
+        answer = RemoteCompletion(self._server.url, prompt_ids, sampling.max_tokens, model.name, model.version)
         try:
             async with self._silence.limit(), aclosing(self._server.events("/completions", body)) as events:
                 async for event in events:
@@ -289,7 +289,7 @@ class RemoteEngine:
 
     # --- versions
 
-    async def _put_there(self, model: _Model, path: str) -> None:
+    async def _put_there(self, model: _RemoteModel, path: str) -> None:
         """Whatever fails here, the version before goes on serving."""
         body = {"lora_name": model.name, "lora_path": path}
         status, told = await self._server.post("/load_lora_adapter", body, self._deadline_s)
@@ -336,7 +336,7 @@ class RemoteEngine:
             if status not in (200, 404):
                 _log.warning("an adapter stays on the server: %s", told)
 
-    def _cut(self, models: Collection[_Model] | Any) -> None:
+    def _cut(self, models: Collection[_RemoteModel] | Any) -> None:
         now = asyncio.get_running_loop().time()
         for model in models:
             for cut in model.running:

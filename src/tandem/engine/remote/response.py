@@ -17,7 +17,7 @@ from tandem.types import Completion, FinishReason, Span
 _ABOVE_ZERO = 1e-3  # a logprob may be by rounding
 
 
-class Answer:
+class RemoteCompletion:
     """One completion as it comes in. `version`: of the weights behind `model`; None: the server's own word counts."""
 
     def __init__(self, where: str, prompt: Sequence[int], max_tokens: int, model: str, version: int | None) -> None:

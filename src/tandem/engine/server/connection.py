@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tandem.engine.http.client import Answer, Broken, HttpClient, Silent
+from tandem.engine.http.client import Broken, HttpClient, HttpResponse, Silent
 from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
 from tandem.io.engine_messages import decoded, encoded, error_of
 from tandem.protocols import OnToken
@@ -233,7 +233,7 @@ class _Growing:
                 self._on_token(token_id, logprob, version)
 
 
-def _checked(url: str, answer: Answer) -> Mapping[str, Any]:
+def _checked(url: str, answer: HttpResponse) -> Mapping[str, Any]:
     otherwise = f"engine: {url} answers {answer.status}: {answer.text[:200]}"
     if answer.status == 401:
         raise NotLetIn(f"engine: {url} refuses the token")

@@ -45,7 +45,7 @@ _LOOK_AGAIN_S = 0.3
 
 
 @dataclass(frozen=True)
-class Standing:
+class ExistingServer:
     """A process that somebody else started."""
 
     url: str
@@ -57,7 +57,7 @@ class Standing:
 class ServerEngine:
     def __init__(
         self,
-        place: Owned | Standing,
+        place: Owned | ExistingServer,
         *,
         receivers: int = 1,
         deadline_s: float = 60.0,
@@ -219,7 +219,7 @@ class ServerEngine:
         return status["boot_id"] == connection.boot_id and status["state"] != "dead"
 
     async def _reach(self) -> Connection:
-        assert isinstance(self._place, Standing)
+        assert isinstance(self._place, ExistingServer)
         until = time.monotonic() + self._place.patience_s
         while True:
             try:

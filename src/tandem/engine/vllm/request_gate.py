@@ -23,7 +23,7 @@ from tandem.types import OnUpdate
 _ABORT_AGAIN_S = 0.1
 
 
-class Gate:
+class RequestGate:
     def __init__(self, process: VllmProcess, on_update: OnUpdate) -> None:
         """`on_update`: what becomes of requests under way when it shuts. They are waited for (finish), ended to be
         asked again (restart), or held (continue)."""

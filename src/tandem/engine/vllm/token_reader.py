@@ -33,7 +33,7 @@ _REQUESTS_PER_S = 500  # looked at while they run, of all together
 _LEAST_S, _MOST_S = 0.02, 2.0
 
 
-class Request:
+class TrackedRequest:
     """One that is marked with `name`, until its logprobs are known."""
 
     def __init__(self, name: str, max_tokens: int, end_ids: Collection[int], tell: Tell | None) -> None:
@@ -99,15 +99,15 @@ class SampledReader:
     def __init__(self, read: Read, mark: str) -> None:
         """`mark`: begins the names of this engine's requests, and nobody else's."""
         self._read, self._mark, self._numbers = read, mark, count()
-        self._running: dict[str, Request] = {}
-        self._ended: list[Request] = []
+        self._running: dict[str, TrackedRequest] = {}
+        self._ended: list[TrackedRequest] = []
         self._dropped: list[str] = []
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     @contextmanager
-    def request(self, max_tokens: int, end_ids: Collection[int], tell: Tell | None) -> Iterator[Request]:
-        request = Request(f"{self._mark}-{next(self._numbers)}", max_tokens, end_ids, tell)
+    def request(self, max_tokens: int, end_ids: Collection[int], tell: Tell | None) -> Iterator[TrackedRequest]:
+        request = TrackedRequest(f"{self._mark}-{next(self._numbers)}", max_tokens, end_ids, tell)
         self._running[request.name] = request
         if request.is_watched:
             self._go_on()
@@ -117,7 +117,7 @@ class SampledReader:
             if self._running.pop(request.name, None) is not None:
                 self._dropped.append(request.name)  # the next reading says so
 
-    async def logprobs(self, request: Request, ids: Sequence[int]) -> list[float]:
+    async def logprobs(self, request: TrackedRequest, ids: Sequence[int]) -> list[float]:
         """Of the completion that the request ended with."""
         request.told, request.num_ids = asyncio.get_running_loop().create_future(), len(ids)
         self._running.pop(request.name)

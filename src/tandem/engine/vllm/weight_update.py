@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.engine.vllm.process import CONTROL_S, VllmProcess
-from tandem.engine.vllm.request_gate import Gate
+from tandem.engine.vllm.request_gate import RequestGate
 from tandem.engine.vllm.shard_digests import Tiling, digests_of, whole
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.finish_anyway import to_its_end
@@ -50,7 +50,7 @@ class Exchange:
         self.cache_epoch = 0
         self.model = _BASE
         """What requests name: the base, or the adapter of the version served."""
-        self._process, self._gate = process, Gate(process, on_update)
+        self._process, self._gate = process, RequestGate(process, on_update)
         self._source: WeightSource | None = None
         self._adapters: list[str] = []
         """That vLLM has loaded, and whose slots are ours to write over once nobody asks for them."""

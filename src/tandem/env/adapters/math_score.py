@@ -31,7 +31,7 @@ _START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class MathScore:
     correct: bool
     read: bool = True
     """An answer was found in the reply."""
@@ -49,7 +49,7 @@ class MathScorer:
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = _nothing
 
-    async def score(self, gold: str, reply: str) -> Verdict:
+    async def score(self, gold: str, reply: str) -> MathScore:
         """`gold` and `reply` as a person would write them: LaTeX in $ or \\boxed, or a plain expression."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, gold, reply[-MAX_CHARS:])
 
@@ -57,7 +57,7 @@ class MathScorer:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _score(self, gold: str, reply: str) -> Verdict:
+    def _score(self, gold: str, reply: str) -> MathScore:
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._start()
@@ -66,8 +66,8 @@ class MathScorer:
         answer = _asked(process, json.dumps(question) + "\n", 4.0 * self._timeout_s)
         if answer is None:
             self._end()
-            return Verdict(correct=False, scored=False)
-        return Verdict(**answer)
+            return MathScore(correct=False, scored=False)
+        return MathScore(**answer)
 
     def _start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-P", "-m", __name__]

@@ -24,7 +24,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tandem.env.adapters.verifiers_chat import SECRET, Conversation, Endpoint
+from tandem.env.adapters.verifiers_chat import SECRET, Endpoint, VerifiersConversation
 from tandem.env.builtin.split import check_params
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.protocols import Chat
@@ -56,7 +56,7 @@ class Verifiers:
         check_params(self, max_tasks=(1, 1_000_000))
         vf = _library(self.id)
         self._theirs["env"] = vf.load_environment(self._config(self.taskset))
-        self._theirs["served"] = _Served(self._theirs["env"])
+        self._theirs["served"] = _VerifiersRuntime(self._theirs["env"])
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Each with their own id or name, if it has one; else with what its key begins with."""
@@ -66,7 +66,7 @@ class Verifiers:
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         theirs = self._split(task.payload["split"])[task.id]
-        served: _Served = self._theirs["served"]
+        served: _VerifiersRuntime = self._theirs["served"]
         await served.ready()
         line = served.endpoint.line()
 
@@ -76,7 +76,7 @@ class Verifiers:
         play: Coroutine[Any, Any, Any] = self._theirs["env"].run_episode(theirs, served.context(), on_trace=on_trace)
         episode = asyncio.create_task(play)
         episode.add_done_callback(lambda _: line.end())
-        conversation = Conversation(task.id, task.messages, chat)
+        conversation = VerifiersConversation(task.id, task.messages, chat)
         try:
             while (question := await line.next()) is not None:
                 body, answer = question
@@ -128,7 +128,7 @@ class Verifiers:
         return vf.resolve_env_config({**settings, seat: agent})
 
 
-class _Served:
+class _VerifiersRuntime:
     """What their episodes need around them, for as long as the event loop runs: started by the first of them."""
 
     def __init__(self, env: Any) -> None:

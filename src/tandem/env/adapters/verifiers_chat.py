@@ -28,7 +28,7 @@ Answer = asyncio.Future[dict[str, Any] | None]
 """None: the episode is over."""
 
 
-class Conversation:
+class VerifiersConversation:
     """One Chat, asked with the whole conversation each time, as OpenAI's API has it. History cannot be changed."""
 
     def __init__(self, task_id: str, opening: Sequence[Message], chat: Chat) -> None:
@@ -110,10 +110,10 @@ def _completion(spoken: dict[str, Any], truncated: bool, model: str) -> dict[str
     return {"id": name, "object": "chat.completion", "created": made, "model": model, "choices": [choice]}
 
 
-class Line:
+class EpisodeQuestions:
     """The questions of one episode."""
 
-    def __init__(self, open_lines: dict[str, Line]) -> None:
+    def __init__(self, open_lines: dict[str, EpisodeQuestions]) -> None:
         self._open_lines = open_lines
         self._sessions: list[str] = []
         self._queue: asyncio.Queue[tuple[dict[str, Any], Answer] | None] = asyncio.Queue()
@@ -154,10 +154,10 @@ class Endpoint:
 
     url: str = ""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    _lines: dict[str, Line] = field(default_factory=dict[str, Line])
+    _lines: dict[str, EpisodeQuestions] = field(default_factory=dict[str, EpisodeQuestions])
 
-    def line(self) -> Line:
-        return Line(self._lines)
+    def line(self) -> EpisodeQuestions:
+        return EpisodeQuestions(self._lines)
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:

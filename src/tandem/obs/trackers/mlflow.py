@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from tandem.obs.trackers.tracker_process import Place
+from tandem.obs.trackers.tracker_process import TrackerTarget
 
 
 class Mlflow:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackerTarget) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tandem.obs.trackers.tracker_process import Place
+from tandem.obs.trackers.tracker_process import TrackerTarget
 
 
 class Tensorboard:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackerTarget) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -33,7 +33,7 @@ class Client(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class TrackerTarget:
     """Where a tracker files the run."""
 
     directory: str
@@ -51,7 +51,7 @@ class TrackerProcess:
     Everything raises ChildProcessError, with its last line, once the process has failed.
     """
 
-    def __init__(self, name: str, place: Place) -> None:
+    def __init__(self, name: str, place: TrackerTarget) -> None:
         self._log = Path(place.directory) / "trackers" / f"{name}.log"
         self._log.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", __name__, name, json.dumps(asdict(place)), str(os.getpid())]
@@ -90,12 +90,12 @@ class TrackerProcess:
         return f"{lines[-1] if lines else f'exit code {self._process.returncode}'} ({self._log})"
 
 
-def openers(names: Sequence[str], place: Place) -> dict[str, Callable[[], TrackerProcess]]:
+def openers(names: Sequence[str], place: TrackerTarget) -> dict[str, Callable[[], TrackerProcess]]:
     """Return by name what starts each tracker."""
     return {name: partial(TrackerProcess, name, place) for name in names}
 
 
-def _open(name: str, place: Place) -> Client:
+def _open(name: str, place: TrackerTarget) -> Client:
     if name == "tensorboard":
         from tandem.obs.trackers.tensorboard import Tensorboard as Chosen
     elif name == "wandb":
@@ -119,7 +119,7 @@ def _main(name: str, place: str, parent: str) -> None:
     threading.Thread(target=_end_after, args=(int(parent),), daemon=True).start()
     rows = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())  # a library that asks for a login reads no rows
-    tracker = _open(name, Place(**json.loads(place)))
+    tracker = _open(name, TrackerTarget(**json.loads(place)))
     for line in rows:
         step, numbers = json.loads(line)
         tracker.log(step, numbers)

@@ -40,7 +40,7 @@ class Feed:
         tell: Callable[[str], object] = _log.warning,
         waiting_rows: int = _WAITING_ROWS,
     ) -> None:
-        self._lines = [_Line(name, opener, tell, waiting_rows) for name, opener in openers.items()]
+        self._lines = [_TrackerQueue(name, opener, tell, waiting_rows) for name, opener in openers.items()]
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
@@ -60,7 +60,7 @@ class Feed:
         self._lines = []
 
 
-class _Line:
+class _TrackerQueue:
     """One tracker: its queue, its thread, and one warning."""
 
     def __init__(self, name: str, opener: Opener, tell: Callable[[str], object], waiting_rows: int) -> None:

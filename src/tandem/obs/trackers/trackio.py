@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tandem.obs.trackers.tracker_process import Place
+from tandem.obs.trackers.tracker_process import TrackerTarget
 
 
 class Trackio:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackerTarget) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._run = trackio.init(project=place.project, name=place.name, resume="allow")

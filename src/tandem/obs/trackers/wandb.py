@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from tandem.obs.trackers.tracker_process import Place
+from tandem.obs.trackers.tracker_process import TrackerTarget
 
 
 class Wandb:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackerTarget) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         run_id = hashlib.sha256(str(Path(place.directory).resolve()).encode()).hexdigest()[:16]

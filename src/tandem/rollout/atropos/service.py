@@ -32,12 +32,13 @@ import msgspec
 
 from tandem.errors import GroupRefused, NotKnown, StoreError, StoreTimeout
 from tandem.io import atomic_write
+from tandem.io.request_key import RequestKey
 from tandem.rollout.atropos import codec
 from tandem.rollout.atropos import field_support as fit
 from tandem.rollout.atropos.codec import Scored
 from tandem.rollout.atropos.version_lookup import GatewayStamps
 from tandem.rollout.queue.queue import RolloutQueue
-from tandem.rollout.queue.types import EnvironmentSpec, Lease, Once, TrainerSpec
+from tandem.rollout.queue.types import Lease, RegisteredEnvironment, TrainerSpec
 from tandem.rollout.wire.codec import WireGroup, encode
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ _FIRST = 1  # of the queue's environments
 _NAMELESS = "nameless"
 
 
-class Registration(msgspec.Struct, frozen=True):
+class TrainerRegistration(msgspec.Struct, frozen=True):
     """What a trainer registers."""
 
     batch_size: int
@@ -67,12 +68,12 @@ class Registration(msgspec.Struct, frozen=True):
     num_steps: int = -1
 
 
-class Notes(msgspec.Struct):
+class AtroposRecords(msgspec.Struct):
     """What the queue does not know of, kept in a file of its own."""
 
     run: int = 0
     """Counts resets."""
-    registration: Registration | None = None
+    registration: TrainerRegistration | None = None
     epoch: int = 0
     started: bool = False
     """A trainer asked for a batch."""
@@ -87,7 +88,7 @@ class Notes(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class AtroposBatch:
     lease: int
     groups: tuple[bytes | memoryview, ...]
     """Each a JSON object."""
@@ -103,7 +104,11 @@ class Atropos:
 
     def __init__(self, queue: RolloutQueue, directory: Path, gateway: GatewayStamps | None = None) -> None:
         self.queue, self._path = queue, directory / "atropos.json"
-        self.notes = msgspec.json.decode(self._path.read_bytes(), type=Notes) if self._path.exists() else Notes()
+        self.notes = (
+            msgspec.json.decode(self._path.read_bytes(), type=AtroposRecords)
+            if self._path.exists()
+            else AtroposRecords()
+        )
         self.counts = queue.watch.totals
         """Of ours in it: `duplicate_posts`, `batches_again`, `tokens_stamped`, `tokens_unknown` (of those that a
         trainer of ours trains on), `unstamped_posts` (the gateway did not answer), `ignored_` and a field's name."""
@@ -121,14 +126,14 @@ class Atropos:
         return self.queue.version if self.trainer else 0
 
     @property
-    def trainer(self) -> Registration | None:
+    def trainer(self) -> TrainerRegistration | None:
         """Whoever trains; one that speaks our own protocol is told of in the terms of this one."""
         spec = self.queue.trainer
         if spec is None or self._is_ours:
             return self.notes.registration if spec else None
         size = max([1, *(int(self._spec(row).extra.get("group_size", 1)) for row in self._rows())])
         sequences = spec.sequences_per_step or spec.groups_per_step * size
-        return Registration(sequences, spec.max_tokens or -1, spec.run_id, "tandem", num_steps=2**31 - 1)
+        return TrainerRegistration(sequences, spec.max_tokens or -1, spec.run_id, "tandem", num_steps=2**31 - 1)
 
     @property
     def _is_ours(self) -> bool:
@@ -137,7 +142,7 @@ class Atropos:
 
     # --- who takes part
 
-    async def register(self, registration: Registration) -> None:
+    async def register(self, registration: TrainerRegistration) -> None:
         """Again: a trainer that was started again. What was handed to it and not acknowledged returns."""
         async with self._turn:
             seat = await self.queue.register_trainer(
@@ -165,7 +170,7 @@ class Atropos:
         name = name or "environment"
         plain = "e" * (not (name[0].isalnum() and name[0].isascii())) + re.sub(r"[^A-Za-z0-9._-]", "_", name[:100])
         taken = sum(row["min_share"] for row in self.queue.status()["environments"] if row["connected"])
-        spec = EnvironmentSpec(
+        spec = RegisteredEnvironment(
             plain,
             weight=min(max(weight, 1e-3), 1e3) if weight > 0 else 1.0,  # -1 is its way of saying: leave me out of this
             min_share=min(min_share, max(1.0 - taken, 0.0)),
@@ -180,7 +185,7 @@ class Atropos:
         """Wipes everything, as far as anybody who speaks this protocol can see."""
         async with self._turn:
             await self.queue.reset()
-            self.notes = Notes(run=self.notes.run + 1)
+            self.notes = AtroposRecords(run=self.notes.run + 1)
             self.forget_counts()
             self._odd.clear()
             self._latest = None
@@ -190,7 +195,7 @@ class Atropos:
         """The queue's number of one of theirs."""
         return env_id + _FIRST
 
-    def _environment(self, env_id: int, field: str = "env_id") -> EnvironmentSpec:
+    def _environment(self, env_id: int, field: str = "env_id") -> RegisteredEnvironment:
         try:
             return self.queue.environment(self.id_of(env_id))
         except NotKnown:
@@ -200,7 +205,7 @@ class Atropos:
         if self.notes.nameless < 0:
             async with self._turn:
                 if self.notes.nameless < 0:
-                    seat = await self.queue.register_environment(EnvironmentSpec(_NAMELESS, lapse_s=LAPSE_S))
+                    seat = await self.queue.register_environment(RegisteredEnvironment(_NAMELESS, lapse_s=LAPSE_S))
                     self.notes.nameless = seat.id - _FIRST
                     await self._save()
         return self.notes.nameless
@@ -215,7 +220,7 @@ class Atropos:
         try:
             scored = await aside(None, read, body) if len(body) > _INLINE_BYTES else read(body)
             digest = _digest(body) if digesting is None else await digesting
-            once = Once(f"atropos-{self.notes.run}-{many}-{digest}", b"", SAME_POST_S)
+            once = RequestKey(f"atropos-{self.notes.run}-{many}-{digest}", b"", SAME_POST_S)
             if (before := await self.queue.answer(once)) is not None:
                 self.counts["duplicate_posts"] += 1
                 return {"status": "received", "groups_processed": len(before)} if many else {"status": "received"}
@@ -224,7 +229,7 @@ class Atropos:
             await self.queue.quarantine(None, refused.field, refused.text, body)
             raise
 
-    async def _put(self, scored: Sequence[Scored], once: Once, *, many: bool) -> dict[str, Any]:
+    async def _put(self, scored: Sequence[Scored], once: RequestKey, *, many: bool) -> dict[str, Any]:
         nameless = await self._nameless() if any(each.env_id is None for each in scored) else -1
         groups, odd = list[WireGroup](), list[tuple[int, int]]()
         for index, each in enumerate(scored):
@@ -292,7 +297,7 @@ class Atropos:
 
     # --- batches
 
-    async def batch(self) -> Batch | None:
+    async def batch(self) -> AtroposBatch | None:
         """None while there are not enough. Acknowledges the batch before, if that was handed over."""
         registration = self.notes.registration
         if registration is None or not self._is_ours:
@@ -317,7 +322,7 @@ class Atropos:
 
     async def _take(self, sequences: int) -> Lease | None:
         """The key makes it the same lease when this process died before it noted which."""
-        once = Once(f"atropos-batch-{self.notes.run}-{self.notes.epoch}-{self.step}", b"")
+        once = RequestKey(f"atropos-batch-{self.notes.run}-{self.notes.epoch}-{self.step}", b"")
         return await self.queue.take(self.notes.epoch, sequences=sequences, once=once)
 
     def why_no_batch(self) -> str:
@@ -328,34 +333,34 @@ class Atropos:
         self._told_why_no_batch = why
         return why
 
-    async def _again(self) -> Batch:
+    async def _again(self) -> AtroposBatch:
         self.counts["batches_again"] += 1
         return self._as_batch(self.notes.lease, [await self.queue.group(each) for each in self.notes.groups])
 
-    def _as_batch(self, lease: int, groups: Sequence[Any]) -> Batch:
+    def _as_batch(self, lease: int, groups: Sequence[Any]) -> AtroposBatch:
         posted = tuple(codec.posted(each.frame, each.environment - _FIRST) for each in groups)
-        return Batch(lease, posted, sum(each.size for each in groups))
+        return AtroposBatch(lease, posted, sum(each.size for each in groups))
 
     async def _acknowledge(self) -> None:
         """In an order in which every part may happen twice: this process may die between any two."""
         await self.queue.ack(self.notes.epoch, groups=self.notes.groups)  # also if the lease lapsed: it has them
-        once = Once(f"atropos-release-{self.notes.run}-{self.notes.lease}", b"")
+        once = RequestKey(f"atropos-release-{self.notes.run}-{self.notes.lease}", b"")
         await self.queue.release(self.notes.epoch, len(self.notes.groups), once=once)
         await self.queue.announce_version(self.notes.epoch, self.notes.step)
         self.notes.lease, self.notes.groups, self.notes.handed_over = 0, [], False
         await self._save()
 
-    def handing_over(self, batch: Batch) -> None:
+    def handing_over(self, batch: AtroposBatch) -> None:
         self._handing_over = batch.lease
 
-    async def handed_over(self, batch: Batch, yes: bool = True) -> None:
+    async def handed_over(self, batch: AtroposBatch, yes: bool = True) -> None:
         """All but its last bytes are with the trainer; durable before these are sent. Not `yes`, should they not be
         sent after all, whatever became of the first note."""
         if self.notes.lease == batch.lease and self.notes.handed_over != yes:
             self.notes.handed_over = yes
             await self._save()
 
-    def let_go(self, batch: Batch) -> None:
+    def let_go(self, batch: AtroposBatch) -> None:
         if self._handing_over == batch.lease:
             self._handing_over = 0
 
@@ -410,8 +415,8 @@ class Atropos:
         }
         return mass.get(self.id_of(env_id), 0.0) / sum(mass.values()) if mass else 0.0
 
-    def _spec(self, row: dict[str, Any]) -> EnvironmentSpec:
-        return self.queue.environment(row["id"]) if row["connected"] else EnvironmentSpec("")
+    def _spec(self, row: dict[str, Any]) -> RegisteredEnvironment:
+        return self.queue.environment(row["id"]) if row["connected"] else RegisteredEnvironment("")
 
     def _rows(self) -> list[dict[str, Any]]:
         """Of all environments; counted again at most ten times a second, however many ask."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 
 from tandem.errors import Conflict, Fenced, NotKnown, StoreError
-from tandem.io.append_only_segments import Place, Segments
+from tandem.io.append_only_segments import SegmentPlace, Segments
 from tandem.io.sqlite_store import Durable
 from tandem.rollout.queue import tables as rows
-from tandem.rollout.queue.idempotency import Calls
-from tandem.rollout.queue.state import Asking, Entry, EnvironmentState
-from tandem.rollout.queue.stats import Watch
+from tandem.rollout.queue.idempotency import IdempotentCalls
+from tandem.rollout.queue.state import EnvironmentState, QueueEntry, WaitingEnvironment
+from tandem.rollout.queue.stats import QueueStats
 from tandem.rollout.queue.types import QueueLimits, Taken, TrainerSpec
 
 _log = logging.getLogger(__name__)
@@ -34,13 +34,13 @@ class Core:
         self._db = Durable(directory, rows.SCHEMA, files=self._segments)
         self._state = rows.read_state(self._db, clock())
         self._segments.keep_only(rows.places(self._state))
-        self.watch = Watch(clock)
+        self.watch = QueueStats(clock)
         self._news = asyncio.Event()
         self._run = 0
         """Goes up when everything is forgotten."""
         self._waiting = 0
         """Takes that wait for groups."""
-        self._calls = Calls(self._db, self.limits.answers_kept_s)
+        self._calls = IdempotentCalls(self._db, self.limits.answers_kept_s)
         self._ticking: asyncio.Task[None] | None = None
         self._swept = 0.0
 
@@ -108,8 +108,8 @@ class Core:
         self._leave_out(self._state.let_in(), "stale")
         self._news.set()
 
-    async def _frames(self, entries: Sequence[Entry]) -> list[bytes | StoreError]:
-        def one(place: Place | None) -> bytes | StoreError:
+    async def _frames(self, entries: Sequence[QueueEntry]) -> list[bytes | StoreError]:
+        def one(place: SegmentPlace | None) -> bytes | StoreError:
             assert place is not None
             try:
                 return self._segments.read(place)
@@ -119,7 +119,7 @@ class Core:
 
         return await asyncio.to_thread(lambda: [one(entry.place) for entry in entries])
 
-    def _taken(self, entries: Sequence[Entry], frames: Sequence[bytes | StoreError]) -> list[Taken]:
+    def _taken(self, entries: Sequence[QueueEntry], frames: Sequence[bytes | StoreError]) -> list[Taken]:
         taken: list[Taken] = []
         for e, frame in zip(entries, frames, strict=True):
             if isinstance(frame, StoreError):
@@ -140,13 +140,13 @@ class Core:
         self._state.share_out()
         self._go_on()
 
-    def _leave_out(self, entries: Sequence[Entry], reason: str) -> None:
+    def _leave_out(self, entries: Sequence[QueueEntry], reason: str) -> None:
         """Drops that nobody asked for, and nobody waits for."""
         if entries:
             self._dropped(entries, reason)
             self._calls.later(self._dropping(entries, reason), then=lambda: self._forget(entries))
 
-    def _dropping(self, entries: Sequence[Entry], reason: str) -> Callable[[sqlite3.Connection], None]:
+    def _dropping(self, entries: Sequence[QueueEntry], reason: str) -> Callable[[sqlite3.Connection], None]:
         counted = Counter((entry.environment, reason) for entry in entries)
         ids = [entry.id for entry in entries]
 
@@ -156,18 +156,18 @@ class Core:
 
         return change
 
-    def _dropped(self, entries: Sequence[Entry], reason: str) -> None:
+    def _dropped(self, entries: Sequence[QueueEntry], reason: str) -> None:
         for entry in entries:
             self._state.free(entry)
             if entry.environment in self._state.environments:
                 self._state.environments[entry.environment].counts[reason] += 1
         self.watch.count("dropped", len(entries), reason=reason)
 
-    def _forget(self, entries: Iterable[Entry]) -> None:
+    def _forget(self, entries: Iterable[QueueEntry]) -> None:
         """Their bytes; the index says on the disk that they are not wanted."""
         self._segments.forget([entry.place for entry in entries if entry.place is not None])
 
-    def _ungrant(self, asking: Asking) -> None:
+    def _ungrant(self, asking: WaitingEnvironment) -> None:
         for entry in asking.granted:
             self._state.free(entry)
         asking.granted.clear()

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tandem.errors import Conflict, QueueFull, StoreError
-from tandem.io.append_only_segments import Place
+from tandem.io.append_only_segments import SegmentPlace
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue import tables as rows
 from tandem.rollout.queue import validation as checks
 from tandem.rollout.queue.core import Core
-from tandem.rollout.queue.state import Asking, Entry
-from tandem.rollout.queue.types import Once, Stored
+from tandem.rollout.queue.state import QueueEntry, WaitingEnvironment
+from tandem.rollout.queue.types import Stored
 from tandem.rollout.wire.codec import WireGroup
 from tandem.types import NO_VERSION, Ticket
 
@@ -28,7 +29,7 @@ def _dated(group: WireGroup, version: int) -> WireGroup:
 
 class Intake(Core):
     async def admit(
-        self, environment: int, count: int = 1, *, wait_s: float = 0.0, once: Once | None = None
+        self, environment: int, count: int = 1, *, wait_s: float = 0.0, once: RequestKey | None = None
     ) -> list[Ticket]:
         """Up to `count` tickets, one at least; none when `wait_s` has passed without a slot."""
         self._wake()
@@ -37,7 +38,7 @@ class Intake(Core):
             if earlier is not None:
                 return [Ticket(order) for order in earlier]
             self._trainer()
-            asking = Asking(max(1, count), asyncio.get_running_loop().create_future())
+            asking = WaitingEnvironment(max(1, count), asyncio.get_running_loop().create_future())
             each = self._environment(environment)
             each.asking.append(asking)
             self._go_on()
@@ -53,7 +54,7 @@ class Intake(Core):
                 self.seen(environment)
             return await self._calls.whole(self._hand_tickets(asking, once), once=once)
 
-    async def _hand_tickets(self, asking: Asking, once: Once | None) -> list[Ticket]:
+    async def _hand_tickets(self, asking: WaitingEnvironment, once: RequestKey | None) -> list[Ticket]:
         granted = asking.granted
         if not all(entry.id in self._state.entries for entry in granted):  # another run began
             granted.clear()
@@ -83,7 +84,7 @@ class Intake(Core):
         return [Ticket(order) for order in orders]
 
     async def put(
-        self, groups: Sequence[WireGroup], *, environment: int | None = None, once: Once | None = None
+        self, groups: Sequence[WireGroup], *, environment: int | None = None, once: RequestKey | None = None
     ) -> list[Stored]:
         """All of them or none. Each names its environment and, where it was played on one, its ticket;
         `environment` stands for those whose head names none. A group without a ticket waits in its environment's line
@@ -91,7 +92,7 @@ class Intake(Core):
         self._wake()
         return await self._calls.whole(self._put(groups, environment, once))
 
-    async def _put(self, groups: Sequence[WireGroup], environment: int | None, once: Once | None) -> list[Stored]:
+    async def _put(self, groups: Sequence[WireGroup], environment: int | None, once: RequestKey | None) -> list[Stored]:
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return [Stored(*each) for each in earlier]
@@ -116,16 +117,16 @@ class Intake(Core):
                 for each in known:
                     each.writing -= 1
 
-    async def _store(self, groups: Sequence[WireGroup], makers: Sequence[int], once: Once | None) -> list[Stored]:
+    async def _store(self, groups: Sequence[WireGroup], makers: Sequence[int], once: RequestKey | None) -> list[Stored]:
         state, now = self._state, self._clock()
-        entries: list[Entry] = []
+        entries: list[QueueEntry] = []
         stored: list[Stored] = []
         counted: Counter[tuple[int, str]] = Counter()
         for group, maker in zip(groups, makers, strict=True):
             ticket = group.head.ticket
             outcome = self._outcome(group)
             if ticket is None:
-                entry = Entry(state.next_id, maker, since=now)
+                entry = QueueEntry(state.next_id, maker, since=now)
                 state.next_id += 1
             else:
                 entry = state.playing[ticket]
@@ -167,11 +168,15 @@ class Intake(Core):
         return "undone" if self._state.is_ahead(group.newest) else "queued"
 
     def _write_groups(
-        self, db: sqlite3.Connection, groups: list[WireGroup], entries: list[Entry], counted: Counter[tuple[int, str]]
-    ) -> list[Place]:
+        self,
+        db: sqlite3.Connection,
+        groups: list[WireGroup],
+        entries: list[QueueEntry],
+        counted: Counter[tuple[int, str]],
+    ) -> list[SegmentPlace]:
         places = [self._segments.append(memoryview(group.frame)) for group in groups]
-        free = list[Entry]()
-        free_places = list[Place]()
+        free = list[QueueEntry]()
+        free_places = list[SegmentPlace]()
         for entry, group, place in zip(entries, groups, places, strict=True):
             filled = dataclasses.replace(
                 entry, size=group.size, tokens=group.tokens, oldest=group.oldest, newest=group.newest
@@ -185,7 +190,7 @@ class Intake(Core):
         rows.count(db, counted)
         return places
 
-    def _queue(self, entry: Entry, group: WireGroup, place: Place) -> None:
+    def _queue(self, entry: QueueEntry, group: WireGroup, place: SegmentPlace) -> None:
         state = self._state
         entry.place, entry.size, entry.tokens = place, group.size, group.tokens
         entry.oldest, entry.newest = group.oldest, group.newest
@@ -197,11 +202,11 @@ class Intake(Core):
             state.environments[entry.environment].line.append(entry)
             state.in_lines += 1
 
-    async def drop(self, environment: int, ticket: int, reason: str, *, once: Once | None = None) -> None:
+    async def drop(self, environment: int, ticket: int, reason: str, *, once: RequestKey | None = None) -> None:
         """Nothing to learn; the slot is free at once."""
         await self._calls.whole(self._drop_ticket(environment, ticket, checks.check_reason(reason), once))
 
-    async def _drop_ticket(self, environment: int, ticket: int, reason: str, once: Once | None) -> None:
+    async def _drop_ticket(self, environment: int, ticket: int, reason: str, once: RequestKey | None) -> None:
         async with self._calls.turn(once) as earlier:
             self.seen(environment)
             if earlier is not None:

@@ -9,23 +9,23 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from tandem.io.request_key import RequestKey
 from tandem.io.sqlite_store import Durable
 from tandem.rollout.queue import tables as rows
-from tandem.rollout.queue.types import Once
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Calls:
+class IdempotentCalls:
     def __init__(self, db: Durable, keep_s: float) -> None:
         self._db, self._keep_s = db, keep_s
         self._under_way: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @asynccontextmanager
-    async def turn(self, once: Once | None) -> AsyncGenerator[Any]:
+    async def turn(self, once: RequestKey | None) -> AsyncGenerator[Any]:
         """Yields what a request with this key was answered before, or None; others with the key wait meanwhile."""
         if once is None:
             yield None
@@ -38,7 +38,7 @@ class Calls:
         finally:
             self._let_go(once.key, mine)
 
-    async def whole(self, work: Coroutine[Any, Any, T], *, once: Once | None = None) -> T:
+    async def whole(self, work: Coroutine[Any, Any, T], *, once: RequestKey | None = None) -> T:
         """To its end, even if the caller is cancelled: what was decided is written, and applied when it is. `once`:
         the key whose turn the caller has, and which stays held until then."""
         task = self._start(work)
@@ -50,7 +50,9 @@ class Calls:
                 task.add_done_callback(lambda _: self._let_go(once.key, held))
             raise
 
-    async def write(self, change: Callable[[sqlite3.Connection], T], once: Once | None = None, reply: Any = None) -> T:
+    async def write(
+        self, change: Callable[[sqlite3.Connection], T], once: RequestKey | None = None, reply: Any = None
+    ) -> T:
         """The change, and the reply that its key is answered with from now on: both or neither."""
 
         def both(db: sqlite3.Connection) -> T:

@@ -18,16 +18,17 @@ from itertools import islice
 from typing import Any
 
 from tandem.errors import NotKnown
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue import tables as rows
 from tandem.rollout.queue import validation as checks
 from tandem.rollout.queue.environment_calls import Intake
 from tandem.rollout.queue.trainer_calls import HandOut
-from tandem.rollout.queue.types import EnvironmentSpec, Once, Taken, TrainerSpec
+from tandem.rollout.queue.types import RegisteredEnvironment, Taken, TrainerSpec
 
 
 class RolloutQueue(Intake, HandOut):
-    """`once`, where a call takes it, makes a repeated call the same call: see `Once`. An environment's calls are in
-    `Intake`, a trainer's in `HandOut`, registration in `Seats`."""
+    """`once`, where a call takes it, makes a repeated call the same call: see `RequestKey`. An environment's calls are
+    in `Intake`, a trainer's in `HandOut`, registration in `Seats`."""
 
     @property
     def trainer(self) -> TrainerSpec | None:
@@ -46,7 +47,7 @@ class RolloutQueue(Intake, HandOut):
         """Groups that wait to be taken."""
         return self._state.queued
 
-    def environment(self, environment: int) -> EnvironmentSpec:
+    def environment(self, environment: int) -> RegisteredEnvironment:
         return self._environment(environment).spec
 
     def environment_status(self, environment: int) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class RolloutQueue(Intake, HandOut):
             raise NotKnown(f"group {group} is not here; it was trained on, was dropped, or never was", field="id")
         return self._taken([entry], await self._frames([entry]))[0]
 
-    async def answer(self, once: Once) -> Any:
+    async def answer(self, once: RequestKey) -> Any:
         """What the key was answered before, or None; KeyReused if that was for another body."""
         return rows.answered(self._db, once)
 

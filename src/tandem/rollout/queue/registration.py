@@ -7,16 +7,17 @@ import sqlite3
 from itertools import count
 
 from tandem.errors import Conflict
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue import tables as rows
 from tandem.rollout.queue import validation as checks
 from tandem.rollout.queue.core import Core
-from tandem.rollout.queue.state import Entry, EnvironmentState
-from tandem.rollout.queue.types import EnvironmentSeat, EnvironmentSpec, Once, TrainerSeat, TrainerSpec
+from tandem.rollout.queue.state import EnvironmentState, QueueEntry
+from tandem.rollout.queue.types import EnvironmentSeat, RegisteredEnvironment, TrainerSeat, TrainerSpec
 
 
 class Seats(Core):
     async def register_trainer(
-        self, spec: TrainerSpec, *, fresh: bool = False, once: Once | None = None
+        self, spec: TrainerSpec, *, fresh: bool = False, once: RequestKey | None = None
     ) -> TrainerSeat:
         """Again, by the same run: what an earlier registration holds under lease returns at once, and its calls are
         Fenced. With a lower version than before it has lost some: what those played is dropped. By another run:
@@ -25,7 +26,7 @@ class Seats(Core):
         checks.check_trainer(spec)
         return await self._calls.whole(self._register_trainer(spec, fresh, once))
 
-    async def _register_trainer(self, spec: TrainerSpec, fresh: bool, once: Once | None) -> TrainerSeat:
+    async def _register_trainer(self, spec: TrainerSpec, fresh: bool, once: RequestKey | None) -> TrainerSeat:
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return TrainerSeat(*earlier)
@@ -69,7 +70,7 @@ class Seats(Core):
             self._go_on()
             return seat
 
-    def _never_made(self, version: int, written: list[Entry]) -> None:
+    def _never_made(self, version: int, written: list[QueueEntry]) -> None:
         """The trainer went back to `version`. `written`: what the disk has forgotten with that; the rest came while it
         was written."""
         state = self._state
@@ -85,12 +86,12 @@ class Seats(Core):
         state.leave_lines(lambda entry: entry.newest > version)
         self._leave_out(late, "undone")
 
-    async def leave(self, epoch: int, *, once: Once | None = None) -> None:
+    async def leave(self, epoch: int, *, once: RequestKey | None = None) -> None:
         """The trainer goes: what it holds under lease returns at once, and another run may sit down. What is queued for
         its run stays, for when it comes again."""
         await self._calls.whole(self._leave(epoch, once))
 
-    async def _leave(self, epoch: int, once: Once | None) -> None:
+    async def _leave(self, epoch: int, once: RequestKey | None) -> None:
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return
@@ -107,11 +108,11 @@ class Seats(Core):
             state.holding.clear()
             self._go_on()
 
-    async def announce_version(self, epoch: int, version: int, *, once: Once | None = None) -> None:
+    async def announce_version(self, epoch: int, version: int, *, once: RequestKey | None = None) -> None:
         """The trainer holds `version` now; what became too old with it is dropped when its turn comes."""
         await self._calls.whole(self._announce(epoch, version, once))
 
-    async def _announce(self, epoch: int, version: int, once: Once | None = None) -> None:
+    async def _announce(self, epoch: int, version: int, once: RequestKey | None = None) -> None:
         self._check_epoch(epoch)
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
@@ -128,15 +129,17 @@ class Seats(Core):
             self._leave_out(self._stale_in_lines(), "stale")
             self._go_on()
 
-    def _stale_in_lines(self) -> list[Entry]:
+    def _stale_in_lines(self) -> list[QueueEntry]:
         """They would be found out when their turn comes; until then they would take the room of others."""
         return self._state.leave_lines(lambda entry: self._state.is_stale(entry.oldest))
 
-    async def register_environment(self, spec: EnvironmentSpec, *, once: Once | None = None) -> EnvironmentSeat:
+    async def register_environment(
+        self, spec: RegisteredEnvironment, *, once: RequestKey | None = None
+    ) -> EnvironmentSeat:
         """Conflict while no trainer has registered, or where it has another tokenizer."""
         return await self._calls.whole(self._register_environment(spec, once))
 
-    async def _register_environment(self, spec: EnvironmentSpec, once: Once | None) -> EnvironmentSeat:
+    async def _register_environment(self, spec: RegisteredEnvironment, once: RequestKey | None) -> EnvironmentSeat:
         async with self._calls.turn(once) as earlier:
             if earlier is not None and earlier[0] >= self._state.first_environment:
                 return EnvironmentSeat(*earlier)
@@ -164,11 +167,11 @@ class Seats(Core):
             self._state.share_out()
             return EnvironmentSeat(id, made.name)
 
-    async def disconnect(self, environment: int, *, once: Once | None = None) -> None:
+    async def disconnect(self, environment: int, *, once: RequestKey | None = None) -> None:
         """Its tickets lapse; what it has put stays."""
         await self._calls.whole(self._disconnect(environment, once))
 
-    async def _disconnect(self, environment: int, once: Once | None) -> None:
+    async def _disconnect(self, environment: int, once: RequestKey | None) -> None:
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
-from tandem.io.append_only_segments import Place
-from tandem.rollout.queue.types import EnvironmentSpec, TrainerSpec
+from tandem.io.append_only_segments import SegmentPlace
+from tandem.rollout.queue.types import RegisteredEnvironment, TrainerSpec
 from tandem.types import NO_VERSION
 
 _LOOK_AHEAD = 4096  # groups that are tried when a batch must hold an exact number of sequences
@@ -21,14 +21,14 @@ _CREDIT = 16  # how far an environment that could not ask may be behind, in grou
 
 
 @dataclass(slots=True)
-class Entry:
+class QueueEntry:
     """A group, or the ticket for one."""
 
     id: int
     environment: int
     order: int = -1
     """-1: in its environment's line."""
-    place: Place | None = None
+    place: SegmentPlace | None = None
     """None: it is being played."""
     size: int = 0
     tokens: int = 0
@@ -41,21 +41,21 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Asking:
+class WaitingEnvironment:
     """An environment that waits for tickets."""
 
     count: int
     answer: asyncio.Future[None]
     backs: int = 0
     """Of the state, when tickets were granted."""
-    granted: list[Entry] = field(default_factory=list[Entry])
+    granted: list[QueueEntry] = field(default_factory=list[QueueEntry])
 
 
 @dataclass(slots=True)
 class EnvironmentState:
     id: int
     name: str
-    spec: EnvironmentSpec
+    spec: RegisteredEnvironment
     seen: float
     connected: bool = True
     silent: bool = False
@@ -65,8 +65,8 @@ class EnvironmentState:
     admitted: int = 0
     writing: int = 0
     """Calls that write groups of it."""
-    line: deque[Entry] = field(default_factory=deque[Entry])
-    asking: deque[Asking] = field(default_factory=deque[Asking])
+    line: deque[QueueEntry] = field(default_factory=deque[QueueEntry])
+    asking: deque[WaitingEnvironment] = field(default_factory=deque[WaitingEnvironment])
     counts: Counter[str] = field(default_factory=Counter[str])
     """`put`, and drops by reason."""
 
@@ -92,7 +92,7 @@ class EnvironmentState:
 class LeaseState:
     id: int
     version: int
-    entries: list[Entry]
+    entries: list[QueueEntry]
     expires: float
 
 
@@ -108,16 +108,16 @@ class QueueState:
         """How often a trainer went back to an earlier version."""
         self.coming = 0
         """Groups without a ticket that are on their way to the disk."""
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, QueueEntry] = {}
         """By id: everything that is not forgotten yet."""
-        self.flight: dict[int, Entry] = {}
+        self.flight: dict[int, QueueEntry] = {}
         """By order: let in and not taken."""
-        self.playing: dict[int, Entry] = {}
+        self.playing: dict[int, QueueEntry] = {}
         """Those of them whose group is still to come."""
         self.leases: dict[int, LeaseState] = {}
         self.acked: set[int] = set()
         """Leases that were acknowledged whole; any other that is not held lapsed."""
-        self.holding: deque[Entry | None] = deque()
+        self.holding: deque[QueueEntry | None] = deque()
         """Taken and not released, oldest take first; None for one that was acknowledged before a restart."""
         self.in_lines = 0
         self.dropped_in_a_row = 0
@@ -137,7 +137,7 @@ class QueueState:
     def queued(self) -> int:
         return len(self.entries) - len(self.playing) - sum(len(lease.entries) for lease in self.leases.values())
 
-    def lag(self, entry: Entry) -> int:
+    def lag(self, entry: QueueEntry) -> int:
         return 0 if entry.oldest == NO_VERSION else max(0, self.version - entry.oldest)
 
     def is_stale(self, oldest: int) -> bool:
@@ -150,15 +150,15 @@ class QueueState:
         limit = self.trainer.max_lag if self.trainer else -1
         return limit >= 0 and newest > self.version + max(limit, 1) + 1
 
-    def undone(self, version: int) -> list[Entry]:
+    def undone(self, version: int) -> list[QueueEntry]:
         """What was played by versions that a trainer who goes back to `version` never made, leases included; of what
         is being played nobody knows yet. What is on its way to the disk is asked when it arrives."""
         leased = [e for lease in self.leases.values() for e in lease.entries if e.newest > version]
         waiting = [e for e in self.flight.values() if not e.busy and (e.place is None or e.newest > version)]
         return leased + waiting + [e for each in self.environments.values() for e in each.line if e.newest > version]
 
-    def leave_lines(self, goes: Callable[[Entry], bool]) -> list[Entry]:
-        gone: list[Entry] = []
+    def leave_lines(self, goes: Callable[[QueueEntry], bool]) -> list[QueueEntry]:
+        gone: list[QueueEntry] = []
         for each in self.environments.values():
             if found := [entry for entry in each.line if goes(entry)]:
                 each.line = deque(entry for entry in each.line if not goes(entry))
@@ -208,9 +208,9 @@ class QueueState:
 
     # --- slots
 
-    def let_in(self) -> list[Entry]:
+    def let_in(self) -> list[QueueEntry]:
         """Gives free slots away. What turned out to be too old is returned, and left out."""
-        stale: list[Entry] = []
+        stale: list[QueueEntry] = []
         if self.slots:
             while self.held < self.slots and (chosen := self._next_environment()):
                 self._let_one_in(chosen, stale)
@@ -221,7 +221,7 @@ class QueueState:
         self._answer()
         return stale
 
-    def _let_one_in(self, chosen: EnvironmentState, stale: list[Entry]) -> None:
+    def _let_one_in(self, chosen: EnvironmentState, stale: list[QueueEntry]) -> None:
         if not chosen.line:
             return self._grant(chosen)
         entry = chosen.line.popleft()
@@ -233,7 +233,7 @@ class QueueState:
 
     def _grant(self, chosen: EnvironmentState) -> None:
         asking = chosen.asking[0]
-        entry = Entry(self.next_id, chosen.id, busy=True)  # until its ticket is on the disk
+        entry = QueueEntry(self.next_id, chosen.id, busy=True)  # until its ticket is on the disk
         self.next_id += 1
         self.entries[entry.id] = entry
         self._start(entry)
@@ -244,7 +244,7 @@ class QueueState:
             chosen.asking.popleft()
             asking.answer.set_result(None)
 
-    def _start(self, entry: Entry) -> None:
+    def _start(self, entry: QueueEntry) -> None:
         entry.order = self.next_order
         self.next_order += 1
         self.flight[entry.order] = entry
@@ -257,14 +257,14 @@ class QueueState:
                 if not asking.answer.done():
                     asking.answer.set_result(None)
 
-    def free(self, entry: Entry) -> None:
+    def free(self, entry: QueueEntry) -> None:
         """It leaves, wherever it is, and its slot with it."""
         self.entries.pop(entry.id, None)
         if entry.order >= 0:
             self.flight.pop(entry.order, None)
             self.playing.pop(entry.order, None)
 
-    def come_back(self, entries: Iterable[Entry]) -> None:
+    def come_back(self, entries: Iterable[QueueEntry]) -> None:
         """From a lease that lapsed: to their old places in the order, with a slot each."""
         back = list(entries)
         gone = {entry.id for entry in back}
@@ -274,7 +274,7 @@ class QueueState:
 
     # --- batches
 
-    def ready(self, count: int) -> tuple[list[Entry], list[Entry]]:
+    def ready(self, count: int) -> tuple[list[QueueEntry], list[QueueEntry]]:
         """The oldest `count`, or nothing yet; and what is too old, to be dropped."""
         stale = self.let_in()
         while old := [each for each in self._oldest(count) if each.place is not None and self.is_stale(each.oldest)]:
@@ -286,16 +286,16 @@ class QueueState:
         finished = len(chosen) == count and all(entry.place is not None for entry in chosen)
         return (chosen if finished else []), stale
 
-    def _oldest(self, count: int) -> list[Entry]:
+    def _oldest(self, count: int) -> list[QueueEntry]:
         return list(islice(self.flight.values(), count))
 
-    def ready_sequences(self, sequences: int) -> tuple[list[Entry], list[Entry]]:
+    def ready_sequences(self, sequences: int) -> tuple[list[QueueEntry], list[QueueEntry]]:
         """Groups that hold exactly so many siblings, the oldest that can; lines are let in until they do. None while
         an environment that lives has not put its minimum."""
-        stale: list[Entry] = self.let_in()
+        stale: list[QueueEntry] = self.let_in()
         minima = {each.id: int(sequences * each.spec.min_share) for each in self.environments.values() if each.live}
         missing = Counter({id: most for id, most in minima.items() if most})
-        pool: list[Entry] = []
+        pool: list[QueueEntry] = []
         reach, whole = 1, (1 << (sequences + 1)) - 1
         for entry in self._in_order(stale):
             pool.append(entry)
@@ -307,7 +307,7 @@ class QueueState:
                 break
         return [], stale
 
-    def _in_order(self, stale: list[Entry]) -> Iterator[Entry]:
+    def _in_order(self, stale: list[QueueEntry]) -> Iterator[QueueEntry]:
         for entry in list(self.flight.values()):
             if entry.place is None:
                 return
@@ -323,7 +323,7 @@ class QueueState:
             if self.next_order > before:
                 yield self.flight[before]
 
-    def lend(self, entries: list[Entry], expires: float) -> LeaseState:
+    def lend(self, entries: list[QueueEntry], expires: float) -> LeaseState:
         lease = LeaseState(self.next_lease, self.version, entries, expires)
         self.next_lease += 1
         self.leases[lease.id] = lease
@@ -333,10 +333,10 @@ class QueueState:
         return lease
 
 
-def _exactly(pool: list[Entry], sequences: int, minima: Mapping[int, int]) -> list[Entry]:
+def _exactly(pool: list[QueueEntry], sequences: int, minima: Mapping[int, int]) -> list[QueueEntry]:
     """Of those that add up to it, the ones with the oldest, each environment's minimum first: an entry is left out only
     if the rest would not fit."""
-    due, first, left = Counter(minima), list[Entry](), sequences
+    due, first, left = Counter(minima), list[QueueEntry](), sequences
     for entry in pool:
         if due[entry.environment] > 0 and entry.size <= left:
             first.append(entry)
@@ -349,7 +349,7 @@ def _exactly(pool: list[Entry], sequences: int, minima: Mapping[int, int]) -> li
     return sorted([*first, *rest], key=lambda entry: entry.order)
 
 
-def _fill(pool: list[Entry], sequences: int) -> list[Entry] | None:
+def _fill(pool: list[QueueEntry], sequences: int) -> list[QueueEntry] | None:
     """The oldest that add up to it; None if none do."""
     suffix = [1] * (len(pool) + 1)
     whole = (1 << (sequences + 1)) - 1
@@ -357,7 +357,7 @@ def _fill(pool: list[Entry], sequences: int) -> list[Entry] | None:
         suffix[number] = suffix[number + 1] | (suffix[number + 1] << pool[number].size) & whole
     if not suffix[0] >> sequences & 1:
         return None
-    chosen, left = list[Entry](), sequences
+    chosen, left = list[QueueEntry](), sequences
     for number, entry in enumerate(pool):
         if entry.size <= left and suffix[number + 1] >> (left - entry.size) & 1:
             chosen.append(entry)

@@ -14,7 +14,7 @@ from tandem.rollout.queue.validation import why_no_batch
 _WINDOW_S = 60
 
 
-class Watch:
+class QueueStats:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self.started = clock, time.time()
         self.totals: Counter[str] = Counter()

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from tandem.errors import KeyReused
-from tandem.io.append_only_segments import Place
+from tandem.io.append_only_segments import SegmentPlace
+from tandem.io.request_key import RequestKey
 from tandem.io.sqlite_store import Durable
-from tandem.rollout.queue.state import Entry, EnvironmentState, LeaseState, QueueState
-from tandem.rollout.queue.types import EnvironmentSpec, Once, TrainerSpec
+from tandem.rollout.queue.state import EnvironmentState, LeaseState, QueueEntry, QueueState
+from tandem.rollout.queue.types import RegisteredEnvironment, TrainerSpec
 
 SCHEMA = (
     """
@@ -58,7 +59,7 @@ def say(db: Db, **facts: Any) -> None:
     db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", [(k, json.dumps(v)) for k, v in facts.items()])
 
 
-def add_groups(db: Db, entries: Iterable[Entry], places: Iterable[Place]) -> None:
+def add_groups(db: Db, entries: Iterable[QueueEntry], places: Iterable[SegmentPlace]) -> None:
     db.executemany(
         "INSERT INTO groups VALUES (?,?,?,?,?,?,?,?,?,?,?,0,0)",
         [
@@ -68,12 +69,12 @@ def add_groups(db: Db, entries: Iterable[Entry], places: Iterable[Place]) -> Non
     )
 
 
-def add_tickets(db: Db, entries: Iterable[Entry]) -> None:
+def add_tickets(db: Db, entries: Iterable[QueueEntry]) -> None:
     rows = [(entry.id, entry.environment, entry.order) for entry in entries]
     db.executemany("INSERT INTO groups VALUES (?,?,?,NULL,NULL,NULL,NULL,0,0,-1,-1,0,0)", rows)
 
 
-def fill_ticket(db: Db, entry: Entry, place: Place) -> None:
+def fill_ticket(db: Db, entry: QueueEntry, place: SegmentPlace) -> None:
     e, p = entry, place
     values = (p.segment, p.offset, p.length, p.crc, e.size, e.tokens, e.oldest, e.newest, e.id)
     columns = "segment=?, offset=?, length=?, crc=?, size=?, tokens=?, oldest=?, newest=?"
@@ -125,7 +126,7 @@ def forget_environments(db: Db, ids: Iterable[int]) -> None:
             db.execute("DELETE FROM counts WHERE environment=?", (id,))
 
 
-def remember(db: Db, once: Once, reply: Any, keep_s: float) -> None:
+def remember(db: Db, once: RequestKey, reply: Any, keep_s: float) -> None:
     until = time.time() + (once.keep_s or keep_s)
     db.execute("INSERT OR REPLACE INTO answers VALUES (?,?,?,?)", (once.key, once.digest, _packed(reply), until))
 
@@ -151,7 +152,7 @@ def forget_answers(db: Db) -> None:
 # --- reading
 
 
-def answered(store: Durable, once: Once) -> Any:
+def answered(store: Durable, once: RequestKey) -> Any:
     """The reply that the key was given before, or None."""
     rows = store.read("SELECT digest, reply FROM answers WHERE key=? AND until > ?", (once.key, time.time()))
     if not rows:
@@ -179,7 +180,9 @@ def read_state(store: Durable, now: float) -> QueueState:
     for environment, what, number in store.read("SELECT * FROM counts"):
         counts.setdefault(environment, Counter())[what] = number
     for id, name, spec, connected in store.read("SELECT * FROM environments ORDER BY id"):
-        state.environments[id] = EnvironmentState(id, name, EnvironmentSpec(**json.loads(spec)), now, bool(connected))
+        state.environments[id] = EnvironmentState(
+            id, name, RegisteredEnvironment(**json.loads(spec)), now, bool(connected)
+        )
         state.environments[id].counts = counts.get(id, Counter())
     state.first_environment = facts.get("first_environment", 1)
     used = max([0, *state.environments, *counts])
@@ -203,8 +206,8 @@ def _read_groups(store: Durable, state: QueueState, now: float) -> None:
     columns = "id, environment, ord, segment, offset, length, crc, size, tokens, oldest, newest, lease, holds"
     for row in store.read(f"SELECT {columns} FROM groups ORDER BY lease, ord, id"):
         id, environment, order, *place, size, tokens, oldest, newest, lease, holds = row
-        entry = Entry(id, environment, order, None, size, tokens, oldest, newest, now)
-        entry.place = Place(*place) if place[0] is not None else None
+        entry = QueueEntry(id, environment, order, None, size, tokens, oldest, newest, now)
+        entry.place = SegmentPlace(*place) if place[0] is not None else None
         state.entries[id] = entry
         if lease:
             state.leases[lease].entries.append(entry)
@@ -219,7 +222,7 @@ def _read_groups(store: Durable, state: QueueState, now: float) -> None:
                 state.playing[order] = entry
 
 
-def places(state: QueueState) -> Sequence[Place]:
+def places(state: QueueState) -> Sequence[SegmentPlace]:
     return [entry.place for entry in state.entries.values() if entry.place is not None]
 
 

@@ -9,11 +9,12 @@ import sqlite3
 from collections.abc import Sequence
 
 from tandem.errors import Conflict, Fenced, NotKnown, StoreError
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue import tables as rows
 from tandem.rollout.queue import validation as checks
 from tandem.rollout.queue.registration import Seats
-from tandem.rollout.queue.state import Entry, LeaseState
-from tandem.rollout.queue.types import Lease, Once
+from tandem.rollout.queue.state import LeaseState, QueueEntry
+from tandem.rollout.queue.types import Lease
 
 
 class HandOut(Seats):
@@ -25,7 +26,7 @@ class HandOut(Seats):
         sequences: int = 0,
         version: int | None = None,
         wait_s: float = 0.0,
-        once: Once | None = None,
+        once: RequestKey | None = None,
     ) -> Lease | None:
         """`count` groups, or groups that hold exactly `sequences` siblings; oldest started first. None when `wait_s`
         has passed without them. Starved after too many drops in a row. `version` is announced on the way."""
@@ -50,7 +51,7 @@ class HandOut(Seats):
                 if not await self._wait_for_news(deadline):
                     return None
 
-    def _ready(self, count: int, sequences: int, *, announced: bool) -> list[Entry]:
+    def _ready(self, count: int, sequences: int, *, announced: bool) -> list[QueueEntry]:
         """`announced`: the trainer said its version with this take, so what is newer was played by one that it lost."""
         state = self._state
         while True:
@@ -74,7 +75,7 @@ class HandOut(Seats):
             self._waiting -= 1
         return True
 
-    async def _hand_out(self, lease: LeaseState, once: Once | None) -> Lease | None:
+    async def _hand_out(self, lease: LeaseState, once: RequestKey | None) -> Lease | None:
         def change(db: sqlite3.Connection) -> None:
             rows.lend(db, lease)
             rows.say(db, next_order=self._state.next_order)
@@ -116,12 +117,14 @@ class HandOut(Seats):
         self._state.leases[lease].expires = self._clock() + seconds
         return seconds
 
-    async def release(self, epoch: int, count: int, *, version: int | None = None, once: Once | None = None) -> None:
+    async def release(
+        self, epoch: int, count: int, *, version: int | None = None, once: RequestKey | None = None
+    ) -> None:
         """The slots of the `count` groups taken first: the engine holds the version that they made."""
         self._check_epoch(epoch)
         await self._calls.whole(self._release(epoch, count, version, once))
 
-    async def _release(self, epoch: int, count: int, version: int | None, once: Once | None) -> None:
+    async def _release(self, epoch: int, count: int, version: int | None, once: RequestKey | None) -> None:
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return
@@ -145,14 +148,14 @@ class HandOut(Seats):
             self._go_on()
 
     async def ack(
-        self, epoch: int, leases: Sequence[int] = (), *, groups: Sequence[int] = (), once: Once | None = None
+        self, epoch: int, leases: Sequence[int] = (), *, groups: Sequence[int] = (), once: RequestKey | None = None
     ) -> int:
         """They are in a checkpoint: forgotten for good. How many were still held. Again is no error. NotKnown, and
         nothing is acknowledged, if a lease lapsed: its groups are in the queue again."""
         self._check_epoch(epoch)
         return await self._calls.whole(self._ack(leases, groups, once))
 
-    async def _ack(self, leases: Sequence[int], groups: Sequence[int], once: Once | None) -> int:
+    async def _ack(self, leases: Sequence[int], groups: Sequence[int], once: RequestKey | None) -> int:
         async with self._calls.turn(once) as earlier:
             if earlier is not None:
                 return earlier

@@ -29,16 +29,6 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
-    """One request, however often it is sent: the same key with the same digest gets the first answer again."""
-
-    key: str
-    digest: bytes
-    keep_s: float = 0.0
-    """0: as long as the limits say."""
-
-
-@dataclass(frozen=True, slots=True)
 class TrainerSpec:
     """A run, as its trainer registers it."""
 
@@ -77,7 +67,7 @@ class TrainerSeat:
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentSpec:
+class RegisteredEnvironment:
     name: str
     weight: float = 1.0
     """Its part of what is trained on, against the weights of the others."""

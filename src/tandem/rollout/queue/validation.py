@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, QueueFull, Starved
-from tandem.rollout.queue.state import Entry, EnvironmentState, QueueState
-from tandem.rollout.queue.types import EnvironmentSpec, QueueLimits, TrainerSpec
+from tandem.rollout.queue.state import EnvironmentState, QueueEntry, QueueState
+from tandem.rollout.queue.types import QueueLimits, RegisteredEnvironment, TrainerSpec
 from tandem.rollout.wire.codec import Rules, WireGroup, check
 from tandem.rollout.wire.validation import check_plain
 
@@ -67,7 +67,7 @@ def check_left(state: QueueState, now: float, waiting: bool) -> None:
 
 
 def check_environment(
-    spec: EnvironmentSpec, trainer: TrainerSpec | None, known: Iterable[EnvironmentState], limits: QueueLimits
+    spec: RegisteredEnvironment, trainer: TrainerSpec | None, known: Iterable[EnvironmentState], limits: QueueLimits
 ) -> None:
     check_name("name", spec.name)
     if trainer is None:
@@ -129,7 +129,7 @@ def why_no_batch(state: QueueState) -> str:
     )
 
 
-def check_ticket(state: QueueState, environment: int, ticket: int, field: str = "ticket") -> Entry:
+def check_ticket(state: QueueState, environment: int, ticket: int, field: str = "ticket") -> QueueEntry:
     """The ticket's entry, if its group may still come."""
     entry = state.playing.get(ticket)
     if entry is None or entry.environment != environment:

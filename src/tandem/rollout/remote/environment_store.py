@@ -25,7 +25,7 @@ _NOT_ENCODED = (OverflowError, RecursionError, TypeError, ValueError)  # what me
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
+class EnvironmentRegistration:
     """As which environment."""
 
     name: str
@@ -40,7 +40,7 @@ class Registration:
 class TicketStore:
     """The environment's verbs of a RolloutStore: admit, put, drop."""
 
-    def __init__(self, client: ServiceClient, registration: Registration, *, most_under_way: int) -> None:
+    def __init__(self, client: ServiceClient, registration: EnvironmentRegistration, *, most_under_way: int) -> None:
         self._client, self._registration = client, registration
         self._room = asyncio.Semaphore(most_under_way)
         self._under_way: dict[int, int] = {}

@@ -25,7 +25,7 @@ from tandem.rollout.sessions.tree import (
     Session,
     Sizes,
     Tools,
-    Turn,
+    TurnNode,
     call_ids,
     chain,
     link,
@@ -35,7 +35,7 @@ from tandem.rollout.sessions.tree import (
 from tandem.types import Completion, Message, Sampling, Thought, Trajectory
 
 
-class Renders(Protocol):
+class SessionRenderer(Protocol):
     """What sessions need of a renderer."""
 
     @property
@@ -52,7 +52,7 @@ class Keeps(Protocol):
     """What outlives this process. Nobody waits for it here."""
 
     def opened(self, session: Session) -> None: ...
-    def turn(self, session: Session, turn: Turn) -> None: ...
+    def turn(self, session: Session, turn: TurnNode) -> None: ...
     def dropped(self, session: Session) -> None: ...
 
 
@@ -75,7 +75,7 @@ class Point:
     """Where a request goes on: n samples share it."""
 
     session: Session
-    parent: Turn | None
+    parent: TurnNode | None
     kept: int
     kind: Kind
     said: list[Message]
@@ -87,7 +87,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PendingTurn:
     """A turn to be."""
 
     point: Point
@@ -108,14 +108,19 @@ class Sample:
 
 class Sessions:
     def __init__(
-        self, renderer: Renders, keeps: Keeps, bounds: Bounds | None = None, *, clock: Callable[[], float] = time.time
+        self,
+        renderer: SessionRenderer,
+        keeps: Keeps,
+        bounds: Bounds | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.bounds, self.num_bytes = bounds or Bounds(), 0
         self.branched = self.expired = self.made = 0
         self._renderer, self._keeps, self._clock = renderer, keeps, clock
         self._open: OrderedDict[str, Session] = OrderedDict()
         """The one that was asked last stands last."""
-        self._ends: dict[bytes, list[tuple[Turn, int]]] = {}
+        self._ends: dict[bytes, list[tuple[TurnNode, int]]] = {}
         self._sizes: dict[tuple[str, Kind], Sizes] = {}
         """Of conversations in text and in ids that go on from some turn."""
         self.record = SessionRecord()
@@ -242,7 +247,7 @@ class Sessions:
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
         return partial(self._point, session, None, 0, kind, said, whole, data, len(data))
 
-    def samples(self, point: Point, count: int) -> list[Sample]:
+    def samples(self, point: Point, count: int) -> list[PendingTurn]:
         session, bounds = point.session, self.bounds
         leaves = len(session.leaves)
         if session.finishing:
@@ -257,7 +262,7 @@ class Sessions:
             raise Conflict(f"session '{session.id}' has {leaves} branches, {bounds.branches} are allowed")
         if session.id not in self._open:
             self._make_room()
-        return [Sample(point, self) for _ in range(count)]
+        return [PendingTurn(point, self) for _ in range(count)]
 
     @contextmanager
     def under_way(self, session: Session) -> Generator[None]:
@@ -279,7 +284,7 @@ class Sessions:
         if session.id not in self._open:
             return
         thought = self._renderer.thought(completion.ids, sampling.stop) if kind == "chat" else None
-        turn = Turn(
+        turn = TurnNode(
             turn_id, session, point.parent, point.kept, kind, point.said, told, array("i", point.context),
             array("i", completion.ids), array("d", completion.logprobs), completion.spans, completion.finish_reason,
             thought, sampling=(sampling.temperature, sampling.top_p, sampling.top_k),
@@ -326,7 +331,7 @@ class Sessions:
 
     # --- the rest
 
-    def _known(self, digest: bytes, session: Session | None) -> list[tuple[Turn, int]]:
+    def _known(self, digest: bytes, session: Session | None) -> list[tuple[TurnNode, int]]:
         """Newest first."""
         return [
             (turn, kept)
@@ -335,7 +340,7 @@ class Sessions:
         ]
 
     def _point(
-        self, session: Session | None, parent: Turn | None, kept: int, kind: Kind, said: list[Message],
+        self, session: Session | None, parent: TurnNode | None, kept: int, kind: Kind, said: list[Message],
         encoded: Callable[[], list[int]], heard: bytes, heard_size: int,
     ) -> Point:  # fmt: skip
         context = encoded()
@@ -343,7 +348,7 @@ class Sessions:
         prompt = [*parent.prompt(kept), *context] if parent else context
         return Point(session, parent, kept, kind, said, context, prompt, heard, heard_size)
 
-    def _seam(self, turn: Turn, rest: str) -> tuple[int, str] | None:
+    def _seam(self, turn: TurnNode, rest: str) -> tuple[int, str] | None:
         """How many of a turn's ids a text goes on from, and what of the text is new. A turn ends with what the client
         was not shown: its end of turn, the string that stopped it. It says that again, or goes on without."""
         ids, shown, decode = turn.ids.tolist(), str(turn.told["content"]), self._renderer.decode
@@ -362,7 +367,7 @@ class Sessions:
                 break
         return None
 
-    def _mark_ends(self, turn: Turn, point: Point) -> None:
+    def _mark_ends(self, turn: TurnNode, point: Point) -> None:
         scope = point.session.scope
         if turn.kind == "chat":
             turn.ends, turn.text_size = [(link(point.heard, turn.told), len(turn.ids))], point.heard_size + 1
@@ -378,7 +383,7 @@ class Sessions:
             turn.ends.append((digest, kept))
             turn.text_size = max(turn.text_size, size)
 
-    def _index(self, session: Session, turn: Turn) -> None:
+    def _index(self, session: Session, turn: TurnNode) -> None:
         self.record.add(turn)
         for digest, kept in turn.ends:
             self._ends.setdefault(digest, []).append((turn, kept))
@@ -407,7 +412,7 @@ class Sessions:
             self.drop(oldest)
 
 
-def _sizes_of(turn: Turn) -> list[int]:
+def _sizes_of(turn: TurnNode) -> list[int]:
     if turn.kind == "chat":
         return []
     if turn.kind == "text":

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tandem.errors import KeyReused
+from tandem.io.request_key import RequestKey
 from tandem.io.sqlite_store import Change, Durable
-from tandem.rollout.sessions.tree import Session, Turn, trajectory_row, turn_of, turn_row
+from tandem.rollout.sessions.tree import Session, TurnNode, trajectory_row, turn_of, turn_row
 from tandem.types import Trajectory
 
 _log = logging.getLogger(__name__)
@@ -41,14 +42,6 @@ _SCHEMA = (
     CREATE TABLE refused (name TEXT PRIMARY KEY, group_id TEXT, reason TEXT, rows TEXT, at REAL);
     """,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Once:
-    """One request, however often it is sent: the same key and body get the first answer again."""
-
-    key: str
-    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +77,7 @@ class SessionStore:
     def opened(self, session: Session) -> None:
         self._submit(f"session {session.id}", lambda db: _open(db, session))
 
-    def turn(self, session: Session, turn: Turn) -> None:
+    def turn(self, session: Session, turn: TurnNode) -> None:
         row = json.dumps(turn_row(turn))
         insert = "INSERT INTO turns (session, row) VALUES (?,?)"
         self._submit(f"turn {turn.id} of session {session.id}", lambda db: db.execute(insert, (session.id, row)))
@@ -120,7 +113,7 @@ class SessionStore:
 
     # --- writes that somebody waits for
 
-    def answered(self, once: Once | None) -> Any:
+    def answered(self, once: RequestKey | None) -> Any:
         """The reply that the key was given before, or None."""
         if once is None:
             return None
@@ -131,7 +124,7 @@ class SessionStore:
             raise KeyReused(f"the idempotency key '{once.key:.80}' was used for another request; take a new key")
         return json.loads(rows[0][1])
 
-    async def answered_open(self, session: Session, once: Once | None, reply: Mapping[str, Any]) -> None:
+    async def answered_open(self, session: Session, once: RequestKey | None, reply: Mapping[str, Any]) -> None:
         """The session and the reply are on the disk, both or none."""
 
         def change(db: sqlite3.Connection) -> None:
@@ -140,12 +133,12 @@ class SessionStore:
 
         await self._db.write(change)
 
-    async def answer(self, once: Once | None, reply: Mapping[str, Any]) -> None:
+    async def answer(self, once: RequestKey | None, reply: Mapping[str, Any]) -> None:
         """All that was written before is on the disk, and so is the reply."""
         await self._db.write(lambda db: _remember(db, once, reply))
 
     async def rewarded(
-        self, session: Session, rewards: Mapping[str, tuple[float, Mapping[str, float]]], once: Once | None,
+        self, session: Session, rewards: Mapping[str, tuple[float, Mapping[str, float]]], once: RequestKey | None,
         reply: Mapping[str, Any],
     ) -> None:  # fmt: skip
         def change(db: sqlite3.Connection) -> None:
@@ -155,7 +148,11 @@ class SessionStore:
         await self._db.write(change)
 
     async def finished(
-        self, session: Session, made: Sequence[tuple[str, Trajectory]], once: Once | None, reply: Mapping[str, Any]
+        self,
+        session: Session,
+        made: Sequence[tuple[str, Trajectory]],
+        once: RequestKey | None,
+        reply: Mapping[str, Any],
     ) -> None:
         """Its trajectories take its place."""
         rows = [{**trajectory_row(each), "extra": _origin(session, branch)} for branch, each in made]
@@ -231,7 +228,7 @@ def _drop(db: sqlite3.Connection, session: Session) -> None:
         db.execute("INSERT OR REPLACE INTO finished VALUES (?,?,?,'[]','')", values)
 
 
-def _remember(db: sqlite3.Connection, once: Once | None, reply: Mapping[str, Any]) -> None:
+def _remember(db: sqlite3.Connection, once: RequestKey | None, reply: Mapping[str, Any]) -> None:
     if once is not None:
         values = (once.key, once.digest, json.dumps(reply), time.time() + _KEPT_S)
         db.execute("INSERT OR REPLACE INTO answers VALUES (?,?,?,?)", values)

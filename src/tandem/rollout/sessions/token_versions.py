@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tandem.rollout.sessions.tree import Sizes, Turn, starts
+from tandem.rollout.sessions.tree import Sizes, TurnNode, starts
 from tandem.types import NO_VERSION, UNKNOWN_VERSION
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -38,12 +38,12 @@ class Proven:
 
 class SessionRecord:
     def __init__(self) -> None:
-        self._turns: dict[bytes, list[Turn]] = {}
+        self._turns: dict[bytes, list[TurnNode]] = {}
         """By the digest of their prompt, oldest first."""
         self._sizes = Sizes()
         """Of prompts, in bytes."""
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: TurnNode) -> None:
         prompt = array("i", turn.opening())
         size = len(prompt) * _ID_BYTES
         ((_, digest),) = starts("", "ids", prompt.tobytes(), [size])
@@ -51,7 +51,7 @@ class SessionRecord:
         self._turns.setdefault(digest, []).append(turn)
         self._sizes.add(size)
 
-    def remove(self, turn: Turn) -> None:
+    def remove(self, turn: TurnNode) -> None:
         size, digest = turn.found_by
         left = [each for each in self._turns[digest] if each is not turn]
         if left:
@@ -82,16 +82,18 @@ class SessionRecord:
             proven.logprobs = np.where(trained_T, found_T, 0.0).tolist()
         return proven
 
-    def _begun(self, ids_T: Array) -> Iterator[tuple[int, list[Turn]]]:
+    def _begun(self, ids_T: Array) -> Iterator[tuple[int, list[TurnNode]]]:
         """Where in a sequence a turn's prompt ends, and the turns that have it."""
         for size, digest in starts("", "ids", ids_T.tobytes(), self._sizes.in_order):
             if size < ids_T.nbytes and (turns := self._turns.get(digest)):
                 yield size // _ID_BYTES, turns
 
 
-def _longest(turns: list[Turn], ids_T: Array, trained_T: Array, given_T: Array | None) -> list[tuple[Turn, int]]:
+def _longest(
+    turns: list[TurnNode], ids_T: Array, trained_T: Array, given_T: Array | None
+) -> list[tuple[TurnNode, int]]:
     """The turns that fit furthest, and how many of their tokens do."""
-    fits: list[tuple[Turn, int]] = []
+    fits: list[tuple[TurnNode, int]] = []
     for turn in turns:
         count = min(len(turn.ids), len(ids_T))
         same = np.asarray(turn.ids, np.int32)[:count] == ids_T[:count]

@@ -24,10 +24,10 @@ _TURN_BYTES = 1000  # of a turn, beside its tokens and its text
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class TurnNode:
     id: str
     session: Session
-    parent: Turn | None
+    parent: TurnNode | None
     kept: int
     """Of the parent's sampled ids, those that this turn follows; fewer than all where the client left out the end."""
     kind: Kind
@@ -56,9 +56,9 @@ class Turn:
         text = sum(len(json.dumps(message, ensure_ascii=False)) for message in (*self.said, self.told))
         return _TURN_BYTES + 4 * (len(self.context) + len(self.ids)) + 8 * len(self.logprobs) + text
 
-    def path(self) -> list[tuple[Turn, int]]:
+    def path(self) -> list[tuple[TurnNode, int]]:
         """From the root to here, each with how many of its sampled ids count."""
-        found: list[tuple[Turn, int]] = []
+        found: list[tuple[TurnNode, int]] = []
         turn, kept = self, len(self.ids)
         while True:
             found.append((turn, kept))
@@ -110,7 +110,7 @@ class Session:
     running: int = 0
     finishing: bool = False
     num_bytes: int = 0
-    turns: dict[str, Turn] = field(default_factory=dict[str, Turn])
+    turns: dict[str, TurnNode] = field(default_factory=dict[str, TurnNode])
     rewards: dict[str, tuple[float, dict[str, float]]] = field(
         default_factory=dict[str, tuple[float, dict[str, float]]]
     )
@@ -122,10 +122,10 @@ class Session:
         return "" if self.automatic else self.id
 
     @property
-    def leaves(self) -> list[Turn]:
+    def leaves(self) -> list[TurnNode]:
         return [turn for turn in self.turns.values() if not turn.children]
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: TurnNode) -> None:
         if turn.parent is not None:
             turn.parent.children += 1
         self.turns[turn.id] = turn
@@ -185,9 +185,9 @@ def starts(scope: str, kind: Kind, data: bytes, sizes: Sequence[int]) -> list[tu
     return found
 
 
-def same_thoughts(turn: Turn, messages: Sequence[Message]) -> bool:
+def same_thoughts(turn: TurnNode, messages: Sequence[Message]) -> bool:
     """Whether thoughts that the client does say again are those that it was told."""
-    at: Turn | None = turn
+    at: TurnNode | None = turn
     while at is not None:
         again = messages[at.text_size - 1].get("reasoning_content")
         if again and again != at.told.get("reasoning_content"):
@@ -227,7 +227,7 @@ def _plain(value: Any) -> Any:
 # --- as rows
 
 
-def turn_row(turn: Turn) -> dict[str, Any]:
+def turn_row(turn: TurnNode) -> dict[str, Any]:
     thought = turn.thought
     return {
         "id": turn.id,
@@ -248,10 +248,10 @@ def turn_row(turn: Turn) -> dict[str, Any]:
     }
 
 
-def turn_of(row: Mapping[str, Any], session: Session) -> Turn:
+def turn_of(row: Mapping[str, Any], session: Session) -> TurnNode:
     """Its parent is there already."""
     thought, parent = row["thought"], row["parent"]
-    return Turn(
+    return TurnNode(
         row["id"], session, session.turns[parent] if parent else None, row["kept"], row["kind"],
         row["said"], row["told"],
         array("i", row["context"]), array("i", row["ids"]), array("d", row["logprobs"]),

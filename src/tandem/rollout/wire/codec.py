@@ -34,9 +34,9 @@ from tandem.rollout.wire.schema import (
     GroupHead,
     GroupJson,
     Rules,
-    Said,
     SaidOfAll,
     TrajectoryHead,
+    TrajectoryHeader,
     TrajectoryJson,
     WireGroup,
     decoded,
@@ -161,7 +161,7 @@ def to_json(frame: Bytes) -> GroupJson:
             ids=ids.tolist(),
             logprobs=logprobs.tolist(),
             trained=trained.tolist(),
-            **_said(head, Said),
+            **_said(head, TrajectoryHeader),
         )
         for head, ids, logprobs, trained in zip(group.head.trajectories, *parts, strict=True)
     ]
@@ -213,16 +213,16 @@ def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:
 # --- one frame
 
 
-class _Post(msgspec.Struct, forbid_unknown_fields=True):
+class _RawPost(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[msgspec.Raw]
 
 
-class Post(msgspec.Struct, forbid_unknown_fields=True):
+class GroupsPost(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[GroupJson]
 
 
-_POST = msgspec.json.Decoder(_Post)
-_SMALL_POST = msgspec.json.Decoder(Post)
+_POST = msgspec.json.Decoder(_RawPost)
+_SMALL_POST = msgspec.json.Decoder(GroupsPost)
 _GROUP_JSON = msgspec.json.Decoder(GroupJson)
 _GROUP_HEAD = msgspec.msgpack.Decoder(GroupHead)
 
@@ -283,7 +283,7 @@ def _from_json(group: GroupJson, field: str) -> WireGroup:
                     path_of(field, f"trajectories.{number}.{name}"),
                     f"{len(getattr(each, name))} values for {len(each.ids)} ids",
                 )
-    heads = [TrajectoryHead(length=len(each.ids), **_said(each, Said)) for each in group.trajectories]
+    heads = [TrajectoryHead(length=len(each.ids), **_said(each, TrajectoryHeader)) for each in group.trajectories]
     return assemble(
         GroupHead(heads, **_said(group, SaidOfAll)),
         [each.ids for each in group.trajectories],

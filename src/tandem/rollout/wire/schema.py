@@ -24,7 +24,7 @@ Bytes: TypeAlias = bytes | memoryview
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
-class Said(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+class TrajectoryHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """Of a trajectory, but for its tokens. The fields are those of `tandem.types.Trajectory`."""
 
     reward: float
@@ -50,7 +50,7 @@ class SaidOfAll(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, 
     extra: dict[str, Any] = {}
 
 
-class TrajectoryHead(Said):
+class TrajectoryHead(TrajectoryHeader):
     length: int
 
 
@@ -58,7 +58,7 @@ class GroupHead(SaidOfAll):
     trajectories: list[TrajectoryHead]
 
 
-class TrajectoryJson(Said):
+class TrajectoryJson(TrajectoryHeader):
     ids: list[int]
     logprobs: list[float]
     trained: list[int | bool]

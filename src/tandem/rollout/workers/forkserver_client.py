@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from tandem.env.worker_messages import FROM_LOADER, Demonstrated, Loaded, Refused, Tasks
+from tandem.env.worker_messages import FROM_LOADER, Demonstrated, LoadedMessage, RefusedMessage, Tasks
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import json_frames, leash
 from tandem.types import Message, Task
@@ -49,7 +49,7 @@ class Order:
     """More environment variables by name."""
 
 
-class Nursery:
+class ForkServerClient:
     """Raises SpecError or EnvironmentFailed where loading the environment would."""
 
     def __init__(self, order: Order) -> None:
@@ -132,14 +132,14 @@ class Nursery:
             self._leash.wait(_KILL_S)
         self._log.close()
 
-    def _load(self) -> Loaded:
+    def _load(self) -> LoadedMessage:
         self.control.settimeout(self._order.load_timeout_s)
         order = self._order
         json_frames.send(self.control, {
             "name": order.name, "params": dict(order.params), "path": [path or os.getcwd() for path in sys.path],
             "episode_timeout_s": order.episode_timeout_s, "memory_bytes": order.memory_bytes,
         })  # fmt: skip
-        return self._hear(self.control, Loaded, "loading it")
+        return self._hear(self.control, LoadedMessage, "loading it")
 
     def _tell(self, question: Mapping[str, Any]) -> socket.socket:
         if self._teller is None:
@@ -162,7 +162,7 @@ class Nursery:
             told = FROM_LOADER.validate_json(frame)
         except ValidationError as error:
             raise self._wrong(f"{doing}: {error.errors()[0]['msg']}") from error
-        if isinstance(told, Refused):
+        if isinstance(told, RefusedMessage):
             raise SpecError(told.text) if told.kind == "spec" else EnvironmentFailed(told.text)
         if not isinstance(told, wanted):
             raise self._wrong(f"{doing} was answered by '{told.op}'")

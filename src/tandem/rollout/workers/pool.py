@@ -25,7 +25,7 @@ from tandem.env.worker_messages import ENDED, FROM_EPISODE, AskJudge, AskReply, 
 from tandem.errors import EngineError, EnvironmentFailed, EpisodeFailed, TemplateError
 from tandem.io import json_frames
 from tandem.protocols import Chat
-from tandem.rollout.workers.forkserver_client import Nursery, Order
+from tandem.rollout.workers.forkserver_client import ForkServerClient, Order
 from tandem.types import Message, Outcome, Task
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class WorkerEnvironment:
     """An Environment. `workers` episodes are played at once; whoever comes later waits, on nobody's time."""
 
     def __init__(self, order: Order, workers: int) -> None:
-        self._nursery = Nursery(order)
+        self._nursery = ForkServerClient(order)
         self._pool = _Pool(order, self._nursery, workers)
         self._splits: dict[str, list[Task]] = {}
         if threads := self._nursery.loaded.threads:
@@ -75,7 +75,7 @@ class WorkerEnvironment:
         return self._pool.nursery.demonstrate(task, rng)
 
 
-class _Worker:
+class _PoolWorker:
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.number = number
         self._frames, self._writer = json_frames.Reader(reader), writer
@@ -198,22 +198,22 @@ class _Worker:
 
 
 class _Pool:
-    def __init__(self, order: Order, nursery: Nursery, size: int) -> None:
+    def __init__(self, order: Order, nursery: ForkServerClient, size: int) -> None:
         self._order, self.nursery, self._size = order, nursery, size
         self.restarts: Counter[str] = Counter()
         self._most_in_a_row = 3 * size + 10
         self._died_in_a_row = self._reloads = 0
         self._last = ""
         self._numbers = 0
-        self._all: dict[int, _Worker] = {}
-        self._free: deque[_Worker] = deque()
+        self._all: dict[int, _PoolWorker] = {}
+        self._free: deque[_PoolWorker] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._starting = 0
         self._retiring: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Task[None] | None = None
         self._reloading = asyncio.Lock()
 
-    async def take(self) -> _Worker:
+    async def take(self) -> _PoolWorker:
         while True:
             while self._free:
                 worker = self._free.pop()
@@ -231,7 +231,7 @@ class _Pool:
                     self._next()  # it was this one's turn, and will not be used
                 raise
 
-    def give_back(self, worker: _Worker) -> None:
+    def give_back(self, worker: _PoolWorker) -> None:
         """At once: what is left of its episode is ended aside."""
         if not worker.playing and not worker.broken and not worker.ended.done():
             self._died_in_a_row = 0
@@ -251,7 +251,7 @@ class _Pool:
             with contextlib.suppress(RuntimeError):  # its event loop is over, and closed it
                 worker.close()
 
-    async def _retire(self, worker: _Worker) -> None:
+    async def _retire(self, worker: _PoolWorker) -> None:
         why = worker.broken
         if not why and not worker.ended.done():
             try:
@@ -269,7 +269,7 @@ class _Pool:
                     await asyncio.shield(worker.ended)
         self._discard(worker, why or "crashed")
 
-    def _discard(self, worker: _Worker, why: str) -> None:
+    def _discard(self, worker: _PoolWorker, why: str) -> None:
         worker.close()
         self._all.pop(worker.number, None)
         if not self._size:
@@ -286,7 +286,7 @@ class _Pool:
                 turn.set_result(None)
                 return
 
-    async def _start(self) -> _Worker:
+    async def _start(self) -> _PoolWorker:
         if self._died_in_a_row > self._most_in_a_row:
             raise EpisodeFailed(
                 "crashed",
@@ -299,7 +299,7 @@ class _Pool:
             self._numbers += 1
             number = self._numbers
             reader, writer = await asyncio.open_connection(sock=self.nursery.start(number))
-            worker = self._all[number] = _Worker(number, reader, writer)
+            worker = self._all[number] = _PoolWorker(number, reader, writer)
         except (EnvironmentFailed, OSError) as error:
             raise EpisodeFailed("crashed", str(error)) from error
         finally:
@@ -317,7 +317,7 @@ class _Pool:
                     raise EnvironmentFailed(f"environment '{self._order.name}': its process died {self._reloads} times")
                 _log.warning("environment: the process that starts its workers died; it is loaded again")
                 await asyncio.to_thread(self.nursery.close)
-                self.nursery = await asyncio.to_thread(Nursery, self._order)
+                self.nursery = await asyncio.to_thread(ForkServerClient, self._order)
             control = self.nursery.control.dup()
             control.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=control)

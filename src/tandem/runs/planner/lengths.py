@@ -52,7 +52,7 @@ class Micro:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _PlannedItem:
     length: int
     trained: int
     sequences: tuple[int, ...]
@@ -85,21 +85,21 @@ def recorded_steps(
     return [step(number) for number in range(count)]
 
 
-def _items(group: RecordedGroup, shares: Shares, micro_tokens: int, *, together: bool) -> Iterator[_Item]:
+def _items(group: RecordedGroup, shares: Shares, micro_tokens: int, *, together: bool) -> Iterator[_PlannedItem]:
     """What stays together in a row: one sequence, or several."""
     tree = sum(group.lengths) - group.shared * (len(group.lengths) - 1)
     alone = [sum(group.lengths)] if together else group.lengths
     several = len(group.lengths) > 1
     if several and shares(alone, tree) and tree <= micro_tokens:
-        yield _Item(tree, sum(group.trained), (tree,), several=True)
+        yield _PlannedItem(tree, sum(group.trained), (tree,), several=True)
     elif together and several:
-        yield _Item(sum(group.lengths), sum(group.trained), group.lengths, several=True)
+        yield _PlannedItem(sum(group.lengths), sum(group.trained), group.lengths, several=True)
     else:
         for length, trained in zip(group.lengths, group.trained, strict=True):
-            yield _Item(length, trained, (length,))
+            yield _PlannedItem(length, trained, (length,))
 
 
-def _micro(rows: Sequence[Sequence[_Item]], *, packed: bool) -> Micro:
+def _micro(rows: Sequence[Sequence[_PlannedItem]], *, packed: bool) -> Micro:
     credited = sum(item.trained for row in rows for item in row)
     lengths = [length for row in rows for item in row for length in item.sequences]
     if packed:

@@ -8,7 +8,7 @@ from math import ceil, prod
 
 from tandem.ops import byte_sizes
 from tandem.ops.activation_sizes import activation_bytes, backward_bytes
-from tandem.ops.byte_sizes import Shape
+from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.lengths import Micro
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
@@ -39,7 +39,7 @@ class Phase:
     parts: Mapping[str, float]
 
 
-def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> list[Phase]:
+def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> list[Phase]:
     always = _always(spec, shape, spec.train, machine)
     static = sum(always.values())
     engine = _engine(spec, shape, work, machine)
@@ -75,24 +75,24 @@ def saves_between_steps(spec: RunSpec) -> bool:
     return every > 0 and (every < spec.train.steps or 0 < best < spec.train.steps)
 
 
-def copied_bytes(spec: RunSpec, shape: Shape) -> int:
+def copied_bytes(spec: RunSpec, shape: ModelShape) -> int:
     """What a checkpoint copies to the host and keeps room for there (train/trainer.py)."""
     state, _ = _state(spec.train.optimizer, shape, spec.model.lora)
     master = _master(spec.precision, shape.total) if spec.model.lora is None else 0
     return _trained_bytes(spec, shape) + state + master
 
 
-def checkpoint_bytes(spec: RunSpec, shape: Shape) -> int:
+def checkpoint_bytes(spec: RunSpec, shape: ModelShape) -> int:
     """On the disk: that, and a deployable copy of what is trained."""
     return copied_bytes(spec, shape) + _trained_bytes(spec, shape)
 
 
-def _trained_bytes(spec: RunSpec, shape: Shape) -> int:
+def _trained_bytes(spec: RunSpec, shape: ModelShape) -> int:
     lora = spec.model.lora
     return adapter_numbers(shape, lora) * 4 if lora else shape.total * width_of(spec.precision)
 
 
-def sync_bytes(spec: RlSpec, shape: Shape) -> int:
+def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
     """What a version moves."""
     if spec.sync.bridge in ("inproc", "shared"):
         return 0
@@ -107,7 +107,7 @@ def _staged(spec: RlSpec, moved: int) -> float:
     return float(moved) if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync) else 0.0
 
 
-def _load(spec: RunSpec, shape: Shape, machine: Machine) -> Phase:
+def _load(spec: RunSpec, shape: ModelShape, machine: Machine) -> Phase:
     """Weights come in 32 bits by way of the host, and are narrowed one after the other."""
     process = machine.process_gib(adapters=spec.model.lora is not None)
     weights = _weights(spec.model.lora, shape, width_of(spec.precision))
@@ -118,7 +118,7 @@ def _load(spec: RunSpec, shape: Shape, machine: Machine) -> Phase:
     return Phase("load", there + largest / _GIB * machine.on_gpu + process, parts)
 
 
-def _weights(lora: LoraSpec | None, shape: Shape, width: int) -> int:
+def _weights(lora: LoraSpec | None, shape: ModelShape, width: int) -> int:
     if lora is None:
         return shape.total * width
     few = _FEW_BITS.get(lora.base, float(width))
@@ -132,7 +132,7 @@ def _master(precision: PrecisionSpec, trained: int) -> int:
     return trained * {"split": 2, "fp32": 4}.get(precision.master, 0)
 
 
-def _state(optimizer: OptimizerSpec, shape: Shape, lora: LoraSpec | None) -> tuple[int, list[int]]:
+def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None) -> tuple[int, list[int]]:
     """Bytes of the state, and the sizes of what is updated whole."""
     kind = "apollo" if optimizer.kind == "apollo_mini" else optimizer.kind
     rank = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
@@ -146,7 +146,7 @@ def _state(optimizer: OptimizerSpec, shape: Shape, lora: LoraSpec | None) -> tup
     return total, whole
 
 
-def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict[str, float]:
+def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine) -> dict[str, float]:
     lora, width = spec.model.lora, width_of(spec.precision)
     state, _ = _state(stage.optimizer, shape, lora)
     if stage.optimizer.kind == "adamw_offload" and machine.on_gpu:
@@ -169,7 +169,7 @@ def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine) -> dict
 
 
 def _train(
-    spec: RunSpec, shape: Shape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine
+    spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine
 ) -> Phase:
     """The more of two: a micro-batch that begins a step, and one that finds gradients there."""
     first = _micro(spec, shape, stage, work, work.micro, always, machine, summed=False)
@@ -180,8 +180,8 @@ def _train(
 
 
 def _micro(
-    spec: RunSpec, shape: Shape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float], machine: Machine,
-    *, summed: bool,
+    spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float],
+    machine: Machine, *, summed: bool,
 ) -> Phase:  # fmt: skip
     lora, width = spec.model.lora, width_of(spec.precision)
     how = pass_of(spec, micro, on_gpu=machine.on_gpu)
@@ -193,7 +193,7 @@ def _micro(
     )
     _, whole = _state(stage.optimizer, shape, lora)
     update = byte_sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None)
-    parts = byte_sizes.Parts(
+    parts = byte_sizes.MemoryParts(
         always=sum(always.values()),
         activations=activation_bytes(shape, how, micro.tokens) / _GIB,
         gradients=gradients / _GIB,
@@ -224,7 +224,7 @@ def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
     return machine.on_gpu and stage.optimizer.kind in ("adamw", "adamw_8bit") and halves
 
 
-def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[str, float]:
+def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> dict[str, float]:
     """GiB of this card that the engine has, awake and while the trainer steps."""
     if not isinstance(spec, RlSpec):
         return {"awake": 0.0, "in training": 0.0}
@@ -244,7 +244,7 @@ def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> dict[s
     return {"awake": 0.0, "in training": 0.0}
 
 
-def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
+def rows_held(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> int:
     """Sequences whose keys and values the engines' memory holds at once. Of one that was started elsewhere, all."""
     engine = spec.engine
     if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
@@ -259,13 +259,13 @@ def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
     return min(work.rows, engine.replicas * max(1, int(room / row_bytes(spec, shape, work))))
 
 
-def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: Shape, work: Work, machine: Machine) -> float:
+def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: ModelShape, work: Work, machine: Machine) -> float:
     """`engine.memory_share` that holds the keys and values of all sequences, in whole hundredths."""
     held = shape.total * width_of(spec.precision) + work.rows / engine.replicas * row_bytes(spec, shape, work)
     return ceil(100 * (held / _GIB / engine.tensor_parallel + _OF_VLLM_GIB) / machine.memory_gib) / 100
 
 
-def row_bytes(spec: RlSpec, shape: Shape, work: Work) -> int:
+def row_bytes(spec: RlSpec, shape: ModelShape, work: Work) -> int:
     """Keys and values of the longest sequence."""
     width = width_of(spec.precision)
     return work.row_tokens * byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
@@ -281,7 +281,7 @@ def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:
     return engine.sleep == "free" or (engine.sleep == "auto" and spec.train.max_lag == 0)
 
 
-def cache_gib(shape: Shape, work: Work, width: int, most_gib: float, *, touched: bool) -> float:
+def cache_gib(shape: ModelShape, work: Work, width: int, most_gib: float, *, touched: bool) -> float:
     """Of the embedded engine, which grows to what is asked. `touched`: what is written of it alone, as on a CPU."""
     one = byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
     rows, length = work.rows, work.row_tokens + 1
@@ -290,7 +290,7 @@ def cache_gib(shape: Shape, work: Work, width: int, most_gib: float, *, touched:
     return min(rows * length * one / _GIB, max(most_gib, length * one / _GIB))
 
 
-def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> int:
+def largest_micro_tokens(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> int:
     """The most tokens of one forward and backward that fit; 0 if none do."""
 
     def fits(tokens: int) -> bool:
@@ -304,7 +304,7 @@ def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machi
     return low // 16 * 16
 
 
-def largest_cache_gib(spec: RunSpec, shape: Shape, machine: Machine) -> float:
+def largest_cache_gib(spec: RunSpec, shape: ModelShape, machine: Machine) -> float:
     """For keys and values beside all that is there between training steps."""
     width = width_of(spec.precision)
     rest = machine.limit_gib - machine.context_gib - sum(_always(spec, shape, spec.train, machine).values())

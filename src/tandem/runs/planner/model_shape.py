@@ -11,7 +11,7 @@ from typing import Any
 from tandem.errors import SpecError
 from tandem.io.bounded_json import read_json
 from tandem.io.model_path_check import refuse_no_model
-from tandem.ops.byte_sizes import Dims, Shape
+from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import LoraSpec, ModelSpec, PresetModel
 from tandem.spec.presets import preset_config
@@ -29,13 +29,13 @@ _QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
 """Architectures whose layers are known here, and whether queries and keys have norms."""
 
 
-def read_shape(spec: ModelSpec) -> Shape:
+def read_shape(spec: ModelSpec) -> ModelShape:
     if isinstance(spec, PresetModel):
         return shape_of({"model_type": "qwen3", **preset_config(spec.preset, BYTE_VOCABULARY)}, spec.preset)
     return shape_of(read_config(spec.path, spec.revision), spec.path)
 
 
-def read_teacher(spec: RunSpec) -> Shape | None:
+def read_teacher(spec: RunSpec) -> ModelShape | None:
     """Of distillation's teacher, which is there beside the policy."""
     algorithm = getattr(spec, "algorithm", None)
     if not isinstance(algorithm, DistillSpec):
@@ -59,7 +59,7 @@ def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
         raise NoPlan(f"{file}: cannot be read: {error}") from error
 
 
-def shape_of(config: Mapping[str, Any], name: str) -> Shape:
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     config = config.get("text_config") or config
     kind = str(config.get("model_type", "unknown"))
     if kind not in _QK_NORM:
@@ -69,7 +69,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         bias = bool(config.get("attention_bias", False))
-        return Shape(
+        return ModelShape(
             vocab=int(config["vocab_size"]),
             hidden=hidden,
             intermediate=int(config["intermediate_size"]),
@@ -88,7 +88,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         raise NoPlan(f"'{name}': its config lacks what a plan needs: {error}") from error
 
 
-def trained_tensors(shape: Shape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
+def trained_tensors(shape: ModelShape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
     """Of every trained tensor its dimensions, and whether it is a matrix for a matrix's optimizer."""
     if lora is not None:
         return [(dims, True) for dims in adapter_tensors(shape, lora)]
@@ -96,7 +96,7 @@ def trained_tensors(shape: Shape, lora: LoraSpec | None) -> list[tuple[Dims, boo
     return layer * shape.layers + [(dims, False) for dims in shape.tables] + [((shape.hidden,), False)]
 
 
-def adapter_tensors(shape: Shape, lora: LoraSpec) -> list[Dims]:
+def adapter_tensors(shape: ModelShape, lora: LoraSpec) -> list[Dims]:
     """Return A and B of each adapted linear layer. SpecError for a target that names none."""
     named = {
         f".layers.{layer}.{'self_attn' if name in _ATTENTION else 'mlp'}.{name}": dims
@@ -115,5 +115,5 @@ def adapter_tensors(shape: Shape, lora: LoraSpec) -> list[Dims]:
     return [each for out, into in adapted for each in ((lora.rank, into), (out, lora.rank))]
 
 
-def adapter_numbers(shape: Shape, lora: LoraSpec | None) -> int:
+def adapter_numbers(shape: ModelShape, lora: LoraSpec | None) -> int:
     return sum(prod(dims) for dims in adapter_tensors(shape, lora)) if lora else 0

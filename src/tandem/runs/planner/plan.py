@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.ops.byte_sizes import Shape
+from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine, machine, usd_per_hour
 from tandem.runs.planner.lengths import Lengths
 from tandem.runs.planner.memory import (
@@ -145,7 +145,7 @@ def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
     return train.peak_gib - train.parts.get("engine", 0.0) - target.context_gib
 
 
-def _parameters(spec: RunSpec, shape: Shape) -> dict[str, int]:
+def _parameters(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     adapters = adapter_numbers(shape, spec.model.lora)
     trained = adapters if spec.model.lora else shape.total
     return {**shape.numbers, "adapters": adapters, "total": shape.total + adapters, "trained": trained}
@@ -164,7 +164,7 @@ def _gpus(spec: RunSpec) -> int:
     return 1
 
 
-def _faster(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
     """What fits all the same, and why it is slow without."""
     found: list[str] = []
 
@@ -191,7 +191,7 @@ def _faster(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[st
     return found
 
 
-def _changes(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+def _changes(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
     """Each alone, those that free most first; and if none is enough, several together."""
     before = max(phase.peak_gib for phase in phases(spec, shape, work, target))
     found: list[tuple[float, str]] = []
@@ -207,7 +207,7 @@ def _changes(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[s
     return told
 
 
-def _together(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
+def _together(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
     """As many of the settings as it takes, the last ones beside a smaller micro-batch."""
     settings: list[str] = []
     while (left := _alternatives(spec)) and len(settings) < 4:
@@ -227,7 +227,7 @@ def _told(peak: float, text: str, target: Machine) -> str:
     return f"--set {text}: {peak:.2f} GiB{', which fits' * (peak <= target.limit_gib)}"
 
 
-def _effect(spec: RunSpec, shape: Shape, work: Work, target: Machine, text: str) -> tuple[float, str]:
+def _effect(spec: RunSpec, shape: ModelShape, work: Work, target: Machine, text: str) -> tuple[float, str]:
     return max(phase.peak_gib for phase in phases(spec, shape, work, target)), text
 
 

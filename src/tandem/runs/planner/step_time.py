@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from tandem.ops.activation_sizes import layer_bytes
-from tandem.ops.byte_sizes import Shape
+from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
@@ -38,7 +38,7 @@ class Times:
     tokens_per_s: float
 
 
-def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
+def times(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> Times:
     train = _train_s(spec, spec.train, shape, work, machine)
     rollout = sync = warmup = 0.0
     if isinstance(spec, RlSpec):
@@ -62,7 +62,7 @@ def _step_s(spec: RunSpec, rollout: float, train: float, sync: float) -> float:
     return max(rollout + train * shares_gpu, train + sync)
 
 
-def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Machine) -> float:
+def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine: Machine) -> float:
     """Products, attention, what passes through memory, launches, and the update."""
     lora, kept = spec.model.lora, spec.model.activations
     passes = (2 if lora else 3) + _AGAIN.get(kept, 0)
@@ -96,7 +96,7 @@ def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Mac
     )
 
 
-def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> float:
+def _rollout_s(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> float:
     """A row takes a token a step, and a step reads all weights and the keys and values of every row."""
     replicas = getattr(spec.engine, "replicas", 1)
     rows = min(work.sequences, rows_held(spec, shape, work, machine)) / replicas
@@ -112,7 +112,7 @@ def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> floa
     return max(prefill_s / replicas + decode_s, work.sequences * machine.episode_s)
 
 
-def _sync_s(spec: RlSpec, shape: Shape, machine: Machine) -> float:
+def _sync_s(spec: RlSpec, shape: ModelShape, machine: Machine) -> float:
     fixed, gb_s = machine.sync[spec.sync.bridge]
     moved = sync_bytes(spec, shape) / 1e9
     return (fixed + (moved / gb_s if gb_s else 0.0)) / spec.sync.every

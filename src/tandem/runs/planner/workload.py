@@ -9,7 +9,7 @@ from typing import Literal
 
 from tandem.ops import byte_sizes
 from tandem.ops.activation_sizes import Pass, activation_bytes, backward_bytes
-from tandem.ops.byte_sizes import Shape
+from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.lengths import Lengths, Micro, recorded_steps
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -80,7 +80,7 @@ def width_of(precision: PrecisionSpec) -> int:
 
 def work_of(
     spec: RunSpec,
-    shape: Shape,
+    shape: ModelShape,
     answer_share: float,
     *,
     prompt_tokens: int = 0,
@@ -121,7 +121,7 @@ def work_of(
     )  # fmt: skip
 
 
-def _recorded(spec: SftSpec | PreferenceSpec, shape: Shape, lengths: Lengths, packed: bool, on_gpu: bool) -> Work:
+def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Lengths, packed: bool, on_gpu: bool) -> Work:
     """Of data that was read: the very micro-batches of the steps to come."""
     stage, pairs = spec.train, spec.recipe == "preference"
     shares = (
@@ -162,7 +162,7 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: Shape, lengths: Lengths, pa
 def _rl(
     spec: RlSpec,
     stage: RlStage,
-    shape: Shape,
+    shape: ModelShape,
     answer_share: float,
     prompt_tokens: int,
     prompts: Sequence[int],

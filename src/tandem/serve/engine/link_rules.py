@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.openai.requests import checked
 
 _MAX_DEADLINE_S = 86400.0
@@ -72,7 +72,7 @@ class Allowed:
         """Refused, with the field, if it is no link of its mode, or reaches for anything else."""
         mode = link.get("mode")
         if not isinstance(mode, str) or mode not in _LINKS:
-            raise Refused(422, f"mode must be one of {', '.join(sorted(_LINKS))}", field="link.mode")
+            raise RequestRefused(422, f"mode must be one of {', '.join(sorted(_LINKS))}", field="link.mode")
         match checked(_LINKS[mode], link, within="link"):
             case GroupLink(host=host):
                 self._check_host(host, "link.host")
@@ -87,16 +87,16 @@ class Allowed:
         text = (
             f"'{value:.80}' is not this machine; if it is to be reached, start the engine with --allow-host {value:.80}"
         )
-        raise Refused(403, text, field=field)
+        raise RequestRefused(403, text, field=field)
 
     def _check_directory(self, value: str, field: str) -> None:
         path = Path(value)
         if "\x00" in value or not path.is_absolute() or ".." in path.parts:
-            raise Refused(422, "must be an absolute path without '..'", field=field)
+            raise RequestRefused(422, "must be an absolute path without '..'", field=field)
         real = path.resolve()  # where links lead
         if not any(real.is_relative_to(root.resolve()) for root in self.directories):
             text = f"'{value:.200}' is not under what this engine may read; start it with --allow-dir DIR"
-            raise Refused(403, text, field=field)
+            raise RequestRefused(403, text, field=field)
 
 
 def _is_loopback(host: str) -> bool:

@@ -23,14 +23,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from tandem.errors import EngineError, SyncError, TandemError
-from tandem.io.engine_messages import End, Tokens, code_of, encoded, line, served_as_json
+from tandem.io.engine_messages import StreamEnd, Tokens, code_of, encoded, line, served_as_json
 from tandem.serve.engine.link_rules import Allowed
 from tandem.serve.engine.weight_control import Caller, Control, LocalEngine, OpenSource
 from tandem.serve.http.openapi_document import LINES, speaks
-from tandem.serve.http.refusals import Refused, as_refused, refusal
+from tandem.serve.http.refusals import RequestRefused, as_refused, refusal
 from tandem.serve.http.service import HotRoute, Service, unless_gone
 from tandem.serve.openai.requests import parse
-from tandem.serve.openai.routes import Renderer, openai_service
+from tandem.serve.openai.routes import ChatRenderer, openai_service
 from tandem.types import Completion, Sampling
 
 _LINES_PER_S = 500  # of all streams together; a line costs its two ends a third of a millisecond
@@ -43,7 +43,7 @@ def engine_service(
     engine: LocalEngine,
     open_source: OpenSource,
     *,
-    renderer: Renderer,
+    renderer: ChatRenderer,
     model_id: str,
     context: int,
     num_ids: int,
@@ -52,7 +52,7 @@ def engine_service(
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `allowed`: what links may name."""
     control = Control(engine, open_source, allowed or Allowed())
     openai = openai_service(control, renderer, model_id=model_id, context=context, num_ids=num_ids)
-    api = _Api(control, context, num_ids)
+    api = _EngineApi(control, context, num_ids)
     router = APIRouter()
     router.add_api_route("/engine/status", api.status, methods=["GET"])
     for name in ("attach", "sleep", "wake", "digest"):
@@ -66,7 +66,7 @@ def engine_service(
 # --- what may be asked
 
 
-class _Strict(BaseModel):
+class _EngineBody(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -75,7 +75,7 @@ Lease = Annotated[float, Field(gt=0, le=_MAX_LEASE_S)]
 Version = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class SamplingBody(_Strict):
+class SamplingBody(_EngineBody):
     max_tokens: int = Field(default=256, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, le=1000)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -91,7 +91,7 @@ class SamplingBody(_Strict):
         return Sampling(**values | {"stop": tuple(self.stop), "stop_ids": tuple(self.stop_ids)})
 
 
-class GenerateBody(_Strict):
+class GenerateBody(_EngineBody):
     prompt_ids: Ids
     sampling: SamplingBody = SamplingBody()
     session: str | None = Field(default=None, max_length=256)
@@ -99,7 +99,7 @@ class GenerateBody(_Strict):
     """Of the engine that is meant; left out: whichever is here."""
 
 
-class AttachBody(_Strict):
+class AttachBody(_EngineBody):
     link: dict[str, Any]
     lease_s: Lease = 60.0
     writing: bool = False
@@ -107,7 +107,7 @@ class AttachBody(_Strict):
     process: str = Field(default="", max_length=64, pattern=r"^(\d+:\d+)?$")
 
 
-class CallerBody(_Strict):
+class CallerBody(_EngineBody):
     attachment: int = Field(ge=1)
     boot_id: str = Field(max_length=128)
 
@@ -126,14 +126,14 @@ class SleepBody(CallerBody):
     writing: bool = False
 
 
-class DigestBody(_Strict):
+class DigestBody(_EngineBody):
     version: Version
 
 
 # --- the routes
 
 
-class _Api:
+class _EngineApi:
     def __init__(self, control: Control, context: int, num_ids: int) -> None:
         self.control, self.context, self.num_ids = control, context, num_ids
         self.running = 0
@@ -205,39 +205,39 @@ class _Api:
 
     def _check(self, prompt_ids: list[int], sampling: Sampling) -> None:
         if not prompt_ids:
-            raise Refused(422, "an empty prompt; the first token needs something to follow", field="prompt_ids")
+            raise RequestRefused(422, "an empty prompt; the first token needs something to follow", field="prompt_ids")
         if (largest := max(*prompt_ids, *sampling.stop_ids, 0)) >= self.num_ids:
-            raise Refused(422, f"id {largest} does not exist; ids end at {self.num_ids - 1}", field="prompt_ids")
+            raise RequestRefused(422, f"id {largest} does not exist; ids end at {self.num_ids - 1}", field="prompt_ids")
         if len(prompt_ids) + sampling.max_tokens > self.context:
-            raise Refused(
+            raise RequestRefused(
                 422,
                 f"{len(prompt_ids)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the context of "
                 f"{self.context}; ask for fewer, or raise engine.max_context",
                 field="sampling.max_tokens",
             )
         if self.running >= _MAX_GENERATIONS + (_MAX_URGENT if sampling.urgent else 0):
-            raise Refused(429, f"{self.running} generations are under way; try again")
+            raise RequestRefused(429, f"{self.running} generations are under way; try again")
 
     def _ended(self, answer: asyncio.Future[Completion]) -> None:
         self.running -= 1
         if not answer.cancelled():
             answer.exception()  # seen
 
-    def _refused(self, error: TandemError) -> Refused:
+    def _refused(self, error: TandemError) -> RequestRefused:
         """An engine that is well, and says no before the first token, says it of the request."""
         refused = typed(error)
         of_request = refused.code == "engine" and self.control.state in ("serving", "paused")
-        return Refused(422, refused.message, code="engine") if of_request else refused
+        return RequestRefused(422, refused.message, code="engine") if of_request else refused
 
     def _flush_s(self) -> float:
         return min(max(self.running / _LINES_PER_S, _MIN_FLUSH_S), _MAX_FLUSH_S)
 
 
-def typed(error: TandemError) -> Refused:
+def typed(error: TandemError) -> RequestRefused:
     code = code_of(error)
-    if isinstance(error, Refused) or not code:
+    if isinstance(error, RequestRefused) or not code:
         return as_refused(error)
-    return Refused(409 if isinstance(error, SyncError) else 503, str(error), code=code)
+    return RequestRefused(409 if isinstance(error, SyncError) else 503, str(error), code=code)
 
 
 # --- a completion as it grows
@@ -271,7 +271,7 @@ class _Stream(Response):
         answer: asyncio.Future[Completion],
         tokens: _Untold,
         flush_s: Callable[[], float],
-        refused: Callable[[TandemError], Refused],
+        refused: Callable[[TandemError], RequestRefused],
     ) -> None:
         super().__init__(media_type="application/x-ndjson", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
@@ -304,7 +304,7 @@ class _Stream(Response):
             return line(typed(error).body)
         completion = self._answer.result()
         spans = [[span.version, span.count] for span in completion.spans]
-        return line(End(finish_reason=completion.finish_reason, spans=spans))
+        return line(StreamEnd(finish_reason=completion.finish_reason, spans=spans))
 
 
 async def _until_gone(receive: Receive) -> None:

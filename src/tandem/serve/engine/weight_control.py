@@ -25,7 +25,7 @@ from tandem.io.finish_anyway import to_its_end
 from tandem.io.process_identity import is_there
 from tandem.protocols import Engine, OnToken
 from tandem.serve.engine.link_rules import Allowed
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.types import Completion, Fingerprints, Sampling, Served
 from tandem.vllm_worker.weight_sources import EngineEnd
 
@@ -173,7 +173,7 @@ class Control:
     def check_boot(self, boot_id: str) -> None:
         if boot_id != self._engine.boot_id:
             text = "engine: this is another one than you attached to: it has started anew"
-            raise Refused(409, text, field="boot_id", code="engine_lost")
+            raise RequestRefused(409, text, field="boot_id", code="engine_lost")
 
     def _refuse_if_unfit(self) -> None:
         self._watch_engine()
@@ -313,12 +313,14 @@ class Control:
     def _check(self, caller: Caller) -> None:
         self._check_attachment(caller)
         if self._abandoned:
-            raise Refused(409, "engine: your pause ran out; attach again", field="attachment", code="engine_lost")
+            raise RequestRefused(
+                409, "engine: your pause ran out; attach again", field="attachment", code="engine_lost"
+            )
 
     def _check_attachment(self, caller: Caller) -> None:
         self.check_boot(caller.boot_id)
         if caller.attachment > self._attachment:
-            raise Refused(422, f"there was no attachment {caller.attachment}", field="attachment")
+            raise RequestRefused(422, f"there was no attachment {caller.attachment}", field="attachment")
         if caller.attachment < self._attachment:
             raise _fenced()
 
@@ -331,7 +333,7 @@ class Control:
             raise SyncError(f"engine: the other end cannot be reached: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             text = f"no bridge of mode '{link['mode']}' can be opened from it: {type(error).__name__}: {error}"
-            raise Refused(422, text, field="link") from error
+            raise RequestRefused(422, text, field="link") from error
 
     # --- pauses
 
@@ -460,6 +462,6 @@ class Control:
         _log.error(self._dead)
 
 
-def _fenced() -> Refused:
+def _fenced() -> RequestRefused:
     text = "engine: another trainer has attached since; this one may not change its weights any more"
-    return Refused(409, text, field="attachment", code=FENCED)
+    return RequestRefused(409, text, field="attachment", code=FENCED)

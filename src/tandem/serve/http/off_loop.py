@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar, TypeVarTuple, Unpack
 
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 
 _AT_A_TIME = 4
 _DEADLINE_S = 10.0
@@ -29,7 +29,7 @@ class _GivenUp(SystemExit):
     """Raised inside a thread that is past its deadline: no `except Exception` holds it."""
 
 
-class Aside:
+class OffLoop:
     def __init__(self, at_a_time: int = _AT_A_TIME) -> None:
         self._seats = asyncio.Semaphore(at_a_time)
 
@@ -71,7 +71,7 @@ class Aside:
                 return await answers[0]
         except TimeoutError:
             text = f"this request was not read within {deadline_s:g} s; send a shorter or a simpler one"
-            raise Refused(422, text, code="too_slow") from None
+            raise RequestRefused(422, text, code="too_slow") from None
         finally:
             answers.clear()  # an error that it holds, holds this frame: together they would stay until gc finds them
             if not ended:
@@ -83,7 +83,7 @@ class Aside:
             async with asyncio.timeout(_DEADLINE_S):
                 await self._seats.acquire()
         except TimeoutError:
-            raise Refused(429, "other large requests are being read; send it again") from None
+            raise RequestRefused(429, "other large requests are being read; send it again") from None
 
 
 def _give_up(thread: threading.Thread) -> None:

@@ -41,7 +41,7 @@ _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rat
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 507: {"Retry-After": "5"}}
 
 
-class Refused(TandemError):
+class RequestRefused(TandemError):
     """A request that is answered with an error; `field` names what to change in it."""
 
     def __init__(self, status: int, message: str, *, field: str = "", code: str = "", close: bool = False) -> None:
@@ -63,29 +63,29 @@ class Refused(TandemError):
         return 400 if self.status == 422 else self.status, {"error": error}
 
 
-def as_refused(error: Exception) -> Refused:
+def as_refused(error: Exception) -> RequestRefused:
     """Any failure as the client is told about it. What we did not foresee keeps its text to itself (the log has it)."""
     match error:
-        case Refused():
+        case RequestRefused():
             return error
         case EngineError():
-            return Refused(503, str(error), code="engine")
+            return RequestRefused(503, str(error), code="engine")
         case GroupRefused(field=field, text=text):
-            return Refused(422, text, field=field)
+            return RequestRefused(422, text, field=field)
         case NotKnown() | Conflict() | QueueFull() | StoreFull() | StoreBroken() | Starved():
             status, code = _STORE_STATUS.get(type(error), 409), _STORE_CODES.get(type(error), "")
-            return Refused(status, str(error), field=error.field, code=code)
+            return RequestRefused(status, str(error), field=error.field, code=code)
         case TextTooLong():
-            return Refused(422, str(error), code="context_length_exceeded")
+            return RequestRefused(422, str(error), code="context_length_exceeded")
         case TandemError() if isinstance(error, ValueError):
-            return Refused(422, str(error))
+            return RequestRefused(422, str(error))
         case HTTPException(status_code=status):
-            return Refused(status if status in CODES else 400, str(error.detail))
+            return RequestRefused(status if status in CODES else 400, str(error.detail))
         case RequestValidationError():
             first = error.errors()[0]
-            return Refused(422, first["msg"], field=".".join(str(part) for part in first["loc"][1:]))
+            return RequestRefused(422, first["msg"], field=".".join(str(part) for part in first["loc"][1:]))
         case _:
-            return Refused(500, "the service failed; its log says why")
+            return RequestRefused(500, "the service failed; its log says why")
 
 
 def speaks_openai(path: str) -> bool:
@@ -93,7 +93,7 @@ def speaks_openai(path: str) -> bool:
     return "/v1/" in path
 
 
-def refusal(error: Refused, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def refusal(error: RequestRefused, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
     status, body = error.openai if speaks_openai(scope["path"]) else (error.status, error.body)
     closing = {"Connection": "close"} if error.close else {}
     return JSONResponse(body, status, {**_HEADERS.get(error.status, {}), **closing, **(headers or {})})

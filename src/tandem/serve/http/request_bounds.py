@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.io.json_size import holds_more
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 
 AT_ONCE_BYTES = 64 * 2**10
 """What is read on the event loop. More takes long enough to hold other requests up."""
@@ -19,10 +19,12 @@ MAX_VALUES = 2**20
 def check_values(raw: bytes, field: str = "") -> None:
     """Raise Refused if parsing a JSON text would take far more memory than the text."""
     if len(raw) > AT_ONCE_BYTES and holds_more(raw, MAX_VALUES, b"[{,:"):
-        raise Refused(413, f"more than {MAX_VALUES} values (numbers, texts, lists, objects); send fewer", field=field)
+        raise RequestRefused(
+            413, f"more than {MAX_VALUES} values (numbers, texts, lists, objects); send fewer", field=field
+        )
 
 
 def check_containers(raw: bytes) -> None:
     """The same where many numbers are expected, and lists of them are not."""
     if len(raw) > AT_ONCE_BYTES and holds_more(raw, MAX_VALUES, b"[{"):
-        raise Refused(413, f"more than {MAX_VALUES} lists and objects; send fewer")
+        raise RequestRefused(413, f"more than {MAX_VALUES} lists and objects; send fewer")

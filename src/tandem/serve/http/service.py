@@ -26,9 +26,9 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import TandemError
-from tandem.serve.http.off_loop import Aside
+from tandem.serve.http.off_loop import OffLoop
 from tandem.serve.http.openapi_document import Endpoints, document, speaks
-from tandem.serve.http.refusals import Refused, as_refused, refusal
+from tandem.serve.http.refusals import RequestRefused, as_refused, refusal
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
         title=service.name, routes=[*service.hot], lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
         generate_unique_id_function=endpoints.name,
     )  # fmt: skip
-    app.state.ending, app.state.aside = service.ending, Aside()
+    app.state.ending, app.state.aside = service.ending, OffLoop()
     registry = CollectorRegistry()
 
     @app.get("/health")
@@ -131,12 +131,12 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
         return JSONResponse({"body_bytes": body_bytes, **service.limits})
 
     app.include_router(service.router)
-    app.add_exception_handler(Refused, _answer)
+    app.add_exception_handler(RequestRefused, _answer)
     app.add_exception_handler(TandemError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(RequestValidationError, _answer)
     app.add_exception_handler(Exception, _answer)
-    app.add_middleware(Gate, service=service, token=token, hosts=hosts, body_bytes=body_bytes)
+    app.add_middleware(AccessGate, service=service, token=token, hosts=hosts, body_bytes=body_bytes)
     app.add_middleware(Meter, registry=registry)  # added last, so outermost: refusals at the gate are counted too
     return app
 
@@ -158,7 +158,7 @@ def _allowed(request: Request) -> list[str]:
     return [scope["method"] for scope in matched]
 
 
-async def turn_away(error: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+async def turn_away(error: RequestRefused, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a request whose body was not read, and end its connection if that body is not small: nothing of it is
     kept, and after a moment nothing more of it is read."""
     headers = Headers(scope=scope)
@@ -184,7 +184,7 @@ async def _until_read(receive: Receive, most: int) -> None:
 # --- the door
 
 
-class Gate:
+class AccessGate:
     def __init__(
         self, app: ASGIApp, *, service: Service, token: str, hosts: frozenset[str] | None, body_bytes: int
     ) -> None:
@@ -207,7 +207,7 @@ class Gate:
             if _has_body(headers):
                 self._check_type(headers)
                 return await self._with_body(headers, scope, receive, send)
-        except Refused as error:
+        except RequestRefused as error:
             return await turn_away(error, scope, receive, send)
         await self.app(scope, receive, send)
 
@@ -237,41 +237,43 @@ class Gate:
         until = time.monotonic() + (_ROOM_S if patient else 0)
         while self.held + size > _BODIES_AT_A_TIME * self.body_bytes:
             if time.monotonic() >= until:
-                raise Refused(507 if patient else 429, f"bodies of {self.held} bytes are under way; send it again")
+                raise RequestRefused(
+                    507 if patient else 429, f"bodies of {self.held} bytes are under way; send it again"
+                )
             await asyncio.sleep(0.05)
 
     def _check_host(self, headers: Headers) -> None:
         """A name that is not ours comes from a browser whose DNS was rebound to this address."""
         named = headers.getlist("host")
         if len(named) != 1:
-            raise Refused(421, "the request must carry one Host header")
+            raise RequestRefused(421, "the request must carry one Host header")
         name, _, port = named[0].lower().rpartition(":")
         host = name if name and port.isdigit() else named[0].lower()
         if self.hosts is not None and host not in self.hosts:
-            raise Refused(421, f"this service is not '{host}'; it answers to {', '.join(sorted(self.hosts))}")
+            raise RequestRefused(421, f"this service is not '{host}'; it answers to {', '.join(sorted(self.hosts))}")
 
     def _check_origin(self, headers: Headers, *, needs_token: bool) -> None:
         """Browsers send Origin; a page from elsewhere has no business here, token or not. With the GET of an image they
         send none: where no token is asked for, another port of this host is elsewhere too."""
         ours = {f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")}
         if any(origin.lower() not in ours for origin in headers.getlist("origin")):
-            raise Refused(403, "pages of another origin may not call this service")
+            raise RequestRefused(403, "pages of another origin may not call this service")
         site = headers.get("sec-fetch-site", "none")
         if site == "cross-site" or not (needs_token or site in ("same-origin", "none")):
-            raise Refused(403, "pages of another site may not call this service")
+            raise RequestRefused(403, "pages of another site may not call this service")
 
     def _check_token(self, headers: Headers) -> None:
         if not hmac.compare_digest(headers.get("authorization", "").encode(), self.credential):
-            raise Refused(401, "send 'Authorization: Bearer TOKEN'; the token is in the service's token file")
+            raise RequestRefused(401, "send 'Authorization: Bearer TOKEN'; the token is in the service's token file")
 
     def _check_type(self, headers: Headers) -> None:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in self.service.body_types:
             known = " or ".join(sorted(self.service.body_types))
-            raise Refused(415, f"Content-Type must be {known}, not '{kind}'", field="content-type")
+            raise RequestRefused(415, f"Content-Type must be {known}, not '{kind}'", field="content-type")
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity" and not (self.service.gzip and encoding == "gzip"):
-            raise Refused(415, "bodies of this encoding are not taken; send it plain", field="content-encoding")
+            raise RequestRefused(415, "bodies of this encoding are not taken; send it plain", field="content-encoding")
 
     async def _whole_body(
         self,
@@ -283,7 +285,7 @@ class Gate:
         patient: bool,
     ) -> bytes:
         """Reads the body up to the cap, before anything parses it."""
-        too_large = Refused(413, f"the body is larger than {self.body_bytes} bytes")
+        too_large = RequestRefused(413, f"the body is larger than {self.body_bytes} bytes")
         said = _said_bytes(headers, 0)
         if said > self.body_bytes:
             raise too_large
@@ -298,9 +300,9 @@ class Gate:
                     message = await receive()
             except TimeoutError:
                 slow = f"the body comes too slowly: {size} bytes so far"
-                raise Refused(503 if patient else 408, slow, close=True) from None
+                raise RequestRefused(503 if patient else 408, slow, close=True) from None
             if message["type"] == "http.disconnect":
-                raise Refused(499, "the client hung up")
+                raise RequestRefused(499, "the client hung up")
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             more = message.get("more_body", False)
@@ -330,11 +332,11 @@ def gunzip(body: bytes, most: int) -> bytes:
     try:
         plain = unpacker.decompress(body, most + 1)
     except zlib.error as error:
-        raise Refused(422, f"the body is not gzip: {error}", field="content-encoding") from None
+        raise RequestRefused(422, f"the body is not gzip: {error}", field="content-encoding") from None
     if len(plain) > most:
-        raise Refused(413, f"unpacked the body is larger than {most} bytes")
+        raise RequestRefused(413, f"unpacked the body is larger than {most} bytes")
     if not unpacker.eof or unpacker.unused_data:
-        raise Refused(422, "the body is not one whole gzip stream", field="content-encoding")
+        raise RequestRefused(422, "the body is not one whole gzip stream", field="content-encoding")
     return plain
 
 
@@ -396,7 +398,7 @@ class Meter:
             await self.app(scope, receive, watch)
         except asyncio.CancelledError:  # by uvicorn, which would log it as a fault; it closes what was begun
             if not status:
-                ended = Refused(503, "the service ends; send it again once it is back", close=True)
+                ended = RequestRefused(503, "the service ends; send it again once it is back", close=True)
                 await refusal(ended, scope)(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "none")
@@ -420,7 +422,7 @@ def let_go(request: Request) -> None:
     request.scope.get(_LET_GO, lambda: None)()
 
 
-def aside(request: Request) -> Aside:
+def aside(request: Request) -> OffLoop:
     """Where work of this request is done that takes long, or may."""
     return request.app.state.aside
 
@@ -431,7 +433,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refused(499, "the client hung up")
+            raise RequestRefused(499, "the client hung up")
         return task.result()
     finally:
         task.cancel()

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.io import atomic_write
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.service import turn_away
 
 SCOPES = ("infer", "train")
@@ -71,7 +71,7 @@ class KeyRing:
             return await self.app(scope, receive, send)
         if not allowed(name, scope["method"], scope["path"]):
             text = f"the key '{name}' may not do this; ask whoever has the service's token"
-            return await turn_away(Refused(403, text), scope, receive, send)
+            return await turn_away(RequestRefused(403, text), scope, receive, send)
         MutableHeaders(scope=scope)["authorization"] = f"Bearer {self.keys.token}"
         await self.app(scope, receive, send)
 

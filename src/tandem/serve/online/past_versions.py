@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.errors import CheckpointError, NotKnown
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.openai.routes import Sampler
 from tandem.types import Completion, Sampling
 
@@ -53,7 +53,7 @@ class Past:
         """The one that was asked least recently goes for it, once it answers nobody."""
         if self._load is None:
             text = "only the embedded engine with all weights trained holds several versions; activate the version"
-            raise Refused(409, text, field="version")
+            raise RequestRefused(409, text, field="version")
         if version not in self._engines:  # who asks for one that is here does not wait for who asks for another
             async with self._turn:
                 await self._bring(version, self._load)
@@ -78,7 +78,7 @@ class Past:
                 return idle
             await asyncio.sleep(_LOOK_S)
         text = f"versions {', '.join(map(str, self._engines))} are answering, and only {_AT_A_TIME} can at a time"
-        raise Refused(429, f"{text}; ask again", field="version")
+        raise RequestRefused(429, f"{text}; ask again", field="version")
 
     async def close(self) -> None:
         for engine in self._engines.values():

@@ -39,23 +39,31 @@ from pydantic_core import to_json
 
 from tandem.errors import EngineError
 from tandem.io.finish_anyway import to_its_end
+from tandem.io.request_key import RequestKey
 from tandem.online.events import Event
-from tandem.online.job_store import ENDED, Once
+from tandem.online.job_store import ENDED
 from tandem.online.orchestrator import Conductor
-from tandem.rollout.recorder import Renders
+from tandem.rollout.recorder import RecorderRenderer
 from tandem.rollout.sessions.sessions import Sessions
 from tandem.rollout.sessions.store import SessionStore
 from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.pages import page
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES
 from tandem.serve.http.service import Service, aside, body_at_hand
 from tandem.serve.online.keys import WHO
 from tandem.serve.online.past_versions import Past
-from tandem.serve.online.train_requests import Lesson, Model, TrainBody, check_rank, lesson, lesson_of_session
+from tandem.serve.online.train_requests import (
+    Lesson,
+    SampleRequirements,
+    TrainBody,
+    check_rank,
+    lesson,
+    lesson_of_session,
+)
 from tandem.serve.openai.requests import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
-from tandem.serve.openai.routes import OpenAi, Unkept
+from tandem.serve.openai.routes import OpenAi, Stateless
 
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _LESSON_S = 120.0  # a job may have a million tokens
@@ -66,13 +74,13 @@ _WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue"
 """Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
 
-class Speaks(Recording, Renders, Protocol):
+class OnlineRenderer(Recording, RecorderRenderer, Protocol):
     """A renderer that answers requests, joins turns, and reads recordings."""
 
 
 def online_service(
     conductor: Conductor,
-    renderer: Speaks,
+    renderer: OnlineRenderer,
     kept: SessionStore,
     past: Past,
     *,
@@ -86,13 +94,13 @@ def online_service(
     wishes = _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if embedded else _NO_WISH
     sessions = Sessions(renderer, kept)
     openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=wishes)
-    api, router = _Api(conductor, Model(renderer, context, num_ids), sessions), APIRouter()
+    api, router = _OnlineApi(conductor, SampleRequirements(renderer, context, num_ids), sessions), APIRouter()
     for prefix in ("/v1", "/sessions/{session}/v1"):
         router.include_router(openai.router(prefix))
 
     async def of_past(version: Number) -> OpenAi:
         conductor.store.version(version)
-        return OpenAi(await past.engine(version), renderer, Unkept(renderer), model_id, context, num_ids)
+        return OpenAi(await past.engine(version), renderer, Stateless(renderer), model_id, context, num_ids)
 
     @speaks(ChatRequest, answers=(JSON, EVENTS))
     async def chat(version: Number, request: Request) -> Response:
@@ -160,7 +168,7 @@ class ActivateBody(Strict):
     why: str = ""
 
 
-class _Said(msgspec.Struct):
+class _SamplesOnly(msgspec.Struct):
     samples: msgspec.Raw
 
 
@@ -168,8 +176,8 @@ class NoBody(Strict):
     """A field that nobody reads is refused here as well."""
 
 
-class _Api:
-    def __init__(self, conductor: Conductor, model: Model, sessions: Sessions) -> None:
+class _OnlineApi:
+    def __init__(self, conductor: Conductor, model: SampleRequirements, sessions: Sessions) -> None:
         self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
@@ -191,7 +199,9 @@ class _Api:
         raw = body_at_hand(request)
 
         def learn() -> tuple[Lesson, bytes]:
-            said = bytes(msgspec.json.decode(raw, type=_Said).samples)  # as it came: to write it again takes longer
+            said = bytes(
+                msgspec.json.decode(raw, type=_SamplesOnly).samples
+            )  # as it came: to write it again takes longer
             return lesson(body, self.conductor.spec.train, self.model), said
 
         taught, said = await aside(request)(learn, deadline_s=_LESSON_S)
@@ -201,8 +211,8 @@ class _Api:
         self.conductor.wake()
         return JSONResponse(reply, 202)
 
-    async def _train_session(self, request: Request, body: TrainBody, once: Once) -> Mapping[str, Any]:
-        """Once, whoever else rewards it meanwhile."""
+    async def _train_session(self, request: Request, body: TrainBody, once: RequestKey) -> Mapping[str, Any]:
+        """RequestKey, whoever else rewards it meanwhile."""
         assert body.session is not None
         assert body.reward is not None
         session = self.sessions.find(body.session)
@@ -336,22 +346,22 @@ def _who(request: Request) -> str:
 
 def _most(request: Request, usual: int) -> int:
     if (most := _asked(request, "most", usual)) > _MOST:
-        raise Refused(422, f"no more than {_MOST} are told at a time", field="most")
+        raise RequestRefused(422, f"no more than {_MOST} are told at a time", field="most")
     return most
 
 
 def _asked(request: Request, name: str, usual: int) -> int:
     text = request.query_params.get(name, str(usual))
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise Refused(422, f"'{text[:40]}' is no number, or too large a one", field=name)
+        raise RequestRefused(422, f"'{text[:40]}' is no number, or too large a one", field=name)
     return int(text)
 
 
-async def _once(request: Request, *, needed: bool = True) -> Once:
+async def _once(request: Request, *, needed: bool = True) -> RequestKey:
     """Not `needed`: a write without a key gets a new one, and is done again when it is sent again."""
     key = request.headers.get("idempotency-key", "" if needed else uuid.uuid4().hex)
     if not _KEY.fullmatch(key):
-        raise Refused(
+        raise RequestRefused(
             422,
             "send a new Idempotency-Key with every write, and the same one when you repeat it: 1 to 128 of letters, "
             "digits and . _ : / -",
@@ -363,4 +373,4 @@ async def _once(request: Request, *, needed: bool = True) -> Once:
         await aside(request)(digest.update, body)
     else:
         digest.update(body)
-    return Once(key, digest.digest())
+    return RequestKey(key, digest.digest())

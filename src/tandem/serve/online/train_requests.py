@@ -14,8 +14,8 @@ from tandem.errors import TandemError
 from tandem.online.messages import Sequence1, Teaching, to_wire
 from tandem.online.self_distillation import ANSWERS, judge_messages, most_tokens
 from tandem.rollout.recorded_producer import record, record_pair
-from tandem.rollout.recorder import Renders
-from tandem.serve.http.refusals import Refused
+from tandem.rollout.recorder import RecorderRenderer
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.openai.requests import Strict
 from tandem.spec.online import OnlineSpec, TeachSpec
 from tandem.spec.optim import ApolloSpec
@@ -103,10 +103,10 @@ class TrainBody(Strict):
 
 
 @dataclass(frozen=True)
-class Model:
+class SampleRequirements:
     """What samples must fit."""
 
-    renderer: Renders
+    renderer: RecorderRenderer
     context: int
     num_ids: int
 
@@ -118,17 +118,17 @@ class Lesson:
     num_tokens: int
 
 
-def lesson(body: TrainBody, spec: TeachSpec, model: Model) -> Lesson:
+def lesson(body: TrainBody, spec: TeachSpec, model: SampleRequirements) -> Lesson:
     """In token space, within bounds; Refused with the field."""
     assert body.samples is not None
     if len(body.samples) > spec.max_samples:
         text = f"{len(body.samples)} samples; train.max_samples = {spec.max_samples} allows fewer in one job"
-        raise Refused(422, text, field="samples")
+        raise RequestRefused(422, text, field="samples")
     algorithm = body.algorithm or _fitting(body.samples)
     for index, sample in enumerate(body.samples):
         if (_fitting([sample]), algorithm) != ("sft", "self_distill") and _fitting([sample]) != algorithm:
             text = f"algorithm '{algorithm}' does not learn from such a sample; all of a job are of one kind"
-            raise Refused(422, text, field=f"samples.{index}")
+            raise RequestRefused(422, text, field=f"samples.{index}")
     shown = algorithm == "self_distill"
     groups = [_group(sample, f"samples.{index}", model, shown) for index, sample in enumerate(body.samples)]
     sizes = [_with_answers(each) if shown else len(each.ids) for group in groups for each in group]
@@ -141,7 +141,7 @@ def lesson_of_session(body: TrainBody, trajectories: Sequence[Trajectory], spec:
     """What was sampled here. Branches whose rewards differ are compared; otherwise each counts by its own."""
     if body.algorithm not in (None, "reward"):
         text = f"algorithm '{body.algorithm}' does not learn from a session; leave it out"
-        raise Refused(422, text, field="algorithm")
+        raise RequestRefused(422, text, field="algorithm")
     differ = len({each.reward for each in trajectories}) > 1
     teaching = teaching_of("group" if differ else "reward", body, spec)
     group = [to_wire(each) for each in trajectories]
@@ -157,7 +157,9 @@ def _with_answers(shown: Trajectory) -> int:
 
 def _bounded_tokens(count: int, most: int, field: str) -> int:
     if count > most:
-        raise Refused(422, f"{count} tokens, answers included; one job of this kind may have {most}", field=field)
+        raise RequestRefused(
+            422, f"{count} tokens, answers included; one job of this kind may have {most}", field=field
+        )
     return count
 
 
@@ -169,12 +171,14 @@ def check_rank(body: TrainBody, spec: OnlineSpec) -> None:
     had = of_optimizer if spec.model.lora is None else spec.model.lora.rank
     if asked != had:
         has = "trains all weights, and has no rank" if had is None else f"has rank {had}"
-        raise Refused(422, f"{asked}: this server {has}; leave it out, or change the spec", field="config.rank")
+        raise RequestRefused(422, f"{asked}: this server {has}; leave it out, or change the spec", field="config.rank")
 
 
 def teaching_of(algorithm: str, body: TrainBody, spec: TeachSpec) -> Teaching:
     if body.known and algorithm != "sft":
-        raise Refused(422, f"a job of algorithm '{algorithm}' has no answer to know; leave it out", field="known")
+        raise RequestRefused(
+            422, f"a job of algorithm '{algorithm}' has no answer to know; leave it out", field="known"
+        )
     until_known = spec.known if body.steps is None else 0.0
     lr = body.lr or (body.config.lr if body.config is not None else None) or spec.lr
     return Teaching(
@@ -190,7 +194,7 @@ def teaching_of(algorithm: str, body: TrainBody, spec: TeachSpec) -> Teaching:
 
 def _bounded(field: str, value: float, most: float) -> float:
     if value > most:
-        raise Refused(422, f"{value:g} is more than train.max_{field} = {most:g} of this server", field=field)
+        raise RequestRefused(422, f"{value:g} is more than train.max_{field} = {most:g} of this server", field=field)
     return value
 
 
@@ -199,25 +203,25 @@ def _fitting(samples: Sequence[SampleBody]) -> str:
     return "dpo" if first.kind == "pair" else "sft" if first.reward is None else "reward"
 
 
-def _group(sample: SampleBody, field: str, model: Model, shown: bool) -> Group:
+def _group(sample: SampleBody, field: str, model: SampleRequirements, shown: bool) -> Group:
     try:
         group = _shown(sample, field, model) if shown else _read(sample, field, model)
     except BadRow as error:
-        raise Refused(422, str(error), field=field) from error
+        raise RequestRefused(422, str(error), field=field) from error
     except TandemError as error:
-        if isinstance(error, Refused):
+        if isinstance(error, RequestRefused):
             raise
-        raise Refused(422, str(error), field=field) from error
+        raise RequestRefused(422, str(error), field=field) from error
     for each in group:
         if not each.num_trained:
-            raise Refused(422, "nothing of it would be trained: the assistant says nothing", field=field)
+            raise RequestRefused(422, "nothing of it would be trained: the assistant says nothing", field=field)
         if len(each.ids) > model.context:
             text = f"{len(each.ids)} tokens are more than the {model.context} of the model's context"
-            raise Refused(422, text, field=field)
+            raise RequestRefused(422, text, field=field)
     return group
 
 
-def _read(sample: SampleBody, field: str, model: Model) -> Group:
+def _read(sample: SampleBody, field: str, model: SampleRequirements) -> Group:
     if sample.kind == "pair":
         given = {"prompt": sample.prompt, "chosen": sample.chosen, "rejected": sample.rejected}
         return record_pair(model.renderer, *parse_pair(given), name=field)
@@ -229,7 +233,7 @@ def _read(sample: SampleBody, field: str, model: Model) -> Group:
     return [trajectory]
 
 
-def _shown(sample: SampleBody, field: str, model: Model) -> Group:
+def _shown(sample: SampleBody, field: str, model: SampleRequirements) -> Group:
     """The last turn of a conversation twice: after its context, and after that with the turn itself shown in it."""
     if sample.kind != "messages":
         raise BadRow("self_distill shows the model what it is to learn as text; give messages")
@@ -247,12 +251,14 @@ def _shown(sample: SampleBody, field: str, model: Model) -> Group:
     return pair
 
 
-def _of_ids(context: list[int], continuation: list[int], field: str, model: Model) -> Trajectory:
+def _of_ids(context: list[int], continuation: list[int], field: str, model: SampleRequirements) -> Trajectory:
     if not context:
-        raise Refused(422, "is empty; the first token needs something to follow", field=f"{field}.context_ids")
+        raise RequestRefused(422, "is empty; the first token needs something to follow", field=f"{field}.context_ids")
     for name, ids in (("context_ids", context), ("continuation_ids", continuation)):
         if ids and max(ids) >= model.num_ids:
-            raise Refused(422, f"id {max(ids)} does not exist; ids end at {model.num_ids - 1}", field=f"{field}.{name}")
+            raise RequestRefused(
+                422, f"id {max(ids)} does not exist; ids end at {model.num_ids - 1}", field=f"{field}.{name}"
+            )
     ids = [*context, *continuation]
     nothing, trained = len(ids), [False] * len(context) + [True] * len(continuation)
     return Trajectory(ids, trained, [0.0] * nothing, [NO_VERSION] * nothing, status="recorded", task_id=field)

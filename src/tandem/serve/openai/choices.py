@@ -19,7 +19,7 @@ class Thoughts(Protocol):
     def close(self) -> tuple[str, str]: ...
 
 
-class Calls(Protocol):
+class ToolCallReader(Protocol):
     def push(self, text: str) -> tuple[str, list[ToolCall]]: ...  # new text, calls that are whole now
     def close(self) -> str: ...
 
@@ -30,10 +30,10 @@ class Speech(TokenNames, Protocol):
     @property
     def end_ids(self) -> frozenset[int]: ...
     def thoughts(self) -> Thoughts: ...
-    def call_stream(self) -> Calls: ...
+    def call_stream(self) -> ToolCallReader: ...
 
 
-class Place(Protocol):
+class SampleSlot(Protocol):
     """Where one sample begins, and who keeps what becomes of it."""
 
     @property
@@ -46,10 +46,10 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSamples:
     """A request's samples: for each of its prompts, `n` places."""
 
-    places: Sequence[Place]
+    places: Sequence[SampleSlot]
     under_way: Callable[[], AbstractContextManager[Any]] = nullcontext
     """While it is answered."""
 
@@ -61,8 +61,8 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Job:
-    opened: Opened
+class SampleJob:
+    opened: OpenedSamples
     n: int
     sampling: Sampling
     one_prompt: bool = True
@@ -79,7 +79,7 @@ class Job:
         return [place.prompt for place in self.opened.places[:: self.n]]
 
     @property
-    def samples(self) -> list[tuple[Place, Sampling]]:
+    def samples(self) -> list[tuple[SampleSlot, Sampling]]:
         """Sample i of each prompt is drawn with seed + i."""
         return [
             (place, replace(self.sampling, seed=self.sampling.seed + index % self.n))
@@ -92,7 +92,7 @@ class Job:
 
 
 @dataclass
-class Piece:
+class ChoiceDelta:
     """What a choice has to say since it was last asked; without streaming, all of it."""
 
     index: int
@@ -108,7 +108,7 @@ class Piece:
 
 
 class Choice:
-    def __init__(self, index: int, renderer: Speech, job: Job, *, parts_thoughts: bool) -> None:
+    def __init__(self, index: int, renderer: Speech, job: SampleJob, *, parts_thoughts: bool) -> None:
         self.version, self.num_tokens = -1, 0
         self._place, self._sampling = job.opened.places[index], job.sampling
         self._end_ids, self._offsets_wanted = renderer.end_ids.union(job.sampling.stop_ids), job.logprobs
@@ -116,7 +116,7 @@ class Choice:
         self._thoughts = renderer.thoughts() if parts_thoughts else None
         self._calls = renderer.call_stream() if job.calls else None
         self._told: tuple[list[str], list[str], list[dict[str, Any]]] = [], [], []  # text, thought, calls
-        self.piece = Piece(index, opens=True)
+        self.piece = ChoiceDelta(index, opens=True)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         piece, self.version = self.piece, version
@@ -139,8 +139,8 @@ class Choice:
         self.piece.spans = completion.spans
         self._place.keep(completion, message("".join(text), "".join(thought), calls), self._sampling)
 
-    def take(self) -> Piece:
-        piece, self.piece = self.piece, Piece(self.piece.index, opens=False)
+    def take(self) -> ChoiceDelta:
+        piece, self.piece = self.piece, ChoiceDelta(self.piece.index, opens=False)
         return piece
 
     def _tell(self, text: str, *, last: bool = False) -> None:
@@ -180,7 +180,7 @@ def message(text: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[st
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResponseLayout:
     object: str
     chunk_object: str
     id_prefix: str
@@ -188,10 +188,10 @@ class Layout:
     """A stream opens with an empty chunk for each choice, in order: clients make room for choices as they come."""
     parts_thoughts: bool
     """Thoughts are told apart from the answer, as `reasoning_content`."""
-    choice: Callable[[Piece, Job, TokenNames], dict[str, Any]]
+    choice: Callable[[ChoiceDelta, SampleJob, TokenNames], dict[str, Any]]
 
 
-def _chat_choice(piece: Piece, job: Job, names: TokenNames) -> dict[str, Any]:
+def _chat_choice(piece: ChoiceDelta, job: SampleJob, names: TokenNames) -> dict[str, Any]:
     logprobs: dict[str, Any] | None = None
     if job.logprobs:
         entries = [_chat_logprob(names, *entry) for entry in zip(piece.ids, piece.logprobs, strict=True)]
@@ -221,7 +221,7 @@ def _token_name(names: TokenNames, token_id: int) -> str:
     return names.token_text(token_id) if raw is None else raw.decode("utf-8", "replace")
 
 
-def _text_choice(piece: Piece, job: Job, names: TokenNames) -> dict[str, Any]:
+def _text_choice(piece: ChoiceDelta, job: SampleJob, names: TokenNames) -> dict[str, Any]:
     logprobs = {
         "tokens": [_token_name(names, token_id) for token_id in piece.ids],
         "token_logprobs": piece.logprobs,
@@ -231,10 +231,10 @@ def _text_choice(piece: Piece, job: Job, names: TokenNames) -> dict[str, Any]:
     return {"text": piece.text, "logprobs": logprobs if job.logprobs else None}
 
 
-CHAT = Layout("chat.completion", "chat.completion.chunk", "chatcmpl-", True, True, _chat_choice)
-TEXT = Layout("text_completion", "text_completion", "cmpl-", False, False, _text_choice)
+CHAT = ResponseLayout("chat.completion", "chat.completion.chunk", "chatcmpl-", True, True, _chat_choice)
+TEXT = ResponseLayout("text_completion", "text_completion", "cmpl-", False, False, _text_choice)
 
 
-def usage(job: Job, choices: Sequence[Choice]) -> dict[str, int]:
+def usage(job: SampleJob, choices: Sequence[Choice]) -> dict[str, int]:
     prompt, sampled = sum(map(len, job.prompts)), sum(choice.num_tokens for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

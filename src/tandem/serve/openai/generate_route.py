@@ -10,8 +10,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator, model
 
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.service import let_go
-from tandem.serve.openai.choices import Choice, Job, Piece
-from tandem.serve.openai.requests import Knobs, Prompts, Strict, checked, prompt_list, read
+from tandem.serve.openai.choices import Choice, ChoiceDelta, SampleJob
+from tandem.serve.openai.requests import Prompts, SamplingParams, Strict, checked, prompt_list, read
 from tandem.serve.openai.routes import OpenAi
 
 _DEFAULT_TOKENS = {"vllm": 16, "sglang": 128}
@@ -30,7 +30,7 @@ def _all_tokens(top_k: Any) -> Any:
     return 0 if top_k == -1 else top_k
 
 
-class _Knobs(Knobs):
+class _GenerateParams(SamplingParams):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_all_tokens)] = 0
 
     @model_validator(mode="before")
@@ -58,12 +58,12 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, list) and isinstance(prompt[0], int)
 
 
-class VllmBody(_Knobs):
+class VllmBody(_GenerateParams):
     prompt: Annotated[str | list[int], PlainValidator(_one_prompt, json_schema_input_type=str | dict[str, list[int]])]
     logprobs: int | None = Field(None, ge=0, le=1)
 
 
-class SglangKnobs(_Knobs):
+class SglangKnobs(_GenerateParams):
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_new_tokens", "max_tokens"))
     seed: int | None = Field(None, ge=0, le=2**53, validation_alias=AliasChoices("sampling_seed", "seed"))
 
@@ -148,7 +148,7 @@ class Generate:
             return self._told(results[0], job)
         return JSONResponse(results, headers=self.api.headers(job))
 
-    def _result(self, choice: Choice, job: Job, asked: SglangBody) -> dict[str, Any]:
+    def _result(self, choice: Choice, job: SampleJob, asked: SglangBody) -> dict[str, Any]:
         piece = choice.take()
         place = job.opened.places[piece.index]
         meta: dict[str, Any] = {
@@ -168,22 +168,24 @@ class Generate:
             ]
         return {"text": piece.text, "output_ids": piece.ids, "meta_info": meta}
 
-    async def _job(self, request: Request, prompts: list[str | list[int]], knobs: Knobs, max_tokens: int) -> Job:
+    async def _job(
+        self, request: Request, prompts: list[str | list[int]], knobs: SamplingParams, max_tokens: int
+    ) -> SampleJob:
         opened = await self.api.opened("prompt", self.api.conversations.text(request, prompts, knobs.n))
         let_go(request)
-        job = Job(opened, knobs.n, knobs.sampling(max_tokens))
+        job = SampleJob(opened, knobs.n, knobs.sampling(max_tokens))
         self.api.check(job, "prompt")
         return job
 
-    def _told(self, body: dict[str, Any], job: Job) -> JSONResponse:
+    def _told(self, body: dict[str, Any], job: SampleJob) -> JSONResponse:
         if job.opened.session:
             body |= {"session_id": job.opened.session, "turn_ids": [place.id for place in job.opened.places]}
         return JSONResponse(body, headers=self.api.headers(job))
 
 
-def _tokens(piece: Piece) -> list[tuple[int, float]]:
+def _tokens(piece: ChoiceDelta) -> list[tuple[int, float]]:
     return list(zip(piece.ids, piece.logprobs, strict=True))
 
 
-def _spans(piece: Piece) -> list[list[int]]:
+def _spans(piece: ChoiceDelta) -> list[list[int]]:
     return [[span.version, span.count] for span in piece.spans]

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import from_json, to_json
 
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import (
     AT_ONCE_BYTES,
     MAX_MESSAGES,
@@ -87,7 +87,7 @@ class CalledFunction(Strict):
         return {"name": self.name, "arguments": arguments}
 
 
-class ToolCall(Strict):
+class RequestToolCall(Strict):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -112,7 +112,7 @@ class ChatMessage(Strict):
     content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]])] = ""
     reasoning_content: str | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[RequestToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -141,7 +141,7 @@ def _not_almost_zero(temperature: float) -> float:
     return temperature
 
 
-class Knobs(Strict):
+class SamplingParams(Strict):
     """How to sample, in any of the forms that are taken."""
 
     n: int = Field(1, ge=1, le=MAX_N)
@@ -175,7 +175,7 @@ class Knobs(Strict):
         )  # fmt: skip
 
 
-class _Request(Knobs):
+class _RequestBase(SamplingParams):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -193,13 +193,13 @@ class _Request(Knobs):
         return (self.safety_identifier or self.user)[:256] or super().share
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> _Request:
+    def _options_of_a_stream(self) -> _RequestBase:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options without stream = true")
         return self
 
 
-class ChatRequest(_Request):
+class ChatRequest(_RequestBase):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] = Field([], max_length=256)
     tool_choice: Literal["auto", "none"] = "auto"
@@ -237,14 +237,14 @@ def _is_ids(value: Any) -> bool:
     return True
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_RequestBase):
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=1)
     """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TemplateInput:
     """A chat request, and what of it goes into the chat template."""
 
     asked: ChatRequest
@@ -252,13 +252,15 @@ class Conversation:
     tools: list[dict[str, Any]]
 
 
-def conversation(data: Any) -> Conversation:
+def conversation(data: Any) -> TemplateInput:
     asked = checked(ChatRequest, data)
     tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools]
     if tools and len(to_json(tools)) > MAX_TOOLS_BYTES:
-        raise Refused(422, f"all tools together may have {MAX_TOOLS_BYTES} bytes as JSON; send fewer", field="tools")
+        raise RequestRefused(
+            422, f"all tools together may have {MAX_TOOLS_BYTES} bytes as JSON; send fewer", field="tools"
+        )
     check_values("".join(_arguments(asked)).encode(), "messages")
-    return Conversation(asked, [_for_template(message) for message in asked.messages], tools)
+    return TemplateInput(asked, [_for_template(message) for message in asked.messages], tools)
 
 
 def _arguments(asked: ChatRequest) -> Iterator[str]:
@@ -304,7 +306,7 @@ def _from_json(raw: bytes) -> Any:
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise Refused(422, f"the body is not JSON: {error}", code="invalid_json") from error
+        raise RequestRefused(422, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
 def checked(kind: type[R], data: Any, *, within: str = "") -> R:
@@ -315,11 +317,11 @@ def checked(kind: type[R], data: Any, *, within: str = "") -> R:
         raise _as_refused(error, within) from error
 
 
-def _as_refused(error: ValidationError, within: str) -> Refused:
+def _as_refused(error: ValidationError, within: str) -> RequestRefused:
     first = error.errors(include_url=False, include_context=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     field = ".".join(str(part) for part in (*filter(None, [within]), *first["loc"]))
     if first["type"] == "extra_forbidden":
         message = f"'{field}' is not supported by this service, or not with this value; leave it out"
     # Validators over several fields have no location; their text begins with the field's name.
-    return Refused(422, message, field=field or message.split()[0])
+    return RequestRefused(422, message, field=field or message.split()[0])

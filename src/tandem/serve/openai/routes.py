@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tandem.errors import TandemError, TextTooLong
 from tandem.protocols import OnToken
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
-from tandem.serve.http.refusals import Refused, as_refused
+from tandem.serve.http.refusals import RequestRefused, as_refused
 from tandem.serve.http.request_bounds import (
     AT_ONCE_BYTES,
     MAX_MESSAGES,
@@ -32,7 +32,17 @@ from tandem.serve.http.request_bounds import (
     MAX_VALUES,
 )
 from tandem.serve.http.service import Service, aside, let_go, unless_gone
-from tandem.serve.openai.choices import CHAT, TEXT, Choice, Job, Layout, Opened, Piece, Speech, usage
+from tandem.serve.openai.choices import (
+    CHAT,
+    TEXT,
+    Choice,
+    ChoiceDelta,
+    OpenedSamples,
+    ResponseLayout,
+    SampleJob,
+    Speech,
+    usage,
+)
 from tandem.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -69,7 +79,7 @@ class Sampler(Protocol):
     async def close(self) -> None: ...
 
 
-class Renderer(Speech, Protocol):
+class ChatRenderer(Speech, Protocol):
     def within(self, context: int) -> Self: ...
     def encode(self, text: str) -> list[int]: ...
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
@@ -78,12 +88,12 @@ class Renderer(Speech, Protocol):
 class Conversations(Protocol):
     """Where the prompts of requests come from, and who keeps their answers."""
 
-    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened: ...
-    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened: ...
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples: ...
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples: ...
 
 
 @dataclass(frozen=True)
-class _Unkept:
+class _StatelessTurn:
     prompt: list[int]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     session: str = ""
@@ -93,23 +103,23 @@ class _Unkept:
 
 
 @dataclass(frozen=True)
-class Unkept:
+class Stateless:
     """Every request is a conversation of its own, and leaves no trace."""
 
-    renderer: Renderer
+    renderer: ChatRenderer
 
-    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> Opened:
+    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples:
         prompt = await aside(request)(self.renderer.prompt, messages, tools)  # always: a template may loop
-        return Opened([_Unkept(prompt) for _ in range(n)])
+        return OpenedSamples([_StatelessTurn(prompt) for _ in range(n)])
 
-    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> Opened:
+    async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples:
         ids = [
             await encoded(request, prompts, partial(self.renderer.encode, prompt))
             if isinstance(prompt, str)
             else prompt
             for prompt in prompts
         ]
-        return Opened([_Unkept(prompt) for prompt in ids for _ in range(n)])
+        return OpenedSamples([_StatelessTurn(prompt) for prompt in ids for _ in range(n)])
 
 
 async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: Callable[[], T]) -> T:
@@ -120,11 +130,11 @@ async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: 
 
 
 def openai_service(
-    engine: Sampler, renderer: Renderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
+    engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
     renderer = renderer.within(context)
-    api = OpenAi(engine, renderer, Unkept(renderer), model_id, context, num_ids, max_requests)
+    api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests)
     return Service("tandem serve", api.router("/v1"), api.limits, api.books.registry, engine.close)
 
 
@@ -145,7 +155,7 @@ class _Books:
 @dataclass
 class OpenAi:
     engine: Sampler
-    renderer: Renderer
+    renderer: ChatRenderer
     conversations: Conversations
     model_id: str
     context: int
@@ -211,18 +221,18 @@ class OpenAi:
 
     # --- from a request to a job
 
-    async def opened(self, named: str, opening: Awaitable[Opened]) -> Opened:
+    async def opened(self, named: str, opening: Awaitable[OpenedSamples]) -> OpenedSamples:
         """`named`: what the request calls its prompts."""
         try:
             return await opening
         except TextTooLong as error:
-            raise Refused(422, str(error), field=named, code="context_length_exceeded") from error
+            raise RequestRefused(422, str(error), field=named, code="context_length_exceeded") from error
 
     def _job(
-        self, asked: ChatRequest | CompletionRequest, opened: Opened, max_tokens: int,
+        self, asked: ChatRequest | CompletionRequest, opened: OpenedSamples, max_tokens: int,
         *, one_prompt: bool, logprobs: bool, calls: bool,
-    ) -> Job:  # fmt: skip
-        return Job(
+    ) -> SampleJob:  # fmt: skip
+        return SampleJob(
             opened, asked.n, asked.sampling(max_tokens), one_prompt,
             stream=asked.stream,
             include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
@@ -231,7 +241,7 @@ class OpenAi:
             calls=calls,
         )  # fmt: skip
 
-    def check(self, job: Job, named: str) -> None:
+    def check(self, job: SampleJob, named: str) -> None:
         """Refused, if it cannot be answered. `named`: what it calls its prompts."""
         for prompt in job.prompts:
             self._check_prompt(prompt, job.sampling.max_tokens, named)
@@ -240,39 +250,43 @@ class OpenAi:
 
     def _check_model(self, name: str) -> None:
         if name != self.model_id:
-            raise Refused(404, f"there is no model '{name}'; this service has '{self.model_id}'", field="model",
+            raise RequestRefused(404, f"there is no model '{name}'; this service has '{self.model_id}'", field="model",
                           code="model_not_found")  # fmt: skip
 
     def _check_prompt(self, prompt: list[int], max_tokens: int, named: str) -> None:
         if not prompt:
-            raise Refused(422, f"{named} is empty; the first token needs something to follow", field=named)
+            raise RequestRefused(422, f"{named} is empty; the first token needs something to follow", field=named)
         if not 0 <= min(prompt) <= max(prompt) < self.num_ids:
-            raise Refused(422, f"{named} has a token id outside 0 to {self.num_ids - 1}", field=named)
+            raise RequestRefused(422, f"{named} has a token id outside 0 to {self.num_ids - 1}", field=named)
         if len(prompt) >= self.context:
             text = f"{named} has {len(prompt)} tokens, which leaves no room in a context of {self.context}"
-            raise Refused(422, text, field=named, code="context_length_exceeded")
+            raise RequestRefused(422, text, field=named, code="context_length_exceeded")
         if len(prompt) + max_tokens > self.context:
             text = f"{len(prompt)} prompt tokens and max_tokens = {max_tokens} exceed the context of {self.context}"
-            raise Refused(422, text, field="max_tokens", code="context_length_exceeded")
+            raise RequestRefused(422, text, field="max_tokens", code="context_length_exceeded")
 
-    def _check_on_update(self, job: Job) -> None:
+    def _check_on_update(self, job: SampleJob) -> None:
         wish = job.sampling.on_update
         if wish and wish not in self.on_update:
             known = f"takes {', '.join(sorted(self.on_update))}" if self.on_update else "takes no wish"
-            raise Refused(422, f"on_update = '{wish}': this service {known}", field="on_update")
+            raise RequestRefused(422, f"on_update = '{wish}': this service {known}", field="on_update")
         if wish == "restart" and job.stream:
-            raise Refused(422, "on_update = 'restart': what was streamed cannot be taken back", field="on_update")
+            raise RequestRefused(
+                422, "on_update = 'restart': what was streamed cannot be taken back", field="on_update"
+            )
 
     def _check_load(self, wanted: int) -> None:
         if wanted > self.max_requests:
             text = f"prompts x n = {wanted} samples; one request may ask for {self.max_requests}"
-            raise Refused(422, text, field="n")
+            raise RequestRefused(422, text, field="n")
         if self.running + wanted > self.max_requests:
-            raise Refused(429, f"{self.running} samples are under way, {self.max_requests} are allowed; try again")
+            raise RequestRefused(
+                429, f"{self.running} samples are under way, {self.max_requests} are allowed; try again"
+            )
 
     # --- from a job to an answer
 
-    async def _answer(self, request: Request, job: Job, layout: Layout) -> Response:
+    async def _answer(self, request: Request, job: SampleJob, layout: ResponseLayout) -> Response:
         if job.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | self.headers(job)
             return StreamingResponse(self._chunks(job, layout), media_type="text/event-stream", headers=headers)
@@ -285,7 +299,7 @@ class OpenAi:
             body["prompt_token_ids"] = job.prompt_token_ids
         return JSONResponse(body, headers=self.headers(job))
 
-    async def whole(self, request: Request, job: Job, *, parts_thoughts: bool) -> list[Choice]:
+    async def whole(self, request: Request, job: SampleJob, *, parts_thoughts: bool) -> list[Choice]:
         """Every choice, complete."""
         choices = self._choices(job, parts_thoughts)
 
@@ -296,7 +310,7 @@ class OpenAi:
         await unless_gone(request, play())
         return choices
 
-    async def _chunks(self, job: Job, layout: Layout) -> AsyncIterator[str]:
+    async def _chunks(self, job: SampleJob, layout: ResponseLayout) -> AsyncIterator[str]:
         choices = self._choices(job, layout.parts_thoughts)
         head = self._head(job, layout, layout.chunk_object, self.engine.version)
         extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
@@ -320,7 +334,7 @@ class OpenAi:
             yield _event({**head, "choices": [], "usage": usage(job, choices)})
         yield "data: [DONE]\n\n"
 
-    async def _play(self, job: Job, choices: list[Choice]) -> AsyncIterator[Choice]:
+    async def _play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
         """Samples all choices at once; yields one whenever it has new text, and when it is complete."""
         news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         tasks: list[asyncio.Task[Completion]] = []
@@ -352,7 +366,7 @@ class OpenAi:
                 self.books.sampled_tokens.inc(sum(choice.num_tokens for choice in choices))
                 self.books.cancelled.inc(sum(task.cancel() for task in tasks))
 
-    def _choices(self, job: Job, parts_thoughts: bool) -> list[Choice]:
+    def _choices(self, job: SampleJob, parts_thoughts: bool) -> list[Choice]:
         places = range(len(job.opened.places))
         return [Choice(index, self.renderer, job, parts_thoughts=parts_thoughts) for index in places]
 
@@ -363,10 +377,10 @@ class OpenAi:
     # --- layout
 
     @staticmethod
-    def headers(job: Job) -> dict[str, str]:
+    def headers(job: SampleJob) -> dict[str, str]:
         return {SESSION_HEADER: job.opened.session} if job.opened.session else {}
 
-    def _head(self, job: Job, layout: Layout, kind: str, version: int) -> dict[str, Any]:
+    def _head(self, job: SampleJob, layout: ResponseLayout, kind: str, version: int) -> dict[str, Any]:
         session = {"session_id": job.opened.session} if job.opened.session else {}
         return {
             "id": layout.id_prefix + uuid.uuid4().hex,
@@ -377,7 +391,7 @@ class OpenAi:
             **session,
         }
 
-    def _choice(self, piece: Piece, job: Job, layout: Layout) -> dict[str, Any]:
+    def _choice(self, piece: ChoiceDelta, job: SampleJob, layout: ResponseLayout) -> dict[str, Any]:
         choice = layout.choice(piece, job, self.renderer)
         choice |= {"index": piece.index, "finish_reason": piece.finish_reason}
         if job.token_ids:

@@ -33,17 +33,17 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import GroupRefused, QueueFull, StoreError, StoreTimeout
 from tandem.rollout.atropos.codec import KEYS, ScoredData, why_refused
-from tandem.rollout.atropos.service import Atropos, Batch, NotRegistered, Registration
+from tandem.rollout.atropos.service import Atropos, AtroposBatch, NotRegistered, TrainerRegistration
 from tandem.serve.http.openapi_document import JSON, PAGE, speaks
 from tandem.serve.http.pages import page
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.service import HotRoute, body_at_hand
 
 _log = logging.getLogger(__name__)
 
 _READ_S = 60.0  # for a trainer to read the next piece of its batch; then it has hung up
 _PIECE_BYTES = 1 << 20
-_FULL = Refused(507, "as many groups are queued as this service takes; send it again later")
+_FULL = RequestRefused(507, "as many groups are queued as this service takes; send it again later")
 
 _JSON = "application/json"
 
@@ -78,7 +78,7 @@ class EnvironmentId(msgspec.Struct, frozen=True):
 
 def atropos_routes(atropos: Atropos, *, may_reset: bool) -> tuple[list[HotRoute], APIRouter]:
     """`may_reset`: GET /reset_data wipes everything, for whoever asks."""
-    api, router = _Api(atropos, may_reset=may_reset), APIRouter()
+    api, router = _AtroposApi(atropos, may_reset=may_reset), APIRouter()
     for name in ("register", "register-env", "disconnect-env"):
         router.add_api_route(f"/{name}", getattr(api, name.replace("-", "_")), methods=["POST"])
     for name in ("wandb_info", "info", "batch", "status", "latest_example", "reset_data"):
@@ -91,7 +91,7 @@ def atropos_routes(atropos: Atropos, *, may_reset: bool) -> tuple[list[HotRoute]
     return hot, router
 
 
-class _Api:
+class _AtroposApi:
     def __init__(self, atropos: Atropos, *, may_reset: bool) -> None:
         self.atropos, self.may_reset = atropos, may_reset
 
@@ -105,7 +105,7 @@ class _Api:
     async def register(self, request: Request) -> Response:
         body = _parsed(await request.body(), RegisterBody)
         given = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
-        await self.atropos.register(Registration(**given))
+        await self.atropos.register(TrainerRegistration(**given))
         return Response(msgspec.json.encode({"uuid": 0}).replace(b"0", b"%d" % uuid.uuid4().int), media_type=_JSON)
 
     @speaks(AtroposEnvironmentBody)
@@ -160,9 +160,9 @@ class _Api:
         try:
             return JSONResponse(await self.atropos.post(body_at_hand(request), many=many))
         except GroupRefused as error:
-            raise Refused(422, str(error), field=error.field) from error
+            raise RequestRefused(422, str(error), field=error.field) from error
         except StoreTimeout as error:
-            raise Refused(503, str(error)) from error
+            raise RequestRefused(503, str(error)) from error
         except QueueFull as error:
             raise _FULL from error  # not 429: they throw a group away at any 4xx, and repeat at any 5xx
 
@@ -188,7 +188,7 @@ class _Api:
         try:
             return JSONResponse(self.atropos.environment_status(_parsed(body, EnvironmentId).env_id))
         except GroupRefused as error:
-            raise Refused(404, str(error), field="env_id") from error
+            raise RequestRefused(404, str(error), field="env_id") from error
 
     async def latest_example(self) -> Response:
         latest = self.atropos.latest()
@@ -199,7 +199,7 @@ class _Api:
     @speaks(answers=("text/plain",))
     async def reset_data(self) -> Response:
         if not self.may_reset:
-            raise Refused(403, "wiping everything by a GET needs --atropos and --insecure-no-auth")
+            raise RequestRefused(403, "wiping everything by a GET needs --atropos and --insecure-no-auth")
         await self.atropos.reset()
         return PlainTextResponse("Reset successful")
 
@@ -211,7 +211,7 @@ def _parsed(body: bytes, kind: type[Body]) -> Body:
         if not isinstance(error, ValueError | RecursionError):
             raise
         refused = why_refused(error, body, keys=tuple(kind.__struct_fields__))
-        raise Refused(422, str(refused), field=refused.field) from None
+        raise RequestRefused(422, str(refused), field=refused.field) from None
 
 
 def _joined(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
@@ -235,7 +235,7 @@ class _HandOver(Response):
     """A batch, its last bytes only once it is noted that all others went out: a trainer that hung up before gets the
     same batch again, and one that has it all never does."""
 
-    def __init__(self, atropos: Atropos, batch: Batch) -> None:
+    def __init__(self, atropos: Atropos, batch: AtroposBatch) -> None:
         super().__init__(media_type=_JSON)
         self.atropos, self.batch = atropos, batch
         groups = [piece for group in batch.groups for piece in (b",", group)][1:]

@@ -33,14 +33,15 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from tandem.errors import GroupRefused
+from tandem.io.request_key import RequestKey
 from tandem.rollout.queue.queue import RolloutQueue
-from tandem.rollout.queue.types import EnvironmentSpec, Once, TrainerSpec
+from tandem.rollout.queue.types import RegisteredEnvironment, TrainerSpec
 from tandem.rollout.remote import lease_codec
 from tandem.rollout.wire import codec
 from tandem.rollout.wire.schema import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS, decoded
 from tandem.serve.http.openapi_document import JSON, speaks
 from tandem.serve.http.pages import page
-from tandem.serve.http.refusals import Refused
+from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_containers, check_values
 from tandem.serve.http.service import HotRoute, Service, aside, body_at_hand, let_go, unless_gone
 from tandem.serve.rollouts.prometheus import registry
@@ -58,15 +59,15 @@ Text = Annotated[str, msgspec.Meta(max_length=256)]
 Extra = dict[str, Any]
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _RolloutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class NothingBody(_Strict, frozen=True):
+class NothingBody(_RolloutBody, frozen=True):
     pass
 
 
-class TrainerBody(_Strict, frozen=True):
+class TrainerBody(_RolloutBody, frozen=True):
     run_id: Text
     groups_per_step: Whole = 0
     sequences_per_step: Whole = 0
@@ -81,7 +82,7 @@ class TrainerBody(_Strict, frozen=True):
     fresh: bool = False
 
 
-class EnvironmentBody(_Strict, frozen=True):
+class EnvironmentBody(_RolloutBody, frozen=True):
     name: Text
     weight: float = 1.0
     min_share: float = 0.0
@@ -92,23 +93,23 @@ class EnvironmentBody(_Strict, frozen=True):
     extra: Extra = {}
 
 
-class VersionBody(_Strict, frozen=True):
+class VersionBody(_RolloutBody, frozen=True):
     epoch: Whole
     version: Whole
 
 
-class TicketsBody(_Strict, frozen=True):
+class TicketsBody(_RolloutBody, frozen=True):
     environment: Whole
     count: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     wait_s: Seconds = 0.0
 
 
-class DropBody(_Strict, frozen=True):
+class DropBody(_RolloutBody, frozen=True):
     environment: Whole
     reason: Text
 
 
-class TakeBody(_Strict, frozen=True):
+class TakeBody(_RolloutBody, frozen=True):
     epoch: Whole
     groups: Count = 0
     sequences: Count = 0
@@ -116,17 +117,17 @@ class TakeBody(_Strict, frozen=True):
     wait_s: Seconds = 0.0
 
 
-class EpochBody(_Strict, frozen=True):
+class EpochBody(_RolloutBody, frozen=True):
     epoch: Whole
 
 
-class ReleaseBody(_Strict, frozen=True):
+class ReleaseBody(_RolloutBody, frozen=True):
     epoch: Whole
     count: Whole
     version: Whole | None = None
 
 
-class AckBody(_Strict, frozen=True):
+class AckBody(_RolloutBody, frozen=True):
     epoch: Whole
     leases: list[Whole] = []
     groups: list[Whole] = []
@@ -134,7 +135,7 @@ class AckBody(_Strict, frozen=True):
 
 def rollouts_service(queue: RolloutQueue, *, greets: bool = True) -> Service:
     """`greets`: GET / is its page; otherwise another service's."""
-    api, router = _Api(queue), APIRouter()
+    api, router = _RolloutApi(queue), APIRouter()
     posts = {
         "trainer": api.trainer, "trainer/version": api.version, "trainer/leave": api.leave,
         "environments": api.environment,
@@ -173,7 +174,7 @@ def rollouts_service(queue: RolloutQueue, *, greets: bool = True) -> Service:
     )
 
 
-class _Api:
+class _RolloutApi:
     def __init__(self, queue: RolloutQueue) -> None:
         self.queue = queue
 
@@ -201,7 +202,7 @@ class _Api:
     @speaks(EnvironmentBody, key="required")
     async def environment(self, request: Request) -> Response:
         body, once = await _asked(request, EnvironmentBody)
-        spec = EnvironmentSpec(**msgspec.structs.asdict(body))
+        spec = RegisteredEnvironment(**msgspec.structs.asdict(body))
         return _json(await self.queue.register_environment(spec, once=once))
 
     async def alive(self, id: int) -> Response:
@@ -229,14 +230,14 @@ class _Api:
         await self.queue.drop(body.environment, order, body.reason, once=once)
         return _json({})
 
-    @speaks(codec.Post, types=(JSON, codec.BINARY), query=("environment",), key="required")
+    @speaks(codec.GroupsPost, types=(JSON, codec.BINARY), query=("environment",), key="required")
     async def put(self, request: Request) -> Response:
         environment = _whole(request.query_params.get("environment"), "environment")
         binary = request.headers.get("content-type", "").partition(";")[0].strip().lower() == codec.BINARY
         key, large = _key(request), len(body_at_hand(request)) > _AT_ONCE
         beginning = body_at_hand(request)[: self.queue.limits.quarantine_bytes]
 
-        def read() -> tuple[list[codec.WireGroup], Once]:
+        def read() -> tuple[list[codec.WireGroup], RequestKey]:
             body, most = body_at_hand(request), self.queue.limits.max_groups_per_post
             if not binary:
                 check_containers(body)
@@ -314,10 +315,10 @@ class _Api:
 # --- requests
 
 
-async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Once]:
+async def _asked(request: Request, kind: type[Body]) -> tuple[Body, RequestKey]:
     body, key = body_at_hand(request), _key(request)
 
-    def read() -> tuple[Body, Once]:
+    def read() -> tuple[Body, RequestKey]:
         check_values(body)
         return _parsed(body, kind), _once(request, key, body)
 
@@ -333,7 +334,7 @@ def _parsed(body: bytes, kind: type[Body]) -> Body:
 def _key(request: Request) -> str:
     key = request.headers.get("idempotency-key", "")
     if not _KEY.fullmatch(key):
-        raise Refused(
+        raise RequestRefused(
             422,
             "send a new Idempotency-Key with every write, and the same one when you repeat it: 1 to 128 of letters, "
             "digits and . _ : / -",
@@ -342,17 +343,17 @@ def _key(request: Request) -> str:
     return key
 
 
-def _once(request: Request, key: str, body: bytes) -> Once:
+def _once(request: Request, key: str, body: bytes) -> RequestKey:
     digest = hashlib.sha256(f"{request.method} {request.url.path}?{request.url.query}\n".encode())
     digest.update(body)
-    return Once(key, digest.digest())
+    return RequestKey(key, digest.digest())
 
 
 def _whole(text: str | None, field: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise Refused(422, f"'{text[:40]}' is no number", field=field)
+        raise RequestRefused(422, f"'{text[:40]}' is no number", field=field)
     return int(text)
 
 
