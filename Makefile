@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
+.PHONY: install quickstart test test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -83,6 +83,10 @@ run-kills: install
 # How long a save keeps the training thread; a few minutes. Exit code 1 if it is over a twentieth of a step.
 checkpoint-stall: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint_stall.py
+
+# Builds the wheel and uses it without the checkout: first the light part, then a short run. Half a minute.
+test-wheel: install
+	$(BIN)/python tests/wheel_check.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install

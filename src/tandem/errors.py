@@ -2,6 +2,7 @@
 
 TandemError
 ├── SpecError              the spec is wrong: field, value, way out           (exit 2; also ValueError)
+├── MissingExtra           a package of an extra is not installed               (exit 2; also ImportError)
 ├── DataError              a data set or a file in it is wrong                (exit 2; also ValueError)
 ├── EnvironmentFailed      an environment, as a whole, cannot be used
 │   └── TooManyFailures    too large a share of the last groups failed
@@ -50,6 +51,10 @@ class TandemError(Exception):
 
 
 class SpecError(TandemError, ValueError):
+    exit_code = 2
+
+
+class MissingExtra(TandemError, ImportError):
     exit_code = 2
 
 

@@ -490,11 +490,12 @@ def main() -> None:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
+        from tandem.io.extras import explain_missing
         from tandem.runs.failure_diagnosis import interrupted, told_by_the_system
 
         if interrupted(error):
             sys.exit(130)
-        if not (said := told_by_the_system(error)):
+        if not (said := told_by_the_system(error) or explain_missing(error)):
             raise
         print(f"tandem: {said}", file=sys.stderr)
         sys.exit(2)

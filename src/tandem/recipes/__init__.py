@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
+from tandem.io.extras import require_extra
 from tandem.io.model_path_check import refuse_missing, refuse_no_model
 from tandem.obs.closing_summary import closing_text
 from tandem.obs.live_view import LiveView
@@ -35,6 +36,8 @@ from tandem.spec.data import FileData
 from tandem.spec.load import AnySpec, as_spec, to_toml
 from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
+
+require_extra("train", "torch", "transformers", "tokenizers", "safetensors", "peft", "fastapi", "uvicorn", "msgspec")
 
 _log = logging.getLogger(__name__)
 
