@@ -25,20 +25,20 @@ HALF = f"""
 import asyncio, os, socket, sys
 import msgspec
 from tandem.online.rpc import Peer
-from tandem.online.messages import Open, Opened, Progress, Train, Trained
+from tandem.online.messages import Open, WorkerOpened, JobProgress, Train, Trained
 
 async def main():
     async def handle(what):
         match what:
             case Open():
-                return msgspec.to_builtins(Opened(7, "digest", True, 11))
+                return msgspec.to_builtins(WorkerOpened(7, "digest", True, 11))
             case Train(job="dies"):
                 print("its last words", flush=True)
                 os._exit(3)
             case Train(job=job, teaching=teaching):
                 for step in range(teaching.steps):
                     await asyncio.sleep({STEP_S})
-                    peer.tell(Progress(job, step + 1, teaching.steps, {{}}))
+                    peer.tell(JobProgress(job, step + 1, teaching.steps, {{}}))
                 return msgspec.to_builtins(Trained("passed", digest="new"))
             case _:
                 await asyncio.sleep(60)

@@ -96,8 +96,8 @@ def test_one_that_hangs_holds_nobody_up_and_takes_bounded_memory(caplog: pytest.
 TENSORBOARD = """
 import sys
 from tandem.obs.trackers.tracker_queue import Feed
-from tandem.obs.trackers.tracker_process import Place, openers
-feed = Feed(openers(["tensorboard"], Place(sys.argv[1], "r", "p", "")), tell=print)
+from tandem.obs.trackers.tracker_process import TrackerTarget, openers
+feed = Feed(openers(["tensorboard"], TrackerTarget(sys.argv[1], "r", "p", "")), tell=print)
 import torch
 assert "tensorboard" not in sys.modules
 for step in range(1, 6):
