@@ -1,4 +1,4 @@
-"""`tandem artifacts ...`: copies of runs elsewhere."""
+"""`tandem artifacts ...`: store copies of runs elsewhere."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import typer
 
 from tandem.cli.options import AsJson
 
-artifacts_app = typer.Typer(help="Copies of runs that outlive their machine.", no_args_is_help=True)
+artifacts_app = typer.Typer(help="Store copies of runs outside their machine.", no_args_is_help=True)
 
 
 @artifacts_app.command("push")
 def artifacts_push(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    url: Annotated[str, typer.Option(help="Where to: a directory, s3://bucket/prefix. Default: the spec's.")] = "",
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    url: Annotated[str, typer.Option(help="Target: a directory or s3://bucket/prefix. Default: the spec's.")] = "",
 ) -> None:
-    """Upload what a run's spec names under artifacts and is not there yet. Exit code 1: something is still missing."""
+    """Upload the artifacts that a run's spec names and that are not stored yet. Exit code 1 if one failed."""
     from tandem.runs.uploads import push_artifacts
 
     done = push_artifacts(run_dir, url=url)
@@ -30,11 +30,11 @@ def artifacts_push(
 
 @artifacts_app.command("list")
 def artifacts_list(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
-    endpoint: Annotated[str, typer.Option(help="Of an S3-compatible server.")] = "",
+    url: Annotated[str, typer.Argument(metavar="URL", help="Directory or s3://bucket/prefix.")],
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Name the artifacts of a store that are whole."""
+    """List the complete artifacts of a store."""
     from dataclasses import asdict
 
     from tandem.runs.artifacts import list_artifacts
@@ -49,10 +49,10 @@ def artifacts_list(
 
 @artifacts_app.command("fetch")
 def artifacts_fetch(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
-    name: Annotated[str, typer.Argument(help="As `tandem artifacts list` tells it.")],
-    directory: Annotated[Path, typer.Argument(help="Where it goes; must not be there yet.")],
-    endpoint: Annotated[str, typer.Option(help="Of an S3-compatible server.")] = "",
+    url: Annotated[str, typer.Argument(metavar="URL", help="Directory or s3://bucket/prefix.")],
+    name: Annotated[str, typer.Argument(help="Name, as printed by `tandem artifacts list`.")],
+    directory: Annotated[Path, typer.Argument(help="Target directory; must not exist yet.")],
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server.")] = "",
 ) -> None:
     """Download an artifact and verify it."""
     from tandem.runs.artifacts import fetch_artifact

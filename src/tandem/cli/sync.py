@@ -1,4 +1,4 @@
-"""`tandem sync ...`: a part of the command line."""
+"""`tandem sync ...`: proofs, state and cost of weight syncs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import typer
 
 from tandem.cli.options import AsJson
 
-sync_app = typer.Typer(
-    help="Weights in step: what was proven, what holds now, what each way costs.", no_args_is_help=True
-)
+sync_app = typer.Typer(help="Weight syncs: proofs, current state, cost of each bridge.", no_args_is_help=True)
 
 
 @sync_app.command("audit")
 def sync_audit(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, finished or not.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, finished or not.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say for each version why we know that the engines served it; exit code 1 where we do not."""
+    """Show for each version the proof that the engines served it. Exit code 1 if one is missing."""
     from tandem.obs.sync_audit import audit_sync
     from tandem.obs.sync_report import audit_json, audit_text
 
@@ -32,9 +30,9 @@ def sync_audit(
 
 @sync_app.command("status")
 def sync_status(
-    source: Annotated[str, typer.Argument(metavar="RUN|URL", help="A run directory, or the URL of an engine.")],
-    token_file: Annotated[Path | None, typer.Option(help="With a URL: the file that holds its token.")] = None,
-    last: Annotated[int, typer.Option(min=0, help="How many proofs to show.")] = 5,
+    source: Annotated[str, typer.Argument(metavar="RUN|URL", help="Run directory, or URL of an engine.")],
+    token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
+    last: Annotated[int, typer.Option(min=0, help="Number of proofs to show.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Show how trainer and engines are joined, and the last proofs."""
@@ -51,21 +49,25 @@ def sync_bench(
         str, typer.Option(help="tiny, small or medium (presets), qwen3-0.6b or qwen3-1.7b: random weights.")
     ] = "tiny",
     bridges: Annotated[
-        list[str] | None, typer.Option("--bridge", help="Only this way, and others named so. Default: all.")
+        list[str] | None,
+        typer.Option("--bridge", help="Measure only this bridge; may be given several times. Default: all."),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where trainer and engine compute.")] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine.")] = "auto",
     engine: Annotated[
-        Literal["auto", "server", "vllm"], typer.Option(help="What serves in the other process; auto: vLLM on a GPU.")
+        Literal["auto", "server", "vllm"],
+        typer.Option(help="Engine in the other process; auto: vLLM on a GPU, else server."),
     ] = "auto",
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's engine table: --set start_deadline_s=900"),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set a field of the spec's [engine] table: --set start_deadline_s=900"
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured.")] = 5,
-    png: Annotated[Path | None, typer.Option(help="Draw the table to this file.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements per bridge.")] = 5,
+    png: Annotated[Path | None, typer.Option(help="Draw the table to this PNG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish versions in every way that this machine can; say what each costs. Exit code 1: one is not proven."""
+    """Measure what each bridge costs on this machine. Exit code 1 if a sync is not proven."""
     from tandem.io.atomic_write import write_bytes
     from tandem.obs.sync_bench_report import bench_json, bench_png, bench_text
     from tandem.recipes.sync_bench import bench_sync
