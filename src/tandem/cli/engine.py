@@ -36,9 +36,7 @@ def engine_serve(
     insecure: Insecure = False,
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Set a field of the spec's [engine] table: --set max_running=64"
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the spec's engine table: --set max_running=64"),
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on.")] = "auto",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of the weights.")] = "float32",

@@ -60,7 +60,7 @@ def sync_bench(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Set a field of the spec's [engine] table: --set start_deadline_s=900"
+            "--set", metavar="KEY=VALUE", help="Set a field of the spec's engine table: --set start_deadline_s=900"
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements per bridge.")] = 5,
