@@ -1,7 +1,8 @@
 """Draw architecture.svg from the imports of src/tandem: `python docs/make_architecture.py`.
 
 The layers are those of tests/test_imports.py. A line goes from a part to each part that it imports, unless that part is
-one of the four that nearly everything imports (errors, types, spec, protocols). A test compares the picture with the code.
+one of the four that nearly everything imports (errors, types, spec, protocols). A test compares the picture with the
+code.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def draw() -> str:
             at[part] = (gap * place, 40 + number * ROW)
     height = 40 + len(rows) * ROW
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">',
-        "<title>The parts of Tandem by layer, and which imports which</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"
+        font-size="13">', "<title>The parts of Tandem by layer, and which imports which</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
     ]
     for a, b in sorted(imports()):
@@ -62,8 +63,10 @@ def draw() -> str:
     for part, (x, y) in sorted(at.items()):
         fill = "#e8eef1" if part in EVERYWHERE else "#d9ece6"
         lines.append(
-            f'<rect x="{x - BOX / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{BOX}" height="{HEIGHT}" rx="6" fill="{fill}" '
-            f'stroke="#1f6f5c"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" fill="#222">{escape(part)}</text>'
+            f'<rect x="{x - BOX / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{BOX}" height="{HEIGHT}" rx="6" fill="{fill}"
+            '
+            f'stroke="#1f6f5c"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle"
+            fill="#222">{escape(part)}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
 

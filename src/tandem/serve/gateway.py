@@ -2,7 +2,7 @@
 
 POST   /sessions               opens one; its base_url is all that a client has to change
 GET    /sessions               those that are open
-GET    /refused                groups that nobody takes, with the reasons
+GET    /refused                groups that were refused, with the reasons
 POST   /stamps                 which versions sampled the tokens of a group that was posted elsewhere without them
 GET    /sessions/{id}          its turns: ids, logprobs, versions, text
 POST   /sessions/{id}/reward   what it was worth; its branches become trajectories of one group
@@ -105,7 +105,7 @@ def _count(sessions: Sessions, store: SessionStore, registry: CollectorRegistry)
         "tandem_sessions_expired": ("Sessions forgotten without a reward.", lambda: sessions.expired),
         "tandem_session_branches_made": ("Turns that branched off an earlier one.", lambda: sessions.branched),
         "tandem_sessions_undelivered": ("Finished sessions that are not delivered.", lambda: store.waiting),
-        "tandem_groups_refused": ("Groups that nobody takes, set aside.", lambda: store.num_refused),
+        "tandem_groups_refused": ("Groups that were refused and set aside.", lambda: store.num_refused),
     }
     for name, (text, number) in numbers.items():
         Gauge(name, text, registry=registry).set_function(number)
@@ -281,7 +281,7 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 class _Delivery:
     """Takes groups that are complete to where they belong, several at a time, again and again until they are there.
 
-    One that failed stands behind those that did not, and after a pause that grows; one that nobody ever takes is set
+    One that failed stands behind those that did not, and after a pause that grows; one that is refused for good is set
     aside.
     """
 

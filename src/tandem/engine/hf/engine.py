@@ -4,7 +4,7 @@ consumes: prompts                waits for: a free row, and for the weights whil
 produces: completions            one iteration at a time: admit and prefill, or decode every live row by one token
 
 Weights change only between two iterations. What becomes of requests that are under way when a new version comes is
-`on_update`: they continue under it with their keys and values computed anew, they finish under the old one first, or
+`on_update`: they continue under it with their keys and values recomputed, they finish under the old one first, or
 they restart. A request may say otherwise for itself: one that is pinned ends on a twin of the module, whose weights are
 the old ones (engine/hf/shared_copy.py), while the others go on. In every case each token's logprob is exact for the
 version that
@@ -236,7 +236,7 @@ class EmbeddedEngine:
         return await self._call(self._holding.fingerprints)
 
     async def remember(self) -> None:
-        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        """Record what this engine's memory holds before a trainer may write into it; `intact` compares."""
         await self._call(self._holding.remember)
 
     async def intact(self) -> bool:

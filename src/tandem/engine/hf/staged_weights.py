@@ -94,7 +94,7 @@ class Holding:
         return fingerprints(self._live())
 
     def remember(self) -> None:
-        """Before somebody else writes into this memory."""
+        """Record fingerprints before another process writes into this memory."""
         self._remembered = self.fingerprints()
 
     def intact(self) -> bool:

@@ -1,7 +1,7 @@
 """How long an engine elsewhere may say nothing.
 
 A request that waits its turn behind others is not a silent engine, and neither is an event loop that a training step
-holds: so silence is what nobody hears for `limit_s`, counted in quarters, and a long standstill is one of them.
+holds: so silence is `limit_s` without a byte, counted in quarters, and a long standstill counts as one quarter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Silence:
 
     @asynccontextmanager
     async def limit(self) -> AsyncGenerator[None]:
-        """EngineSilent once nobody has heard anything for the limit."""
+        """Raise EngineSilent after the limit without a byte."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout:

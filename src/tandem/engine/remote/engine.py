@@ -326,12 +326,12 @@ class RemoteEngine:
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _sweep(self) -> None:
-        """What nobody asks for any more goes."""
+        """Unload adapters that no request uses any more."""
         for model in [each for each in self._held if each is not self._serving and not each.running]:
             self._held.remove(model)
             try:
                 status, told = await self._server.post("/unload_lora_adapter", {"lora_name": model.name}, _CONTROL_S)
-            except EngineLost as error:  # whoever needs it will notice
+            except EngineLost as error:  # the next request will notice
                 status, told = 0, str(error)
             if status not in (200, 404):
                 _log.warning("an adapter stays on the server: %s", told)

@@ -1,10 +1,11 @@
-"""An engine in a process of its own, as an Engine of this one. The process is ours, or somebody else's.
+"""An engine in a process of its own, as an Engine of this one. It owns that process, or attaches to a running one.
 
 consumes: prompts; a source's link         waits for: the process to be ready, its answers, the watch over it
 produces: completions, `lost`              an engine that went away is an EngineLost; `attach` and `load` take it back
 
-A process of ours is started by `attach`, or by the first prompt, and again after it died or hung. Somebody else's is
-never signalled. After a new start no prompt goes to it before a version was loaded: what it has then are other weights.
+A process of ours is started by `attach`, or by the first prompt, and again after it died or hung. A process that
+Tandem did not start is never signalled. After a new start no prompt goes to it before a version was loaded: what it
+has then are other weights.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LOOK_AGAIN_S = 0.3
 
 @dataclass(frozen=True)
 class ExistingServer:
-    """A process that somebody else started."""
+    """An engine process that this run did not start."""
 
     url: str
     token_file: Path
@@ -121,7 +122,7 @@ class ServerEngine:
             self._serving.clear()
         reply = await self._take(connection, source)
         if reply.get("boot_id") != connection.boot_id:
-            raise EngineLost(f"engine: {connection.url} was started anew as it was attached")
+            raise EngineLost(f"engine: {connection.url} was restarted while attaching")
         if reply.get("workers", self._receivers) != self._receivers:
             raise EngineError(
                 f"engine: {connection.url} has {reply['workers']} workers, and {self._receivers} were expected"

@@ -1,4 +1,4 @@
-"""An engine that somebody else keeps in step with a trainer: asked, and never changed.
+"""A client of an engine whose weights another process updates: it samples and never changes weights.
 
 consumes: prompts                waits for: the engine, a while also for one that is started again
 produces: completions            each token with the version that the engine had when it made it

@@ -45,7 +45,7 @@ class VllmEngine:
         version: int = -1,
     ) -> None:
         """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto: as
-        `continue` does, and nobody asked for it where it cannot be had."""
+        `continue` does, without an error where that is not possible."""
         exchange = Exchange(process, "continue" if on_update == "auto" else on_update, version)
         self._process, self._exchange, self._on_update = process, exchange, on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids

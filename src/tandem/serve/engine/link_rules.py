@@ -1,6 +1,6 @@
 """What a trainer's link may be, and what it may make this process reach for.
 
-A link comes with a request, and whoever sends it holds the token. Still it is no command: each mode has its keys and no
+A link comes with a request, and its sender holds the token. Still it is no command: each mode has its keys and no
 others, and hosts other than this one, and directories, are what the server was started with.
 """
 

@@ -2,7 +2,7 @@
 
 GET  /engine/status     who serves what, and whether it can
 POST /engine/generate   token ids in; lines of token ids, logprobs and versions out, as they are made
-POST /engine/attach     a trainer's link: opens the engine's end of its bridge; whoever attached before is fenced
+POST /engine/attach     a trainer's link: opens the engine's end of its bridge; the trainer attached before is fenced
 POST /engine/load       the next version, with the fingerprints of what is served afterwards
 POST /engine/sleep      a pause, with a lease; again: renews it
 POST /engine/wake       ends it

@@ -15,7 +15,7 @@ from tandem.types import Completion, Sampling
 
 _AT_A_TIME = 2  # each holds a whole copy of the weights
 _PATIENCE_S, _LOOK_S = 30.0, 0.02
-_JUST_ASKED_S = 1.0  # whoever was given an engine is about to use it
+_JUST_ASKED_S = 1.0  # a caller that was just given an engine is about to use it
 
 
 class _Counted:
@@ -50,7 +50,7 @@ class Past:
         self._engines: OrderedDict[int, _Counted] = OrderedDict()
 
     async def engine(self, version: int) -> Sampler:
-        """The one that was asked least recently goes for it, once it answers nobody."""
+        """Return an engine of this version; the idle one used least recently makes room for it."""
         if self._load is None:
             text = "only the embedded engine with all weights trained holds several versions; activate the version"
             raise RequestRefused(409, text, field="version")

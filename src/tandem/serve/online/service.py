@@ -173,7 +173,7 @@ class _SamplesOnly(msgspec.Struct):
 
 
 class NoBody(Strict):
-    """A field that nobody reads is refused here as well."""
+    """An empty body: unknown fields are refused here, too."""
 
 
 class _OnlineApi:
@@ -212,7 +212,7 @@ class _OnlineApi:
         return JSONResponse(reply, 202)
 
     async def _train_session(self, request: Request, body: TrainBody, once: RequestKey) -> Mapping[str, Any]:
-        """RequestKey, whoever else rewards it meanwhile."""
+        """Train on a session once, even if it is rewarded again meanwhile."""
         assert body.session is not None
         assert body.reward is not None
         session = self.sessions.find(body.session)

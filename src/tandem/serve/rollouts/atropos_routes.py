@@ -52,7 +52,7 @@ Whole = Annotated[int, msgspec.Meta(ge=-(2**53), lt=2**53)]
 
 
 class RegisterBody(msgspec.Struct, frozen=True):
-    """Fields that nobody knows are ignored, as theirs does."""
+    """Unknown fields are ignored, as Atropos does."""
 
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     max_token_len: Whole
@@ -77,7 +77,7 @@ class EnvironmentId(msgspec.Struct, frozen=True):
 
 
 def atropos_routes(atropos: Atropos, *, may_reset: bool) -> tuple[list[HotRoute], APIRouter]:
-    """`may_reset`: GET /reset_data wipes everything, for whoever asks."""
+    """`may_reset`: GET /reset_data wipes everything, for every caller."""
     api, router = _AtroposApi(atropos, may_reset=may_reset), APIRouter()
     for name in ("register", "register-env", "disconnect-env"):
         router.add_api_route(f"/{name}", getattr(api, name.replace("-", "_")), methods=["POST"])

@@ -1,4 +1,4 @@
-"""The rollout service's numbers for Prometheus, read from the queue when somebody asks."""
+"""The rollout service's numbers for Prometheus, read from the queue at each scrape."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Numbers(Collector):
             "unstamped_posts": "Atropos posts that the gateway did not answer for.",
         }.items():  # fmt: skip
             yield CounterMetricFamily(f"tandem_rollouts_{name}", help, status["totals"].get(name, 0))
-        dropped = CounterMetricFamily("tandem_rollouts_dropped", "Groups that nobody trains on.", labels=["reason"])
+        dropped = CounterMetricFamily("tandem_rollouts_dropped", "Groups that are not trained on.", labels=["reason"])
         for reason, number in status["dropped"].items():
             dropped.add_metric([reason], number)
         yield dropped
