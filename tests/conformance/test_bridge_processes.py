@@ -145,20 +145,20 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    theirs = ("copying", "devices", "digest", "finite", "phases", "replay", "requested")
-    allowed = {
-        "",
-        ".errors",
-        ".types",
-        ".ops",
-        ".io",
-        ".io.json_files",
-        ".bridge",
-        *(f".ops.{name}" for name in theirs),
+    theirs = ("batched_copy", "device_names", "digest", "finite_check", "phase_timer", "cuda_graph", "option_report")
+    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".io.bounded_json", ".bridge"}
+    allowed |= {f".ops.{name}" for name in theirs} | {".vllm_worker", ".vllm_worker.weight_sources"}
+    common = ("deadline", "engine_end", "flat_buffer", "manifest")
+    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers", "side_stream")
+    sources = {
+        "collective": ("broadcast_source", "adapter_broadcast_source"),
+        "files": ("disk_source", "restart_source"),
     }
-    ours = ("aside", "deadline", "end", "file_bytes", "files", "flat", "group", "lent", "lookahead", "notes")
-    allowed |= {f".bridge.{name}" for name in (*ours, "seat", "wire", "shared", "shared.cuda", "shared.memory")}
-    allowed |= {f".bridge.{mode}{part}" for mode in COPYING for part in ("", ".engine")}
+    allowed |= {".bridge.common", ".bridge.collective", ".bridge.files", ".bridge.shared"}
+    allowed |= {f".bridge.common.{name}" for name in common}
+    allowed |= {f".bridge.collective.{name}" for name in (*collective, *sources["collective"])}
+    allowed |= {f".bridge.files.{name}" for name in ("reader", "parallel_io", "adapter_source", *sources["files"])}
+    allowed |= {f".bridge.shared.{name}" for name in ("cuda_ipc", "memory", "receiver")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
 
 

@@ -169,7 +169,7 @@ def test_another_spelling_of_an_open_path_opens_nothing(services: dict[str, Fast
 
 
 def test_every_service_is_here(services: dict[str, FastAPI]) -> None:
-    source = "".join(path.read_text() for path in Path(tandem.serve.__path__[0]).glob("*.py"))
+    source = "".join(path.read_text() for path in Path(tandem.serve.__path__[0]).rglob("*.py"))
     names = set(re.findall(r'Service\(\s*"(tandem [\w ]+)"', source))
     assert names == {name for name in OPEN if name.startswith("tandem ")}
     assert names == {app.title for app in services.values()}

@@ -168,7 +168,7 @@ def test_a_tracker_ends_with_the_process_of_its_run(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = (
         "import os, sys, time; from tandem.obs.trackers.tracker_process import *\n"
-        "one = TrackerProcess('wandb', Place(sys.argv[1], 'r', 'p', ''))\n"
+        "one = TrackerProcess('wandb', TrackerTarget(sys.argv[1], 'r', 'p', ''))\n"
         "one.log(1, {'loss': 2.0}); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
