@@ -9,7 +9,7 @@ TandemError
 ├── EpisodeFailed          one episode raised, hung or returned no number: costs its group, no more
 ├── StoreError
 │   ├── Starved            too many groups in a row had nothing to learn from
-│   ├── ProducerDied       whoever made groups ended or raised
+│   ├── ProducerDied       a producer of groups ended or raised
 │   ├── StoreTimeout       no group in time                                   (also TimeoutError)
 │   ├── StoreOwned         another process holds the data directory
 │   ├── StoreFull          no room on the disk: nothing was stored, nothing was damaged

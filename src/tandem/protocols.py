@@ -89,7 +89,7 @@ class DigestedEngine(Engine, Protocol):
 
 
 class WeightSource(Protocol):
-    """The engine's end of a bridge. In another process it is made anew from `link`: plain JSON, no pickle."""
+    """The engine's end of a bridge. Another process makes its own from `link`: plain JSON, no pickle."""
 
     @property
     def carries(self) -> WeightKind: ...
@@ -128,7 +128,7 @@ class RolloutStore(Stateful, Protocol):
     async def take(self, count: int) -> list[Group]: ...  # oldest started first; Starved after too many drops in a row
     async def release(self, count: int) -> None: ...      # the slots: only after the engine holds the new version
     async def ack(self, groups: Sequence[Group]) -> None: ...        # only after a checkpoint that contains them
-    def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
+    def fail(self, error: BaseException) -> None: ...     # every waiter, now or later, gets this error
 
 
 class Producer(Stateful, Protocol):                               # fills the store

@@ -133,7 +133,7 @@ class Publisher:
         self._proven.update(state["proven"])
 
     def check(self, groups: Sequence[Group]) -> None:
-        """A batch with a token of a version that nobody proved is refused."""
+        """Refuse a batch with a token of a version that was not proven."""
         trajectories = [each for group in groups for each in group]
         versions = {version for each in trajectories for version in each.versions if version >= 0}
         if odd := next((each for each in trajectories if each.num_unstamped), None):
@@ -149,7 +149,7 @@ class Publisher:
 
     @asynccontextmanager
     async def resting(self, teacher: TrainerView) -> AsyncIterator[None]:
-        """The engine has lent what it shares with the trainer, and nobody takes one back meanwhile: weights may be
+        """The engine has lent what it shares with the trainer, and no lost engine is attached meanwhile: weights may be
         written. One that was lost is taken back when the next version is published; where both have one copy of the
         weights, before anything is written into what it may still serve."""
         async with self.lock:
@@ -161,7 +161,7 @@ class Publisher:
             yield
 
     async def rest(self, teacher: TrainerView) -> None:
-        """The same, where nobody keeps the engine: till the next version is published."""
+        """The same, until the next version is published."""
         async with self.resting(teacher):
             pass
 
@@ -266,7 +266,7 @@ class Publisher:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
                 if loading.done():
-                    loading.result()  # refused: nobody would take what is sent
+                    loading.result()  # refused: no receiver would take what is sent
                 sending = send()
             return await asyncio.gather(sending, loading)
         finally:
@@ -315,7 +315,7 @@ class Publisher:
                 f"about a fixed prompt, and the limit is {limit:.4f}: equal weights, and yet another model is "
                 "computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
             )
-        if math.isnan(self._band):  # not of a gap that was refused: whoever asked again would then be let in
+        if math.isnan(self._band):  # not of a refused gap: asking again would then pass
             self._band = max(canary.floor, canary.times * gap)
         return gap, tokens
 

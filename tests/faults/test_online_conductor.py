@@ -1,4 +1,4 @@
-"""The server half goes on: over an engine that refuses a version, a job that nobody foresaw, a half that dies."""
+"""The server process goes on: over an engine that refuses a version, a job that nobody foresaw, a half that dies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Mortal:
 
 
 class Played:
-    """A conductor with the engine and the trainer half that a server has, and no HTTP."""
+    """A conductor with the engine and the trainer process that a server has, and no HTTP."""
 
     def __init__(self, home: Path, *, mortal: bool = False) -> None:
         spec = parse_online_spec(SPEC)
@@ -294,7 +294,7 @@ async def a_wish_that_nobody_foresaw_is_answered(played: Played) -> None:
 
 
 async def a_job_is_called_off_when_its_version_is_written(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the trainer half's last look and the commit; what comes after begins where it began."""
+    """Between the trainer process's last look and the commit; what comes after begins where it began."""
     active, before, commit = played.store.active, await played.engine.fingerprints(), played.store.commit
 
     async def called_off(job: Job, *what: Any) -> bool:

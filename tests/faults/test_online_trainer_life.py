@@ -1,4 +1,5 @@
-"""A trainer half moves, stands still, dies at work or by itself; each time it is known, and another one can begin."""
+"""A trainer process moves, stands still, dies at work or by itself; each time it is known, and another one can
+begin."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ async def main():
                 return msgspec.to_builtins(Trained("passed", digest="new"))
             case _:
                 await asyncio.sleep(60)
-    peer = Peer(handle, "server half")
+    peer = Peer(handle, "server process")
     await peer.start(socket.socket(fileno=int(sys.argv[-1])))
     await peer.gone.wait()
 

@@ -1,4 +1,4 @@
-"""What the trainer half prints: kept over its starts, and not for ever."""
+"""What the trainer process prints: kept over its starts, and not for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer half may ask the engine for while it publishes, and how."""
+"""What the trainer process may ask the engine for while it publishes, and how."""
 
 from __future__ import annotations
 

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from tandem.bridge.shared.adapter_base import BorrowedBase
     from tandem.protocols import WeightBridge
 
-_BUCKET_BYTES = 64 * 2**20  # of a GPU's memory the trainer half keeps two for ever
+_BUCKET_BYTES = 64 * 2**20  # of a GPU's memory the trainer process keeps two for ever
 
 ALGORITHMS = ("sft", "self_distill", "dpo", "reward", "group")
 """By what a job's samples are: shown (to imitate, or to judge by), compared, each with a reward of its own, siblings
 with rewards."""
 
 
-# --- the trainer half
+# --- the trainer process
 
 
 def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
@@ -153,7 +153,7 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
         case "sft":
             made = training.sft_algorithm()
         case "self_distill":
-            assert judge is not None, "self_distill: nobody judges"
+            assert judge is not None, "self_distill: needs a judge"
             made = self_distill.make(judge)
         case "dpo":
             made = training.preference_algorithm(DpoSpec())
@@ -172,7 +172,7 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
 
 def _bridge(spec: OnlineSpec, device: Any, model: training.BuiltModel) -> tuple[WeightBridge, BorrowedBase | None]:
     """A copy of every version travels: what is served is never what is trained on. The base of adapters does not: on
-    the engine's GPU the trainer half reads the engine's."""
+    the engine's GPU the trainer process reads the engine's."""
     if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
         from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
         from tandem.bridge.shared.adapter_base import BorrowedBase
@@ -217,7 +217,7 @@ def _canaries(spec: OnlineSpec, model: training.BuiltModel) -> list[CanaryPrompt
     return found
 
 
-# --- the server half
+# --- the server process
 
 
 def ordinary_prompts(spec: OnlineSpec) -> list[str]:
@@ -258,7 +258,7 @@ def alone(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
 
 
 def _plain(model: ModelSpec) -> ModelSpec:
-    """Adapters are merged before they travel; what was trained before comes from the trainer half, too."""
+    """Adapters are merged before they travel; what was trained before comes from the trainer process, too."""
     return model.model_copy(update={"lora": None, "warm_start": None, "activations": "keep"})
 
 

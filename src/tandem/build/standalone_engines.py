@@ -1,5 +1,5 @@
-"""The composition root of engines by themselves: embedded in this process, a vLLM that it starts, or somebody else's.
-Whether one is kept in step, by whom, and how versions come to it is not known here: build_engine.py joins it."""
+"""The composition root of engines by themselves: embedded in this process, a vLLM that it starts, or a
+remote one. How a trainer updates them is not known here: build/joined_engines.py connects them."""
 
 from __future__ import annotations
 
@@ -214,11 +214,11 @@ def record_passed(python: str, version: str, checks: list[str]) -> Path:
     return record(python, version, checks)
 
 
-# --- somebody else's
+# --- engines that this process does not own
 
 
 def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
-    """Somebody else's engine, and the name that it is served under. `path`: of its tokenizer and chat template."""
+    """Return a client of a running engine and its model name. `path`: for its tokenizer and chat template."""
     from tandem.engine.server.read_only_client import Follower
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import load_tokenizer

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def environment(spec: EnvironmentSpec) -> Environment:
-    """With workers, none of its code runs in this process; whoever made it closes it."""
+    """Load the environment. With workers, none of its code runs in this process; the caller closes it."""
     from tandem.env.load import load_environment
 
     if not spec.workers:

@@ -1,4 +1,4 @@
-"""Is this an environment? Asked of somebody else's before a run begins: later, each mistake would cost a group."""
+"""Check that an object is an environment, before a run begins: later, each mistake would cost a group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wrong(name: str, text: str) -> SpecError:
 
 @contextmanager
 def their_code(name: str, doing: str) -> Generator[None]:
-    """What somebody else's module raises becomes one named error, with the line it came from."""
+    """Turn what user code raises into one named error, with the line that it came from."""
     try:
         yield
     except TandemError:

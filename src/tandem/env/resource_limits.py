@@ -30,7 +30,7 @@ def limit_worker(memory_bytes: int) -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """From now on, all threads together. A backstop: whoever should have ended this worker may be stopped itself."""
+    """From now on, all threads together. A backstop: the process that should end this worker may be stopped itself."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds * (os.cpu_count() or 1)) + _CPU_GRACE_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -80,7 +80,7 @@ class Tools:
                 answer = await _started(function, given)
         except TimeoutError:
             return f"error: {call.name} gave no answer within {self._timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - a tool is somebody's code: what it raises is told to the model
+        except Exception as error:  # noqa: BLE001 - a tool is user code: the model gets what it raises
             return f"error: {type(error).__name__}: {error}"[:MAX_CHARS]
         return _text(answer)
 
@@ -141,7 +141,7 @@ async def _started(function: Function, given: Mapping[str, Any]) -> Any:
             value = function(**given)
         except StopIteration as error:  # the one that a future cannot carry
             failure = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:  # noqa: BLE001 - told to whoever called
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)

@@ -118,7 +118,7 @@ class FarChat:
 def work(sock: socket.socket, loaded: LoadedEnvironment) -> None:
     """Until the other end closes. Does not return: nothing that the nursery has at exit is this process's business."""
     faulthandler.enable()
-    gc.freeze()  # what was loaded is shared with the nursery as long as nobody writes to it
+    gc.freeze()  # what was loaded is shared with the fork server until it is written to
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -176,7 +176,7 @@ def _failed(kind: str, text: str) -> bytes:
 
 
 def _tell_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
-    """Ids and messages, page by page. The payloads stay here: whoever plays elsewhere needs none."""
+    """Ids and messages, page by page. The payloads stay here: the run needs none."""
     try:
         tasks = loaded.tasks(told["split"])
         if len(tasks) > _MOST_TASKS:
@@ -191,7 +191,7 @@ def _tell_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, told: d
                 writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": True}))
                 page, chars = [], 0
         writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": False}))
-    except Exception as error:  # noqa: BLE001 - somebody else's code: what it raises is told
+    except Exception as error:  # noqa: BLE001 - user code: report what it raises
         _refuse(writer, f"tasks('{told['split']}'): {type(error).__name__}: {error}")
 
 

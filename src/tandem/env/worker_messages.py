@@ -1,4 +1,4 @@
-"""What a worker may say to the process that plays with it. All of it is checked: a worker runs somebody else's code.
+"""What a worker may say to the process that plays with it. All of it is checked: a worker runs user code.
 
 A worker says what the assistant is told and asks for its replies, as text. Tokens, logprobs and versions never come by
 here, so none can be forged; what a worker decides is the reward.

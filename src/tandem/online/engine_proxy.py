@@ -1,4 +1,4 @@
-"""The engine as the trainer half's Publisher sees it: it is in the server half, and asked over the socket."""
+"""The engine as the trainer process's Publisher sees it: it is in the server process, and asked over the socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineAcross:
         on_token: OnToken | None = None,
     ) -> Completion:
         if sampling.temperature or on_token is not None:
-            raise EngineError("online: the trainer half samples canaries only, greedily")
+            raise EngineError("online: the trainer process samples canaries only, greedily")
         told = await self._ask(CanarySample(list(prompt_ids), sampling.max_tokens))
         spans = [Span(int(version), int(count)) for version, count in told["spans"]]
         return Completion(told["ids"], told["logprobs"], spans, told["finish_reason"])
@@ -57,7 +57,7 @@ class EngineAcross:
         pass
 
     async def lost(self) -> None:
-        raise EngineError("online: whoever loses the server half has ended")
+        raise EngineError("online: the trainer process ends when it loses the server process")
 
     async def close(self) -> None:
         pass

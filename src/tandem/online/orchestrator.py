@@ -1,7 +1,8 @@
-"""The server half's will: takes jobs from the store to the trainer half, and what passed from there into the engine.
+"""The server process's will: takes jobs from the store to the trainer process, and what passed from there into the
+engine.
 
-consumes: jobs, oldest first; wishes for another version    waits for: the trainer half, the engine's flips
-produces: versions that are served, each committed before   the trainer half again, whenever it dies
+consumes: jobs, oldest first; wishes for another version    waits for: the trainer process, the engine's flips
+produces: versions that are served, each committed before   the trainer process again, whenever it dies
 
 One task does all of it, one thing at a time; the engine answers meanwhile, and so does `status`.
 """
@@ -50,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 _LAST_S, _LOOK_S, _FULL_S, _CANCEL_S = 2.2, 1.0, 2.0, 5.0
 
-_ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
+_ENDED = "online: the training loop has stopped; see the server log and restart the server."
 
 T = TypeVar("T")
 
@@ -194,7 +195,7 @@ class Conductor:
 
     async def _take_back_fallen(self, fall: Fall, parent: int) -> None:
         async def work() -> dict[str, Any]:
-            if fall.version not in self.store.line(self.store.active):  # somebody was quicker, and went elsewhere
+            if fall.version not in self.store.line(self.store.active):  # another rollback came first
                 _log.warning("version %d fell, and is served no more: %s", fall.version, fall.text)
                 return {}
             told = await self._activate(parent, "watch", fall.text, fell=True)  # what was made of it goes with it
@@ -274,14 +275,14 @@ class Conductor:
         self.wake()
 
     async def _without_engine(self, error: TandemError) -> None:
-        """The trainer half lives, and no job is to blame."""
+        """The trainer process lives, and no job is to blame."""
         for job in self.store.jobs(2, ["running"]):
             await self.store.again(job.id, f"the engine was lost: {error}", counts=False)
             self._say(job.id)
         self._running, self._progress = None, {}
         await self._life.lost(error)
 
-    # --- the trainer half
+    # --- the trainer process
 
     async def _ensure_trainer(self) -> None:
         if not self._trainer.is_gone:
@@ -319,7 +320,7 @@ class Conductor:
         await self._trainer.pause()
 
     async def _queue_again(self) -> None:
-        """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""
+        """Jobs that a trainer process, or a whole server, died over: nothing of them is left anywhere."""
         why = self._trainer.why_lost[:2000]
         for job in self.store.jobs(2, ["running"]):
             if job.attempt >= self.spec.train.attempts:
@@ -444,7 +445,7 @@ class Conductor:
             raise Conflict(f"version {version} is {state}, and cannot be served")
 
     async def _checkpoint_if_it_can_be(self) -> None:
-        """Nobody waits for it: one that fails, on a full disk say, is tried again in its time, and said."""
+        """Write a checkpoint in the background; one that fails, on a full disk say, is logged and tried again later."""
         try:
             await self._checkpoint()
         except HalfLost:
@@ -470,7 +471,7 @@ class Conductor:
         waited = time.monotonic() - self._checkpoint_at
         return self._checkpointed != self.store.active and waited >= self.spec.checkpoint.every_s
 
-    # --- what the trainer half asks
+    # --- what the trainer process asks
 
     async def _handle(self, what: Asked) -> dict[str, Any]:
         match what:

@@ -1,4 +1,4 @@
-"""The engine as far as the trainer half may ask for it: while a version is published, and that version alone."""
+"""The engine as far as the trainer process may ask for it: while a version is published, and that version alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Publishing:
                     "finish_reason": made.finish_reason,
                 }
             case _:
-                raise NotKnown(f"online: the server half is not asked for {type(what).__name__}")
+                raise NotKnown(f"online: the server process is not asked for {type(what).__name__}")
 
     def close(self) -> None:
         if self._source is not None:

@@ -21,9 +21,8 @@ class Fall:
 
 
 class RegressionWatch:
-    """Values count for the version that made the answer: late ones of an older version are of before. A version that
-    nobody has rated much does not wash out what is known of those before it. A server that is started again watches
-    anew."""
+    """Values count for the version that made the answer; late values of an older version count as before. A version
+    with few ratings does not wash out what is known of those before it. A restarted server starts with no values."""
 
     def __init__(self, spec: WatchSpec) -> None:
         self._spec = spec

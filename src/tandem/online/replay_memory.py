@@ -1,6 +1,6 @@
 """Earlier samples, so that a job trains on some of them again: a choice from the jobs that were published.
 
-Nothing of it is kept: at a start it is made anew from the job store, and is the same.
+Nothing of it is stored: at a start it is rebuilt from the job store, and is the same.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Peer:
             task.add_done_callback(self._answering.discard)
             return
         waiting = self._open.pop(message.number, None)
-        if waiting is None or waiting.done():  # whoever asked has given up
+        if waiting is None or waiting.done():  # the caller has given up
             return
         if message.failure is None:
             waiting.set_result(message.value)
@@ -116,7 +116,7 @@ class Peer:
         for waiting in self._open.values():
             if not waiting.done():
                 waiting.set_exception(HalfLost(f"online: the {self._name} is gone: {why}"))
-                waiting.exception()  # seen, should nobody wait any more
+                waiting.exception()  # mark it as retrieved, in case the caller gave up
         self._open.clear()
         for task in self._answering:
             task.cancel()

@@ -1,8 +1,8 @@
 """Samples of earlier jobs, to be trained on again: a fair choice of all there were, and nothing to save.
 
 Every sample has a rank: a hash of its content and the seed. The lowest ranks are kept, of each source at most its
-share. So the choice is uniform, the same in whatever order samples come, and made anew at a start from the jobs that
-were published; who sends a sample twice gets it in once.
+share. So the choice is uniform, the same in every order of samples, and rebuilt at a start from the jobs that
+were published. A sample that is sent twice is kept once.
 """
 
 from __future__ import annotations

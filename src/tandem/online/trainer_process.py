@@ -1,4 +1,4 @@
-"""The trainer half as a process: started with one end of a socket pair, and gone when this process is gone."""
+"""The trainer process as a process: started with one end of a socket pair, and gone when this process is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOG_BYTES = 16 * 2**20
 
 class TrainerProcess:
     """`command` gets the descriptor of its end as its last argument; what it prints is appended to `log`, which is
-    begun anew at a start that finds it large: the old one is then `<log>.1`."""
+    begun again at a start that finds it large: the old one is then `<log>.1`."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Whether the trainer half lives; and another one where it does not.
+"""Whether the trainer process lives; and another one where it does not.
 
 consumes: the start of a process, what it tells of its steps     waits for: its answers
 produces: a half that has opened its files                       an error once too many in a row died over their work
@@ -60,16 +60,16 @@ class TrainerLife:
 
     async def begin(self, asked: Open, deadline_s: float) -> WorkerOpened:
         """Another one, instead of what is left of the one before."""
-        if self._half is not None and self.is_gone:  # nobody has asked it for anything since
-            self.why_lost = f"online: the trainer half was gone, with nothing to do: {await self._epitaph()}"
+        if self._half is not None and self.is_gone:  # it was not asked for anything since
+            self.why_lost = f"online: the trainer process was gone, with nothing to do: {await self._epitaph()}"
             _log.error("%s", self.why_lost)
         await self.end()
         process = await asyncio.to_thread(self._start)
-        peer = Peer(self._heard, "trainer half")
+        peer = Peer(self._heard, "trainer process")
         await peer.start(process.end)
         self._half = half = _Half(process, peer, WorkerOpened(0, "", False))
         half.opened = msgspec.convert(await peer.ask(asked, deadline_s), WorkerOpened)
-        _log.info("trainer half %d has version %d", process.pid, half.opened.version)
+        _log.info("trainer process %d has version %d", process.pid, half.opened.version)
         return half.opened
 
     async def end(self) -> None:
@@ -90,8 +90,8 @@ class TrainerLife:
         """Before another one begins, where the disk says; EngineError if there will be none any more."""
         if self._losses.are_too_many:
             self.why_none = (
-                f"online: the trainer half died {self._losses.count} times in a row, and max_restarts = "
-                f"{self._losses.most}; jobs wait until the server is started anew. The last time: {self.why_lost}"
+                f"online: the trainer process died {self._losses.count} times in a row, and max_restarts = "
+                f"{self._losses.most}; jobs wait until the server is restarted. The last time: {self.why_lost}"
             )
             raise EngineError(self.why_none)
         await self._losses.pause()
@@ -106,7 +106,7 @@ class TrainerLife:
             return await self._peer.ask(what, deadline_s)
         except TimeoutError:
             kind = type(what).__name__
-            raise HalfLost(f"online: the trainer half did not answer to {kind} in {deadline_s:g} s") from None
+            raise HalfLost(f"online: the trainer process did not answer to {kind} in {deadline_s:g} s") from None
 
     async def train(self, asked: Train) -> Trained:
         """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
@@ -121,7 +121,7 @@ class TrainerLife:
                 looks = looks + 1 if self._steps == steps else 0
         finally:
             answer.cancel()
-        raise HalfLost(f"online: the trainer half did no step of a job in {self.deadline_s:g} s")
+        raise HalfLost(f"online: the trainer process did no step of a job in {self.deadline_s:g} s")
 
     async def _epitaph(self) -> str:
         assert self._half is not None
@@ -130,7 +130,7 @@ class TrainerLife:
     @property
     def _peer(self) -> Peer:
         if self._half is None:
-            raise HalfLost("online: there is no trainer half")
+            raise HalfLost("online: there is no trainer process")
         return self._half.peer
 
     async def _heard(self, what: Asked) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""The trainer half: a candidate of its own, which becomes a version only after every gate.
+"""The trainer process: a candidate of its own, which becomes a version only after every gate.
 
-consumes: jobs, one at a time                  waits for: the server half
+consumes: jobs, one at a time                  waits for: the server process
 produces: versions on the disk, and published  or everything as it was before the job
 
-It knows no HTTP and no jobs table. What it has trained is an orphan until the server half commits it.
+It knows no HTTP and no jobs table. What it has trained is an orphan until the server process commits it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CanaryPrompt:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the trainer half is made of; recipes/online_trainer_process.py knows which classes."""
+    """What the trainer process is made of; recipes/online_trainer_process.py knows which classes."""
 
     policy: Policy
     optimizer: Optimizer
@@ -135,7 +135,7 @@ class TrainerHalf:
         self._parts: TrainerParts | None = None
         self._turn = asyncio.Lock()
         self._called_off: set[str] = set()
-        """Jobs, also those that have not come yet: whoever calls one off may be quicker than the job."""
+        """Cancelled jobs, also those that have not arrived yet: a cancellation may overtake its job."""
         self._before: int | None = None
         """The version that the candidate comes from, until it is settled."""
         self._stale = False
@@ -165,7 +165,7 @@ class TrainerHalf:
             case Checkpoint(keep=keep):
                 return await asyncio.to_thread(self._checkpoint, keep)
             case _:
-                raise TandemError(f"online: the trainer half is not asked for {type(what).__name__}")
+                raise TandemError(f"online: the trainer process is not asked for {type(what).__name__}")
 
     # --- beginning
 
@@ -219,7 +219,7 @@ class TrainerHalf:
     def _train_here(self, asked: Train, tell: Callable[[JobProgress], None]) -> Trained:
         if self._teacher.version != asked.parent:
             raise TandemError(
-                f"online: a job for version {asked.parent}, and the trainer half has {self._teacher.version}"
+                f"online: a job for version {asked.parent}, and the trainer process has {self._teacher.version}"
             )
         self._refresh_state()
         self._rewind.mark()
@@ -357,7 +357,7 @@ class TrainerHalf:
 
     async def _publish(self, version: int) -> dict[str, Any]:
         if version != self._teacher.version:
-            raise TandemError(f"online: asked to publish {version}, and the trainer half has {self._teacher.version}")
+            raise TandemError(f"online: asked to publish {version}; the trainer has {self._teacher.version}")
         with self._peaks.of("publish"):
             proof: Proof = await self._open_parts.publisher.publish(self._teacher)
         return {**msgspec.to_builtins(proof), "base": self._open_parts.base()}
@@ -398,7 +398,7 @@ class TrainerHalf:
     @property
     def _open_parts(self) -> TrainerParts:
         if self._parts is None:
-            raise TandemError("online: the trainer half was not opened")
+            raise TandemError("online: the trainer process was not opened")
         return self._parts
 
 

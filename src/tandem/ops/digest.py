@@ -201,8 +201,8 @@ def fingerprinted(
 def all_at_once(
     tensors: Iterable[tuple[str, Tensor]], phases: Phases | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Fingerprints, and the names of those that hold what is no number. As `fingerprinted`, but nobody wants a tensor
-    while its digest is taken: so a GPU is waited for once, at the end."""
+    """Return fingerprints, and the names of tensors with values that are not finite. As `fingerprinted`, but no tensor
+    is used while its digest is taken, so the GPU is waited for once, at the end."""
     found: dict[str, str] = {}
     launched: list[tuple[list[str], Tensor]] = []
     finite, phases = Finite(), phases or Phases()

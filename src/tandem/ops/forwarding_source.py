@@ -1,4 +1,4 @@
-"""A source as somebody between the bridge and an engine passes it on: nothing is changed, what engines say is kept."""
+"""A weight source that forwards another one unchanged and keeps what the engines reply."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def run(
     _refuse_missing(spec)
     environment = _environment(spec)
     directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
-    spec = spec.in_place()  # whoever resumes it may stand elsewhere
+    spec = spec.in_place()  # it may be resumed from another directory
     begin(directory, to_toml(spec))
     return _go(spec, DirectoryLease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
 
@@ -87,7 +87,7 @@ def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | N
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _lacks(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
-        if (status := finished(directory)) is None:  # or whoever held it came to its end meanwhile
+        if (status := finished(directory)) is None:  # or the process that held it finished meanwhile
             environment = _environment(spec)
             return _go(spec, lease, directory, environment, view).status
         try:
@@ -111,7 +111,7 @@ def _environment(spec: RunSpec) -> Any:
 
 
 def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
-    """Whoever brought it to its end was killed before it could write the report, or upload what is to be kept."""
+    """True if the process that finished the run was killed before it wrote the report, or uploaded the artifacts."""
     return not (directory / "report.html").exists() or (spec.artifacts is not None and "artifacts" not in status)
 
 
@@ -154,7 +154,7 @@ def _go(
         finally:
             if uploads is not None:
                 uploads.finish(keeper.left_s())
-            if lease.holds():  # or else the run is somebody else's: its report, too
+            if lease.holds():  # or else another process owns the run and its report
                 _conclude(made)
                 if spec.artifacts is not None:
                     _keep(directory, spec.artifacts, view, keeper.left_s())

@@ -50,7 +50,7 @@ def serve_environment(
     judge: JudgeSpec | None = None,
 ) -> None:
     """Until SIGTERM or Ctrl-C. `model`: the tokenizer and chat template of what answers at `engine`. Services and
-    engines may come and go; what was under way with an engine that went is dropped, and played anew."""
+    engines may come and go; episodes in flight with an engine that went are dropped, and played again."""
     spec = EnvironmentSpec(
         name=str(name), params=dict(params or {}), episode_timeout_s=episode_timeout_s,
         max_failed_share=max_failed_share, workers=workers, judge=judge or NoJudge(),

@@ -95,7 +95,7 @@ def to_service(url: str, token_file: Path, *, whose: str, refused: Deliver) -> D
         body = {"groups": [{"trajectories": group.rows, "extra": {"group": group.group}}]}
         try:
             await client.post(f"/v2/groups?environment={taken}", body, key=f"gateway-{group.name}")
-        except NotKnown:  # the service began anew
+        except NotKnown:  # the service restarted with an empty queue
             if seat == taken:
                 seat, seat_key = None, f"gateway-{uuid.uuid4().hex}"
             raise

@@ -1,4 +1,4 @@
-"""The trainer half of an online server, as a program: `python -m tandem.recipes.online_trainer_process FD`."""
+"""The trainer process of an online server, as a program: `python -m tandem.recipes.online_trainer_process FD`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.spec.online import OnlineSpec
 
 
 async def serve(end: socket.socket) -> None:
-    """Until the server half closes its end."""
+    """Until the server process closes its end."""
 
     async def handle(what: Asked) -> dict[str, Any]:
         return await half.handle(what)
@@ -28,7 +28,7 @@ async def serve(end: socket.socket) -> None:
         receivers = spec.engine.tensor_parallel if isinstance(spec.engine, VllmEngineSpec) else 1
         return online.parts(spec, EngineAcross(server.ask, receivers))
 
-    server = Peer(handle, "server half")
+    server = Peer(handle, "server process")
     half = TrainerHalf(make_parts, server.tell)
     await server.start(end)
     await server.gone.wait()
@@ -38,7 +38,7 @@ def main() -> None:
     from tandem.io.leash import die_with
 
     die_with(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server half's to deal with
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server process's to deal with
     os.nice(10)  # who waits for an answer goes first
     asyncio.run(_until_the_end(socket.socket(fileno=int(sys.argv[1]))))
 

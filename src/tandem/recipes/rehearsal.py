@@ -125,7 +125,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
 
 
 def _elsewhere(spec: RlSpec) -> bool:
-    """Somebody else's engine is not for rehearsing."""
+    """True if the run does not own its engine: then it is not used for a rehearsal."""
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 

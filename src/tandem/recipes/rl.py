@@ -148,7 +148,7 @@ class RlRun:
             await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
-        await self.publisher.rest(trainer)  # till the next version is published: nobody samples
+        await self.publisher.rest(trainer)  # until the next version is published, no engine samples
         await supervised_stage(
             self.run, self.model, trainer, stage, recordings, seed=self.spec.seed,
             deterministic=self.spec.deterministic, keeper=self.keeper,

@@ -45,7 +45,8 @@ def serve_rollouts(
     if insecure_no_auth and not (atropos and listen.is_loopback):
         raise SpecError(
             f"--insecure-no-auth is for the clients of --atropos on this machine; with --host = '{listen.host}' and "
-            f"{'' if atropos else 'no '}--atropos everybody would need the token anyway, or nobody would be safe"
+            f"{'' if atropos else 'no '}--atropos clients would need the token anyway, or the queue would be "
+            "open to the network"
         )
     token = listen.token()
     queue = RolloutQueue(listen.data_dir)

@@ -75,7 +75,7 @@ class RunCheckpointer:
         self._asked_at = min(self._asked_at, time.monotonic())
 
     def left_s(self) -> float:
-        """Of the grace period; without end if nobody asked for the end."""
+        """Seconds left of the grace period; infinite while no stop was requested."""
         return max(1.0, self._asked_at + self.spec.grace_s - time.monotonic()) if self.stop_asked else math.inf
 
     # --- of a recipe
@@ -130,8 +130,8 @@ class RunCheckpointer:
             self._marked = {"parts": parts, "random": random_state.capture()}
 
     async def keep(self, groups: Sequence[Group], metrics: Metrics) -> list[Group]:
-        """Saves if that is due. Returns groups that are in a checkpoint by now (or never will be in one): nobody needs
-        to hand them out again."""
+        """Saves if that is due. Returns groups that are in a checkpoint by now (or never will be in one): they need
+        not be handed out again."""
         if not self.spec.every:
             return list(groups)
         assert self._trainer is not None

@@ -11,7 +11,7 @@ class CheckpointSpec(Spec):
     """A run that was killed goes on from its last checkpoint: `tandem resume DIR`."""
 
     every: int = Field(default=10, ge=0)
-    """Save after every so many steps, and at the end of each stage; 0 saves nothing, and a run begins anew."""
+    """Save after this many steps, and at the end of each stage. 0 saves nothing; a resumed run then starts over."""
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest stay. With 2 or more, a damaged one costs steps and not the run."""
     keep_every: int = Field(default=0, ge=0)

@@ -35,7 +35,7 @@ class HfEngineSpec(_Batching):
 
 class _Process(_Batching):
     url: str = Field(default="", pattern=r"^(https?://.+)?$")
-    """An engine that was started by somebody else, as `tandem engine serve` does. Left out: the run starts its own."""
+    """URL of a running engine, as started by `tandem engine serve`. Left out: the run starts its own."""
     token_file: Annotated[str, LocalPath()] = ""
     """With url: the file that holds its token."""
     start_deadline_s: float = Field(default=300.0, gt=0)
@@ -51,8 +51,8 @@ class ServerEngineSpec(_Process):
     kv_gib: float = Field(default=4.0, gt=0)
     """Memory for keys and values; requests that do not fit yet wait."""
     on_update: OnUpdate = "continue"
-    """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
-    anew. finish: they end under the old one first. restart: they are sampled again from their prompt."""
+    """What happens to requests in flight when a version arrives. continue: they continue under it, with keys and values
+    recomputed. finish: they end under the old version first. restart: they are sampled again from their prompt."""
 
 
 class VllmEngineSpec(_Process):
@@ -75,10 +75,10 @@ class VllmEngineSpec(_Process):
     """Which ones, of those that the run itself sees; left out, all of them. For several replicas `tensor_parallel` of
     them, which they share, or so many for each, one replica's behind the other's."""
     on_update: Literal["auto", OnUpdate] = "auto"
-    """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
-    anew; under an adapter they end with the one that they began with. finish: they end under the old one first.
-    restart: they are sampled again from their prompt. auto: those go on of which that can be had, the others are
-    waited for."""
+    """What happens to requests in flight when a version arrives. continue: they continue under it, with keys and values
+    recomputed; with adapters they end under the one that they began with. finish: they end under the old version
+    first. restart: they are sampled again from their prompt. auto: continue requests where the engine supports it;
+    otherwise wait for them to finish."""
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Empty: all of them."""

@@ -8,7 +8,8 @@ from tandem.spec.base import Spec
 
 
 class LivenessSpec(Spec):
-    """Judged on the clock of whoever looks, by a counter that the working thread alone moves on."""
+    """When a run counts as stalled: measured on the observer's clock, by a counter that only the working thread
+    moves."""
 
     setup_s: float = Field(default=3000.0, gt=0)
     """The longest without a sign while loading, starting engines, compiling, evaluating, up to a stage's first step."""

@@ -163,7 +163,7 @@ def _whose(where: Sequence[str], union: Table) -> str:
 
 
 def _written_path(loc: Sequence[Any], raw: Mapping[str, Any], *, is_missing: bool) -> list[str]:
-    """Pydantic's location without the union tags that nobody wrote."""
+    """Return pydantic's location without the union tags, which the user did not write."""
     path: list[str] = []
     here: object = raw
     for index, part in enumerate(loc):

@@ -92,13 +92,13 @@ class OnlineSpec(Spec):
     engine_threads: int = Field(default=1, ge=1, le=256)
     """CPU threads of the embedded engine."""
     trainer_threads: int = Field(default=1, ge=1, le=256)
-    """CPU threads of the trainer half. Together they should not exceed the machine's cores."""
+    """CPU threads of the trainer process. Together they should not exceed the machine's cores."""
     publish_deadline_s: float = Field(default=120.0, gt=0)
     """A version must be served so long after it was sent."""
     trainer_deadline_s: float = Field(default=600.0, gt=0)
-    """The trainer half is ended, and started again, when one step, a checkpoint or anything else takes it longer."""
+    """The trainer process is ended, and started again, when one step, a checkpoint or anything else takes it longer."""
     max_restarts: int = Field(default=20, ge=0)
-    """Of the trainer half, with no job done in between; beyond that the server says that it is unfit."""
+    """Of the trainer process, with no job done in between; beyond that the server says that it is unfit."""
     updates: UpdatesSpec = UpdatesSpec()
     """How versions lie on the disk, and how many of them."""
     checkpoint: OnlineCheckpointSpec = OnlineCheckpointSpec()

@@ -67,7 +67,7 @@ class ReplaySpec(Spec):
     capacity: int = Field(default=4096, ge=1)
     """Samples that are kept to draw from: of all that were trained on, each as likely as any other."""
     per_source: float = Field(default=0.5, gt=0, le=1)
-    """Of these, one source may have so much: nobody can fill the memory with one thing."""
+    """Of these, one source may have at most this share, so that no source fills the memory."""
 
 
 class OrdinarySpec(Spec):

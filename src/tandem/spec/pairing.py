@@ -93,8 +93,8 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
         raise ValueError(f"engine.replicas = {engine.replicas}: engine.url names one engine; leave one of them out")
     if isinstance(sync, RestartSync) and engine.url:
         raise ValueError(
-            f"sync.bridge = 'restart': engine.url = '{engine.url}' was started by somebody else, and is not ours to "
-            "end; leave url out, or choose 'disk'"
+            f"sync.bridge = 'restart': engine.url = '{engine.url}' is not owned by this run, which may not "
+            "end it; leave url out, or choose 'disk'"
         )
     if isinstance(sync, SharedSync) and engine.replicas > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Is this answer right? Asked of math-verify in a process of its own: `python -m tandem.env.adapters.math_score`.
 
 math-verify ends what takes too long by an alarm signal, which reaches the main thread of a process only, and there the
-alarm belongs to whoever guards the episodes. And what a model writes can fill the memory, or hold a C function for
+alarm belongs to the deadline of episodes. And what a model writes can fill the memory, or hold a C function for
 good: that costs this process, and the answer counts as wrong.
 """
 

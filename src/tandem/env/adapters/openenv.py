@@ -57,7 +57,7 @@ class OpenEnv:
         name = f"environment.name = 'openenv:{self.id}'"
         if importlib.util.find_spec("openenv") is None:
             raise SpecError(f"{name}: pip install 'tandem-rl[openenv]'")
-        importlib.import_module("openenv.core")  # seconds, and here they are nobody's
+        importlib.import_module("openenv.core")  # takes seconds: here no episode waits for it
         if urllib.parse.urlsplit(self.id).scheme not in ("http", "https", "ws", "wss"):
             raise SpecError(f"{name}: write the server's address, as in openenv:http://127.0.0.1:8000")
         if len(self.resets) == 1:

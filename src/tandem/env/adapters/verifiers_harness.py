@@ -91,7 +91,7 @@ async def _called(connections: Any, dispatch: Any, function: dict[str, str], lim
     try:
         async with asyncio.timeout(limit_s):
             content = await call_mcp(connections, dispatch, name, arguments)
-    except Exception as error:  # noqa: BLE001 - a tool is somebody's code
+    except Exception as error:  # noqa: BLE001 - a tool is user code
         return f"error: {type(error).__name__}: {error}"[:_MAX_CHARS]
     return content[:_MAX_CHARS] if isinstance(content, str) else content
 
