@@ -38,9 +38,9 @@ TOKENS = 200
 def trainer(fd: int) -> None:
     import votes
     from tandem.build import online as build_online
-    from tandem.online.engine_proxy import EngineAcross
-    from tandem.online.rpc import Peer
-    from tandem.online.trainer_worker import TrainerHalf, TrainerParts
+    from tandem.online.engine_proxy import EngineProxy
+    from tandem.online.rpc import RpcConnection
+    from tandem.online.trainer_worker import TrainerParts, TrainerWorker
 
     class Votes:
         def __init__(self, parts: TrainerParts, version: int) -> None:
@@ -52,13 +52,13 @@ def trainer(fd: int) -> None:
 
     async def serve() -> None:
         def make_parts(spec: Any) -> TrainerParts:
-            parts = build_online.parts(spec, EngineAcross(server.ask, 1))
+            parts = build_online.parts(spec, EngineProxy(server.ask, 1))
             # A job says by its seed which version it will be.
             make = lambda algorithm, teaching, version: Votes(parts, teaching.seed)  # noqa: E731
             return dataclasses.replace(parts, trainer=make)
 
-        server = Peer(lambda what: half.handle(what), "server process")
-        half = TrainerHalf(make_parts, server.tell)
+        server = RpcConnection(lambda what: half.handle(what), "server process")
+        half = TrainerWorker(make_parts, server.tell)
         await server.start(socket.socket(fileno=fd))
         await server.gone.wait()
         os._exit(0)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.build import joined_engines, standalone_engines, training
 from tandem.data.conversation import Conversation
-from tandem.engine.restartable import RevivedEngine, Under
+from tandem.engine.restartable import RestartableEngine, Under
 from tandem.errors import SpecError
 from tandem.online.messages import Teaching
-from tandem.online.ordinary_prompts import Ordinary
+from tandem.online.ordinary_prompts import OrdinaryPrompts
 from tandem.online.self_distillation import JudgedAnswers
 from tandem.online.trainer_worker import CanaryPrompt, TrainerParts
 from tandem.ops.byte_sizes import shares_never
@@ -231,8 +231,8 @@ def ordinary_prompts(spec: OnlineSpec) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> Ordinary:
-    return Ordinary(
+def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> OrdinaryPrompts:
+    return OrdinaryPrompts(
         spec.ordinary,
         alone.renderer,
         ordinary_prompts(spec),
@@ -287,12 +287,12 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
         )
 
     alone = one(lambda end: None)
-    return replace(alone, engine=RevivedEngine(alone.engine, lambda under_way: one(under_way).engine))
+    return replace(alone, engine=RestartableEngine(alone.engine, lambda under_way: one(under_way).engine))
 
 
 def revival(alone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
     """Of an engine that is a process of its own."""
-    return alone.engine.start_again if isinstance(alone.engine, RevivedEngine) else None
+    return alone.engine.start_again if isinstance(alone.engine, RestartableEngine) else None
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:

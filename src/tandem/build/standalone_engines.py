@@ -219,11 +219,11 @@ def record_passed(python: str, version: str, checks: list[str]) -> Path:
 
 def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
     """Return a client of a running engine and its model name. `path`: for its tokenizer and chat template."""
-    from tandem.engine.server.read_only_client import Follower
+    from tandem.engine.server.read_only_client import ReadOnlyClient
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import load_tokenizer
 
-    engine = Follower(url, token_file)
+    engine = ReadOnlyClient(url, token_file)
     context = int(engine.tell("/limits")["context_tokens"])
     name = str(engine.tell("/v1/models")["data"][0]["id"])
     renderer = Renderer(load_tokenizer(path, field="--model"), thinking=thinking)

@@ -22,7 +22,7 @@ Under = Callable[[Callable[[], None]], None]
 """Hears, as soon as there is something to end, how a start that is under way is ended before its time."""
 
 
-class RevivedEngine:
+class RestartableEngine:
     def __init__(self, first: DigestedEngine, start: Callable[[Under], DigestedEngine]) -> None:
         """`start` blocks until another one is ready, or until it is ended."""
         self._now, self._start = first, start

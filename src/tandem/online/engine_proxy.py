@@ -14,7 +14,7 @@ from tandem.types import Completion, Sampling, Served, Span
 Ask = Callable[[Asked], Awaitable[dict[str, Any]]]
 
 
-class EngineAcross:
+class EngineProxy:
     """Only what a publication needs of an Engine."""
 
     def __init__(self, ask: Ask, receivers: int) -> None:

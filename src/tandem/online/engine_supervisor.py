@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.errors import EngineError, EngineLost, TandemError
-from tandem.online.restart_backoff import Losses
+from tandem.online.restart_backoff import RestartBackoff
 from tandem.protocols import Engine
 
 _log = logging.getLogger(__name__)
@@ -22,12 +22,12 @@ _LOOK_S = 0.2
 Revive = Callable[[], Awaitable[None]]
 
 
-class EngineLife:
+class EngineSupervisor:
     def __init__(self, engine: Engine, revive: Revive | None, most: int, when_lost: Callable[[], None]) -> None:
         """`revive` starts it again; None: it is a part of this process, and ends with it. `most`: losses in a row."""
         self.why_lost = ""
         self._engine, self._revive, self._when_lost = engine, revive, when_lost
-        self._restarts, self._losses = 0, Losses(most)
+        self._restarts, self._losses = 0, RestartBackoff(most)
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:

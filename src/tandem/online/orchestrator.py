@@ -31,19 +31,19 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.online import messages
-from tandem.online.engine_supervisor import EngineLife, Revive
+from tandem.online.engine_supervisor import EngineSupervisor, Revive
 from tandem.online.events import Events
 from tandem.online.job_store import ENDED, Job, JobStore
 from tandem.online.messages import Activate, Asked, Cancel, Checkpoint, JobProgress, Open, Publish
 from tandem.online.orchestrator_needs import OrchestratorBridge, SampleMemory
-from tandem.online.ordinary_prompts import Ordinary
-from tandem.online.pending_requests import Wishes
+from tandem.online.ordinary_prompts import OrdinaryPrompts
+from tandem.online.pending_requests import PendingRequests
 from tandem.online.publishing import Publishing
-from tandem.online.regression_watch import Fall, RegressionWatch
-from tandem.online.rpc import HalfLost
+from tandem.online.regression_watch import Regression, RegressionWatch
+from tandem.online.rpc import PeerLost
 from tandem.online.self_distillation import answered
 from tandem.online.trainer_process import TrainerProcess
-from tandem.online.trainer_supervisor import TrainerLife
+from tandem.online.trainer_supervisor import TrainerSupervisor
 from tandem.protocols import DigestedEngine
 from tandem.spec.online import OnlineSpec
 
@@ -56,7 +56,7 @@ _ENDED = "online: the training loop has stopped; see the server log and restart 
 T = TypeVar("T")
 
 
-class Conductor:
+class Orchestrator:
     def __init__(
         self,
         spec: OnlineSpec,
@@ -66,21 +66,21 @@ class Conductor:
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,
         memory: SampleMemory,
-        ordinary: Ordinary,
+        ordinary: OrdinaryPrompts,
         revive: Revive | None = None,
     ) -> None:
         """`revive`: as in EngineLife."""
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
         self._versions, self._memory, self._ordinary = versions, memory, ordinary
-        self._life = EngineLife(engine, revive, spec.max_restarts, self._engine_is_lost)
-        self._trainer = TrainerLife(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
+        self._life = EngineSupervisor(engine, revive, spec.max_restarts, self._engine_is_lost)
+        self._trainer = TrainerSupervisor(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
         self._watch = RegressionWatch(spec.watch) if spec.watch is not None else None
         self._falls = set[asyncio.Task[None]]()
         self.serving = -1
         """The last version that this engine was proven to hold."""
         self._running: Job | None = None
         self._progress: dict[str, Any] = {}
-        self._wishes = Wishes()
+        self._wishes = PendingRequests()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
@@ -193,7 +193,7 @@ class Conductor:
             falling.add_done_callback(self._falls.discard)
         return True
 
-    async def _take_back_fallen(self, fall: Fall, parent: int) -> None:
+    async def _take_back_fallen(self, fall: Regression, parent: int) -> None:
         async def work() -> dict[str, Any]:
             if fall.version not in self.store.line(self.store.active):  # another rollback came first
                 _log.warning("version %d fell, and is served no more: %s", fall.version, fall.text)
@@ -218,7 +218,7 @@ class Conductor:
         return await done
 
     async def _call_off(self, id: str) -> None:
-        with suppress(HalfLost):  # one that died, or hangs: the job is looked at when another one has started
+        with suppress(PeerLost):  # one that died, or hangs: the job is looked at when another one has started
             await self._trainer.ask(Cancel(id), _CANCEL_S)
 
     # --- the one task
@@ -240,7 +240,7 @@ class Conductor:
             except TandemError as error:
                 if isinstance(error, SpecError) and self.serving < 0:
                     raise
-                if self._life.is_to_blame(error) and not isinstance(error, HalfLost):
+                if self._life.is_to_blame(error) and not isinstance(error, PeerLost):
                     await self._without_engine(error)
                 else:
                     await self._lost(error)
@@ -448,7 +448,7 @@ class Conductor:
         """Write a checkpoint in the background; one that fails, on a full disk say, is logged and tried again later."""
         try:
             await self._checkpoint()
-        except HalfLost:
+        except PeerLost:
             raise
         except TandemError as error:
             self._checkpoint_at, self._why_no_checkpoint = time.monotonic(), str(error)

@@ -13,7 +13,7 @@ from tandem.types import Metrics
 _GIB = 2**30
 
 
-class Peaks:
+class PeakMemory:
     """Beside a GPU's tensors; of a CPU's it says nothing."""
 
     def __init__(self, like: Tensor) -> None:

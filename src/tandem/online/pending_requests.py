@@ -20,22 +20,22 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Wish:
+class _PendingRequest:
     work: Callable[[], Awaitable[Any]]
     done: asyncio.Future[Any]
     tries: int = 0
 
 
-class Wishes:
+class PendingRequests:
     def __init__(self) -> None:
-        self._open = deque[_Wish]()
+        self._open = deque[_PendingRequest]()
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def put(self, work: Callable[[], Awaitable[T]]) -> asyncio.Future[T]:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._open.append(_Wish(work, done))
+        self._open.append(_PendingRequest(work, done))
         return done
 
     async def grant(self) -> None:
@@ -48,7 +48,7 @@ class Wishes:
             if not (done := self._open.popleft().done).done():
                 done.set_exception(EngineError(why))
 
-    async def _grant(self, wish: _Wish) -> None:
+    async def _grant(self, wish: _PendingRequest) -> None:
         if wish.done.done():  # its caller gave up
             return
         try:

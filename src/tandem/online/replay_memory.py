@@ -22,7 +22,7 @@ _JOBS_READ = 100_000
 _MOST_TOKENS = 500_000  # of one job
 
 
-class JobMemory:
+class ReplayMemory:
     def __init__(self, spec: ReplaySpec, seed: int, store: JobStore, batch_size: int) -> None:
         self._spec, self._store, self._batch_size = spec, store, batch_size
         self._by_algorithm = {

@@ -7,7 +7,7 @@ import asyncio
 _PAUSE_S, _MOST_PAUSE_S = 0.2, 10.0
 
 
-class Losses:
+class RestartBackoff:
     def __init__(self, most: int) -> None:
         self.count, self.most = 0, most
 

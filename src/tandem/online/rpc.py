@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 Handle = Callable[[Asked], Awaitable[dict[str, Any]]]
 
 
-class HalfLost(EngineLost):
+class PeerLost(EngineLost):
     """The other half is gone; what it was asked has no answer."""
 
 
-class Peer:
+class RpcConnection:
     def __init__(self, handle: Handle, name: str) -> None:
         """`handle` answers questions, several at a time. `name`: of the other half, for people."""
         self.gone = asyncio.Event()
@@ -46,7 +46,7 @@ class Peer:
     async def ask(self, what: Asked, deadline_s: float | None = None) -> dict[str, Any]:
         """The answer; the other half's error, of its class; HalfLost. `TimeoutError` after the deadline."""
         if self.gone.is_set() or self._writer is None:
-            raise HalfLost(f"online: the {self._name} is gone")
+            raise PeerLost(f"online: the {self._name} is gone")
         self._number += 1
         number = self._number
         answer = self._open[number] = asyncio.get_running_loop().create_future()
@@ -115,7 +115,7 @@ class Peer:
         self.gone.set()
         for waiting in self._open.values():
             if not waiting.done():
-                waiting.set_exception(HalfLost(f"online: the {self._name} is gone: {why}"))
+                waiting.set_exception(PeerLost(f"online: the {self._name} is gone: {why}"))
                 waiting.exception()  # mark it as retrieved, in case the caller gave up
         self._open.clear()
         for task in self._answering:

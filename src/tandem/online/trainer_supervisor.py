@@ -16,8 +16,8 @@ import msgspec
 
 from tandem.errors import EngineError, TandemError
 from tandem.online.messages import Asked, JobProgress, Open, Train, Trained, WorkerOpened
-from tandem.online.restart_backoff import Losses
-from tandem.online.rpc import HalfLost, Handle, Peer
+from tandem.online.restart_backoff import RestartBackoff
+from tandem.online.rpc import Handle, PeerLost, RpcConnection
 from tandem.online.trainer_process import TrainerProcess
 
 _log = logging.getLogger(__name__)
@@ -27,21 +27,21 @@ _LOOKS = 8  # a deadline
 
 
 @dataclass
-class _Half:
+class _RunningTrainer:
     process: TrainerProcess
-    peer: Peer
+    peer: RpcConnection
     opened: WorkerOpened
 
 
-class TrainerLife:
+class TrainerSupervisor:
     def __init__(self, start: Callable[[], TrainerProcess], handle: Handle, deadline_s: float, most: int) -> None:
         """`handle`: what it asks. `deadline_s`: for an answer, and for a step. `most`: losses in a row."""
         self.why_lost = ""
         self.why_none = ""
         """Why there will be none any more."""
         self.deadline_s = deadline_s
-        self._start, self._handle, self._losses = start, handle, Losses(most)
-        self._half: _Half | None = None
+        self._start, self._handle, self._losses = start, handle, RestartBackoff(most)
+        self._half: _RunningTrainer | None = None
         self._steps = 0
 
     @property
@@ -65,9 +65,9 @@ class TrainerLife:
             _log.error("%s", self.why_lost)
         await self.end()
         process = await asyncio.to_thread(self._start)
-        peer = Peer(self._heard, "trainer process")
+        peer = RpcConnection(self._heard, "trainer process")
         await peer.start(process.end)
-        self._half = half = _Half(process, peer, WorkerOpened(0, "", False))
+        self._half = half = _RunningTrainer(process, peer, WorkerOpened(0, "", False))
         half.opened = msgspec.convert(await peer.ask(asked, deadline_s), WorkerOpened)
         _log.info("trainer process %d has version %d", process.pid, half.opened.version)
         return half.opened
@@ -80,7 +80,7 @@ class TrainerLife:
 
     async def lost(self, error: TandemError) -> None:
         """It died over its work, or cannot go on: it is ended."""
-        dead = isinstance(error, HalfLost) and self._half is not None
+        dead = isinstance(error, PeerLost) and self._half is not None
         self.why_lost = f"{error}: {await self._epitaph()}" if dead else str(error)
         _log.error("%s", self.why_lost)
         await self.end()
@@ -106,7 +106,7 @@ class TrainerLife:
             return await self._peer.ask(what, deadline_s)
         except TimeoutError:
             kind = type(what).__name__
-            raise HalfLost(f"online: the trainer process did not answer to {kind} in {deadline_s:g} s") from None
+            raise PeerLost(f"online: the trainer process did not answer to {kind} in {deadline_s:g} s") from None
 
     async def train(self, asked: Train) -> Trained:
         """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
@@ -121,16 +121,16 @@ class TrainerLife:
                 looks = looks + 1 if self._steps == steps else 0
         finally:
             answer.cancel()
-        raise HalfLost(f"online: the trainer process did no step of a job in {self.deadline_s:g} s")
+        raise PeerLost(f"online: the trainer process did no step of a job in {self.deadline_s:g} s")
 
     async def _epitaph(self) -> str:
         assert self._half is not None
         return await asyncio.to_thread(self._half.process.epitaph)
 
     @property
-    def _peer(self) -> Peer:
+    def _peer(self) -> RpcConnection:
         if self._half is None:
-            raise HalfLost("online: there is no trainer process")
+            raise PeerLost("online: there is no trainer process")
         return self._half.peer
 
     async def _heard(self, what: Asked) -> dict[str, Any]:

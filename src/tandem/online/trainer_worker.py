@@ -41,9 +41,9 @@ from tandem.online.messages import (
     WorkerOpened,
     groups_from_wire,
 )
-from tandem.online.peak_memory import Peaks
+from tandem.online.peak_memory import PeakMemory
 from tandem.online.self_distillation import JudgedAnswers
-from tandem.online.undo_job import Rewind
+from tandem.online.undo_job import UndoJob
 from tandem.online.version_store import VersionStore
 from tandem.online.weight_deltas import HeldVersion, size_of_change
 from tandem.protocols import Algorithm, Optimizer, Policy, Trainer
@@ -129,7 +129,7 @@ class _Seen:
     canaries: list[list[float]] = field(default_factory=list[list[float]])
 
 
-class TrainerHalf:
+class TrainerWorker:
     def __init__(self, make_parts: Callable[[OnlineSpec], TrainerParts], tell: Callable[[JobProgress], None]) -> None:
         self._make_parts, self._tell = make_parts, tell
         self._parts: TrainerParts | None = None
@@ -184,8 +184,8 @@ class TrainerHalf:
         self._store.forget(set(asked.known) & self._store.named())
         parameters = sum(tensor.numel() for tensor in trained.values())
         like = next(iter(trained.values()))
-        self._peaks = Peaks(like)
-        self._rewind = Rewind(parts.optimizer)
+        self._peaks = PeakMemory(like)
+        self._rewind = UndoJob(parts.optimizer)
         if not asked.known:
             self._held = HeldVersion.of(0, trained).at_rest()
             self._store.anchor(0, trained, parts.optimizer.state())

@@ -8,7 +8,7 @@ from tandem.ops.module_tensors import Copies
 from tandem.protocols import Optimizer
 
 
-class Rewind:
+class UndoJob:
     """The optimizer's state, and the bits that 16-bit weights lack, copied to the host: into memory that is kept from
     job to job. (Weights: updates.Held.)"""
 

@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from tandem.build import online
-from tandem.online.engine_proxy import EngineAcross
+from tandem.online.engine_proxy import EngineProxy
 from tandem.online.messages import Asked
-from tandem.online.rpc import Peer
-from tandem.online.trainer_worker import TrainerHalf, TrainerParts
+from tandem.online.rpc import RpcConnection
+from tandem.online.trainer_worker import TrainerParts, TrainerWorker
 from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.online import OnlineSpec
 
@@ -26,10 +26,10 @@ async def serve(end: socket.socket) -> None:
 
     def make_parts(spec: OnlineSpec) -> TrainerParts:
         receivers = spec.engine.tensor_parallel if isinstance(spec.engine, VllmEngineSpec) else 1
-        return online.parts(spec, EngineAcross(server.ask, receivers))
+        return online.parts(spec, EngineProxy(server.ask, receivers))
 
-    server = Peer(handle, "server process")
-    half = TrainerHalf(make_parts, server.tell)
+    server = RpcConnection(handle, "server process")
+    half = TrainerWorker(make_parts, server.tell)
     await server.start(end)
     await server.gone.wait()
 

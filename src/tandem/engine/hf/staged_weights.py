@@ -29,7 +29,7 @@ class StagedVersion:
     fingerprints: Fingerprints
 
 
-class Holding:
+class StagedWeights:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._adapter = HookedAdapter(module)

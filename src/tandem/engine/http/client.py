@@ -45,7 +45,7 @@ class HttpResponse:
         return self.content.decode(errors="replace")
 
 
-class Coming:
+class IncomingBody:
     """An answer whose content is yet to come. What goes wrong with it is told by the `stream` that it is of."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
@@ -105,19 +105,19 @@ class HttpClient:
                     raise
                 raise Broken("the request was not taken") from error
             async with self._held(response):
-                return await Coming(response).whole()
+                return await IncomingBody(response).whole()
 
     @asynccontextmanager
     async def stream(
         self, path: str, content: bytes | None, method: str = "POST", *, urgent: bool = False
-    ) -> AsyncIterator[Coming]:
+    ) -> AsyncIterator[IncomingBody]:
         """However long that takes. Who leaves before its end hangs up."""
         for _ in range(2):  # a loop that stood still hears first which connections were closed meanwhile
             await asyncio.sleep(0)
         with self._as_ours():
             async with nullcontext() if urgent else self._turn:
                 async with self._held(await self._request(method, path, content, None, None)) as response:
-                    yield Coming(response)
+                    yield IncomingBody(response)
 
     async def close(self) -> None:
         self.closed = True

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from tandem.errors import EngineSilent
 
 
-class Silence:
+class SilenceDeadline:
     def __init__(self, limit_s: float, whose: str) -> None:
         self._limit_s, self._whose = limit_s, whose
         self._heard = self._seen = self._quiet = 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
-from tandem.engine.http.silence_deadline import Silence
+from tandem.engine.http.silence_deadline import SilenceDeadline
 from tandem.engine.remote.client import RemoteServer
 from tandem.engine.remote.response import RemoteCompletion
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
@@ -77,7 +77,7 @@ class RemoteEngine:
         self._base = self._serving = _RemoteModel(model, None)
         self._end_ids, self._restarts, self._deadline_s = sorted(end_ids), on_update == "restart", deadline_s
         self._slots, self._poll_s, self._patience_s = slots, poll_s, patience_s
-        self._silence = Silence(deadline_s, f"engine at {self._server.url}")
+        self._silence = SilenceDeadline(deadline_s, f"engine at {self._server.url}")
         self._source: WeightSource | None = None
         self._held: list[_RemoteModel] = []
         """Adapters that may be on the server, oldest first."""

@@ -39,7 +39,7 @@ def package_path(otherwise: Path) -> Path:
     return path
 
 
-class ModelName:
+class ModelLink:
     def __init__(self, model: str) -> None:
         self.path, self.why_not = model, ""
         self._unlock: Callable[[], object] | None = None

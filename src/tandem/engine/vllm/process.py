@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from tandem.engine.http.client import Broken, Coming, HttpClient, Silent
-from tandem.engine.vllm.compile_cache import ModelName, package_path
+from tandem.engine.http.client import Broken, HttpClient, IncomingBody, Silent
+from tandem.engine.vllm.compile_cache import ModelLink, package_path
 from tandem.engine.vllm.tested_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io import prestart
@@ -117,7 +117,7 @@ class VllmProcess:
         if not options.unchecked:
             refuse_unknown_version(self._version, options.python)
         self._told = Path(self._folder.name) / "what.json"
-        self._name: ModelName | None = None
+        self._name: ModelLink | None = None
         program = ["tandem.io.prestart", str(self._told), *_IMPORTS] if waits else self._program()
         self._child = Child(
             [options.python, "-m", *program],
@@ -134,7 +134,7 @@ class VllmProcess:
         prestart.tell(self._told, self._program())
 
     def _program(self) -> list[str]:
-        self._name = ModelName(self.options.model)
+        self._name = ModelLink(self.options.model)
         return [_SERVER, *replace(self.options, model=self._name.path).arguments(self.socket, self._version)]
 
     @property
@@ -211,7 +211,7 @@ class VllmProcess:
             self._name.close()
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[Coming]:
+    async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[IncomingBody]:
         """The answer as it comes in, however long that takes. EngineLost if the process is gone."""
         try:
             async with self._http.stream(path, encoded(body), urgent=urgent) as answer:

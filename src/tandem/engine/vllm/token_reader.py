@@ -96,7 +96,7 @@ class TrackedRequest:
             self._tell, self.error = None, error
 
 
-class SampledReader:
+class TokenReader:
     def __init__(self, read: Read, mark: str) -> None:
         """`mark`: prefix of the names of this engine's requests."""
         self._read, self._mark, self._numbers = read, mark, count()

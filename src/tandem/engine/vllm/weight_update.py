@@ -43,7 +43,7 @@ _BASE = "base"
 _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
 
 
-class Exchange:
+class WeightUpdate:
     def __init__(self, process: VllmProcess, on_update: OnUpdate, version: int) -> None:
         self.version = version
         self.boot_id = uuid.uuid4().hex

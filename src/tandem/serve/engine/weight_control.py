@@ -75,7 +75,7 @@ class _Pause:
     expiry: asyncio.Task[None] | None = None
 
 
-class Control:
+class WeightControl:
     """An engine whose weights one attached trainer may change; it is an Engine itself for samplers."""
 
     def __init__(self, engine: LocalEngine, open_source: OpenSource, allowed: Allowed) -> None:

@@ -43,7 +43,7 @@ class _Counted:
         await self._engine.close()
 
 
-class Past:
+class PastVersions:
     def __init__(self, load: Callable[[int], Sampler] | None) -> None:
         """`load` makes an engine of a version; it may block. None: this server's engine has one version at a time."""
         self._load, self._turn = load, asyncio.Lock()

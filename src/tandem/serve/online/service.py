@@ -42,7 +42,7 @@ from tandem.io.finish_anyway import to_its_end
 from tandem.io.request_key import RequestKey
 from tandem.online.events import Event
 from tandem.online.job_store import ENDED
-from tandem.online.orchestrator import Conductor
+from tandem.online.orchestrator import Orchestrator
 from tandem.rollout.recorder import RecorderRenderer
 from tandem.rollout.sessions.sessions import Sessions
 from tandem.rollout.sessions.store import SessionStore
@@ -53,7 +53,7 @@ from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES
 from tandem.serve.http.service import Service, aside, body_at_hand
 from tandem.serve.online.keys import WHO
-from tandem.serve.online.past_versions import Past
+from tandem.serve.online.past_versions import PastVersions
 from tandem.serve.online.train_requests import (
     Lesson,
     SampleRequirements,
@@ -79,10 +79,10 @@ class OnlineRenderer(Recording, RecorderRenderer, Protocol):
 
 
 def online_service(
-    conductor: Conductor,
+    conductor: Orchestrator,
     renderer: OnlineRenderer,
     kept: SessionStore,
-    past: Past,
+    past: PastVersions,
     *,
     model_id: str,
     context: int,
@@ -177,7 +177,7 @@ class NoBody(Strict):
 
 
 class _OnlineApi:
-    def __init__(self, conductor: Conductor, model: SampleRequirements, sessions: Sessions) -> None:
+    def __init__(self, conductor: Orchestrator, model: SampleRequirements, sessions: Sessions) -> None:
         self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
