@@ -18,7 +18,7 @@ Written by `python docs/make_spec.py` from the classes in `src/tandem/spec/`; do
 
 A spec is TOML. Its first line says what to do: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below is a
 table. Where a table comes in several kinds, its `kind` chooses (in `[model]` the key `preset` or `path`, in
-`[precision]` `weights`), and keys of the other kinds are refused. Keys that nobody knows, values of another type or
+`[precision]` `weights`), and keys of the other kinds are refused. Unknown keys, values of another type or
 out of range, and knobs that the run could not use are refused before anything is loaded, with the field, the value
 and the way out.
 
