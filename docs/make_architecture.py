@@ -48,8 +48,9 @@ def draw() -> str:
             at[part] = (gap * place, 40 + number * ROW)
     height = 40 + len(rows) * ROW
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"
-        font-size="13">', "<title>The parts of Tandem by layer, and which imports which</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="13">',
+        "<title>The parts of Tandem by layer, and which imports which</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
     ]
     for a, b in sorted(imports()):
@@ -63,10 +64,9 @@ def draw() -> str:
     for part, (x, y) in sorted(at.items()):
         fill = "#e8eef1" if part in EVERYWHERE else "#d9ece6"
         lines.append(
-            f'<rect x="{x - BOX / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{BOX}" height="{HEIGHT}" rx="6" fill="{fill}"
-            '
-            f'stroke="#1f6f5c"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle"
-            fill="#222">{escape(part)}</text>'
+            f'<rect x="{x - BOX / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{BOX}" height="{HEIGHT}" rx="6" '
+            f'fill="{fill}" stroke="#1f6f5c"/>'
+            f'<text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" fill="#222">{escape(part)}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
 
