@@ -145,20 +145,16 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    theirs = ("copying", "devices", "digest", "finite", "phases", "replay", "requested")
-    allowed = {
-        "",
-        ".errors",
-        ".types",
-        ".ops",
-        ".io",
-        ".io.json_files",
-        ".bridge",
-        *(f".ops.{name}" for name in theirs),
-    }
-    ours = ("aside", "deadline", "end", "file_bytes", "files", "flat", "group", "lent", "lookahead", "notes")
-    allowed |= {f".bridge.{name}" for name in (*ours, "seat", "wire", "shared", "shared.cuda", "shared.memory")}
-    allowed |= {f".bridge.{mode}{part}" for mode in COPYING for part in ("", ".engine")}
+    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker", ".io.bounded_json"}
+    helpers = ("batched_copy", "cuda_graph", "device_names", "digest", "finite_check", "option_report", "phase_timer")
+    allowed |= {f".ops.{name}" for name in helpers} | {".vllm_worker.weight_sources"}
+    allowed |= {f".bridge.{folder}" for folder in ("collective", "common", "files", "shared")}
+    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers", "side_stream")
+    allowed |= {f".bridge.collective.{name}" for name in (*collective, "broadcast_source", "adapter_broadcast_source")}
+    allowed |= {f".bridge.common.{name}" for name in ("deadline", "engine_end", "flat_buffer", "manifest")}
+    allowed |= {f".bridge.files.{name}_source" for name in FILES}
+    allowed |= {f".bridge.files.{name}" for name in ("parallel_io", "reader")}
+    allowed |= {f".bridge.shared.{name}" for name in ("cuda_ipc", "memory")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
 
 
