@@ -33,7 +33,7 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge, WeightSource
 from tandem.types import Weights
@@ -146,13 +146,21 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
     allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker", ".io.bounded_json"}
-    helpers = ("batched_copy", "cuda_graph", "device_names", "digest", "finite_check", "option_report", "phase_timer")
+    helpers = (
+        "batched_copy",
+        "cuda_graph",
+        "device_names",
+        "digest",
+        "digest_layout",
+        "finite_check",
+        "option_report",
+        "phase_timer",
+    )
     allowed |= {f".ops.{name}" for name in helpers} | {".vllm_worker.weight_sources"}
     allowed |= {f".bridge.{folder}" for folder in ("collective", "common", "files", "shared")}
-    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers", "side_stream")
-    allowed |= {f".bridge.collective.{name}" for name in (*collective, "broadcast_source", "adapter_broadcast_source")}
-    allowed |= {f".bridge.common.{name}" for name in ("deadline", "engine_end", "flat_buffer", "manifest")}
-    allowed |= {f".bridge.files.{name}_source" for name in FILES}
+    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers")
+    allowed |= {f".bridge.collective.{name}" for name in collective}
+    allowed |= {f".bridge.common.{name}" for name in ("deadline", "manifest", "packer")}
     allowed |= {f".bridge.files.{name}" for name in ("parallel_io", "reader")}
     allowed |= {f".bridge.shared.{name}" for name in ("cuda_ipc", "memory")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
