@@ -394,6 +394,7 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
         "ops/batched_copy.py",
         "ops/device_names.py",
         "ops/digest.py",
+        "ops/digest_layout.py",
         "ops/digest_triton.py",
         "ops/finite_check.py",
         "ops/option_report.py",

@@ -30,9 +30,10 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective import packer, receiver
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective import receiver
 from tandem.bridge.collective.receiver import buckets_of
+from tandem.bridge.collective.sender import BroadcastBridge
+from tandem.bridge.common import packer
 from tandem.bridge.common.manifest import Manifest, Places, TensorEntry
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import fingerprints

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tandem.bridge.common.manifest import Manifest, checksum
 from tandem.bridge.files.adapter import AdapterBridge, memory_backed
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource

@@ -16,12 +16,10 @@ import torch
 from bridges import BUCKET_BYTES, COPYING, LENT, as_served, bits, carry, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective import sender, transport
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective import sender
 from tandem.bridge.collective.control_channel import ControlChannel
+from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge, Way
 from tandem.bridge.collective.shared_buffers import Borrowed, Borrowing, Lending
-from tandem.bridge.collective.transport import Way
 from tandem.errors import SyncError, SyncTimeout
 from tandem.vllm_worker.weight_sources import open_source
 
@@ -65,20 +63,20 @@ def test_on_a_cpu_auto_is_gloo(tmp_path: Path) -> None:
 def test_which_way_suits_which_gpus(
     requested: Any, theirs: list[str], roomy: bool, engaged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "device_name", lambda device: OURS)
+    monkeypatch.setattr(sender, "device_name", lambda device: OURS)
     arguments = ("broadcast", requested, torch.device("cuda", 0), theirs)
     if " " in engaged:
         with pytest.raises(SyncError, match=engaged):
-            transport.way(*arguments, roomy=roomy)
+            sender.way(*arguments, roomy=roomy)
         return
-    chosen = transport.way(*arguments, roomy=roomy)
+    chosen = sender.way(*arguments, roomy=roomy)
     assert (chosen.requested, chosen.engaged) == (requested, engaged)
     assert bool(chosen.why) == (requested == "auto" and engaged == "gloo")
 
 
 def test_a_cpu_has_no_nccl() -> None:
     with pytest.raises(SyncError, match="the trainer is on a CPU"):
-        transport.way("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
+        sender.way("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
 
 
 # --- who writes, and who reads

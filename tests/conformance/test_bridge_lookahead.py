@@ -12,7 +12,7 @@ import pytest
 from bridges import as_served, bits, carry, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.sender import AdapterBroadcastBridge
 from tandem.bridge.collective.shared_buffers import Borrowing
 from tandem.errors import SyncError, SyncTimeout
 from tandem.vllm_worker.weight_sources import EngineEnd, open_source

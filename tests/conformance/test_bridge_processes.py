@@ -33,7 +33,7 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge, WeightSource
 from tandem.types import Weights
@@ -145,20 +145,24 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    theirs = ("batched_copy", "device_names", "digest", "finite_check", "phase_timer", "cuda_graph", "option_report")
-    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".io.bounded_json", ".bridge"}
-    allowed |= {f".ops.{name}" for name in theirs} | {".vllm_worker", ".vllm_worker.weight_sources"}
-    common = ("deadline", "engine_end", "flat_buffer", "manifest")
-    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers", "side_stream")
-    sources = {
-        "collective": ("broadcast_source", "adapter_broadcast_source"),
-        "files": ("disk_source", "restart_source"),
-    }
-    allowed |= {".bridge.common", ".bridge.collective", ".bridge.files", ".bridge.shared"}
-    allowed |= {f".bridge.common.{name}" for name in common}
-    allowed |= {f".bridge.collective.{name}" for name in (*collective, *sources["collective"])}
-    allowed |= {f".bridge.files.{name}" for name in ("reader", "parallel_io", "adapter_source", *sources["files"])}
-    allowed |= {f".bridge.shared.{name}" for name in ("cuda_ipc", "memory", "receiver")}
+    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker", ".io.bounded_json"}
+    helpers = (
+        "batched_copy",
+        "cuda_graph",
+        "device_names",
+        "digest",
+        "digest_layout",
+        "finite_check",
+        "option_report",
+        "phase_timer",
+    )
+    allowed |= {f".ops.{name}" for name in helpers} | {".vllm_worker.weight_sources"}
+    allowed |= {f".bridge.{folder}" for folder in ("collective", "common", "files", "shared")}
+    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers")
+    allowed |= {f".bridge.collective.{name}" for name in collective}
+    allowed |= {f".bridge.common.{name}" for name in ("deadline", "manifest", "packer")}
+    allowed |= {f".bridge.files.{name}" for name in ("parallel_io", "reader")}
+    allowed |= {f".bridge.shared.{name}" for name in ("cuda_ipc", "memory")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
 
 

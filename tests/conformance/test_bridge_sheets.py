@@ -16,8 +16,8 @@ import pytest
 import torch
 from bridges import bits, reply, tensors_for, weights_of
 
-from tandem.bridge.files import adapter_source
 from tandem.bridge.files.adapter import AdapterBridge, memory_backed
+from tandem.bridge.files.reader import FilesSource
 from tandem.bridge.files.reusable_files import Sheets
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
@@ -32,7 +32,7 @@ class Both:
     def __init__(self, *, copied: bool = True, directory: Path | None = None) -> None:
         self.bridge = AdapterBridge(directory, deadline_s=10)
         source = self.bridge.source()
-        self.engine = adapter_source.open(dict(source.link), torch.device("cpu"))
+        self.engine = FilesSource(dict(source.link), "adapter", "adapter", torch.device("cpu"))
         if copied:
             self.engine.arrive_in_one_place()
             self.engine.looks_itself()

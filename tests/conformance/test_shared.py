@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stopwatch import Stopwatch
-from tandem.bridge.shared import receiver as engine_end
 from tandem.bridge.shared.memory import Segment
+from tandem.bridge.shared.receiver import SharedEnd
 from tandem.bridge.shared.sender import SharedBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import piece
@@ -103,7 +103,7 @@ def here(deadline_s: float = 0.2, *, digest: bool = False) -> tuple[SharedBridge
     """Both ends in this process."""
     bridge = SharedBridge(deadline_s, digest=digest)
     source = bridge.source()
-    end = engine_end.open(source.link)
+    end = SharedEnd(source.link)
     for name, home in end.house(TENSORS).items():
         home.copy_(TENSORS[name])
     end.attached({"boot_id": "here"})
@@ -292,6 +292,6 @@ def test_nothing_is_left_on_disk_and_the_memory_goes_with_its_last_user() -> Non
 
 
 def test_tensors_of_a_device_that_cannot_be_shared_are_refused() -> None:
-    end = engine_end.open(SharedBridge().source().link)
+    end = SharedEnd(SharedBridge().source().link)
     with pytest.raises(SyncError, match="tensors are on"):
         end.house({"far": Tensor(torch.empty(2, device="meta"))})

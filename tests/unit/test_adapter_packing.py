@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tandem.bridge.collective.packer import Packing
-from tandem.bridge.common import served_tensors
-from tandem.bridge.common.flat_buffer import Flat
+from tandem.bridge.common import packer
+from tandem.bridge.common.packer import Flat, Packing
 from tandem.errors import SyncError
 from tandem.model import served_weights
 from tandem.ops.phase_timer import Phases
@@ -74,13 +73,13 @@ def test_what_was_found_out_is_found_out_again_when_tensors_names_or_engines_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[int] = []
-    forms = served_tensors.forms
+    forms = packer.forms
 
     def counted(*args: Any) -> Any:
         looked.append(1)
         return forms(*args)
 
-    monkeypatch.setattr("tandem.bridge.common.packed_adapter.forms", counted)
+    monkeypatch.setattr("tandem.bridge.common.packer.forms", counted)
     replies: list[dict[str, Any]] = [{"layout": LAYOUT, "boot_id": "one"}]
     packing = Packing("adapter_broadcast", replies)
     tensors = dict(served_weights.StableAdapter(adapted()).tensors())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm_cpu import Vllm, adapted, gap, small_model
 
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+from tandem.bridge.collective.sender import AdapterBroadcastBridge
 from tandem.bridge.collective.shared_buffers import Lending
 from tandem.bridge.files.adapter import AdapterBridge
 from tandem.engine.vllm.shard_digests import whole

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm_cpu import Vllm, full, gap, small_model
 
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.shard_digests import whole
 from tandem.types import Weights
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, adapted, changed, full, gap, small_model
 
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge
 from tandem.bridge.collective.shared_buffers import Lending
 from tandem.bridge.files.adapter import AdapterBridge
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import SyncError

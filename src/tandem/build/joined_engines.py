@@ -257,7 +257,7 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
 
             return SharedBridge(sync.deadline_s, digest=sync.digest)
         case BroadcastSync():
-            from tandem.bridge.collective.broadcast import BroadcastBridge
+            from tandem.bridge.collective.sender import BroadcastBridge
 
             return BroadcastBridge(
                 model.device,
@@ -267,7 +267,7 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
                 backend=sync.backend,
             )
         case AdapterBroadcastSync():
-            from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+            from tandem.bridge.collective.sender import AdapterBroadcastBridge
 
             return AdapterBroadcastBridge(
                 model.device, host=sync.host, deadline_s=sync.deadline_s, backend=sync.backend
@@ -277,11 +277,11 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
 
             return AdapterBridge(Path(sync.directory) if sync.directory else None, deadline_s=sync.deadline_s)
         case DiskSync():
-            from tandem.bridge.files.disk import DiskBridge
+            from tandem.bridge.files.checkpoint import DiskBridge
 
             return DiskBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
         case RestartSync():
-            from tandem.bridge.files.restart import RestartBridge
+            from tandem.bridge.files.checkpoint import RestartBridge
 
             return RestartBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
 

@@ -174,12 +174,12 @@ def _bridge(spec: OnlineSpec, device: Any, model: training.BuiltModel) -> tuple[
     """A copy of every version travels: what is served is never what is trained on. The base of adapters does not: on
     the engine's GPU the trainer process reads the engine's."""
     if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
-        from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+        from tandem.bridge.collective.sender import AdapterBroadcastBridge
         from tandem.bridge.shared.adapter_base import BorrowedBase
 
         base = BorrowedBase(device, model.policy.base_in)
         return AdapterBroadcastBridge(device, deadline_s=spec.publish_deadline_s, base_wanted=True), base
-    from tandem.bridge.collective.broadcast import BroadcastBridge
+    from tandem.bridge.collective.sender import BroadcastBridge
 
     way = "ipc" if device.type == "cpu" else "auto"
     bucket = _BUCKET_BYTES if device.type == "cuda" else 0

@@ -22,19 +22,19 @@ class EngineEnd(WeightSource, Protocol):
 
 def open_source(link: Mapping[str, Any], device: torch.device | None = None) -> EngineEnd:
     """`device`: where versions arrive; without one, where that bridge brings them."""
-    match link.get("mode"):
+    mode = link.get("mode")
+    match mode:
         case "shared":
-            from tandem.bridge.shared import receiver as end
-        case "broadcast":
-            from tandem.bridge.collective import broadcast_source as end
-        case "adapter_broadcast":
-            from tandem.bridge.collective import adapter_broadcast_source as end
-        case "adapter":
-            from tandem.bridge.files import adapter_source as end
-        case "disk":
-            from tandem.bridge.files import disk_source as end
-        case "restart":  # tells the trainer what is served; versions come by a new start
-            from tandem.bridge.files import restart_source as end
+            from tandem.bridge.shared.receiver import SharedEnd
+
+            return SharedEnd(link)
+        case "broadcast" | "adapter_broadcast":
+            from tandem.bridge.collective.receiver import GroupSource
+
+            return GroupSource(link, mode, "full" if mode == "broadcast" else "adapter", device)
+        case "disk" | "restart" | "adapter":  # restart tells the trainer what is served; versions come by a new start
+            from tandem.bridge.files.reader import FilesSource
+
+            return FilesSource(link, mode, "adapter" if mode == "adapter" else "full", device)
         case unknown:
             raise SyncError(f"link.mode = {unknown!r}: this engine knows no such bridge")
-    return end.open(link, device)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from tandem.bridge.common.deadline import Deadline, leave_to_a_thread
-from tandem.bridge.common.flat_buffer import Flat
 from tandem.bridge.common.manifest import Manifest
+from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
 
 _log = logging.getLogger(__name__)

@@ -20,11 +20,31 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from tandem.bridge.collective.control_channel import CLOSING_S, ChannelAddress, ControlChannel, as_sync_errors
-from tandem.bridge.collective.side_stream import SideStream
 from tandem.bridge.common.deadline import Deadline
 from tandem.errors import SyncError
 
 _LISTEN_S = 0.2
+
+
+class SideStream:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What was computed before is waited for."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self, what_failed: str, deadline: Deadline) -> None:
+        """All that was enqueued here has happened, for other processes too."""
+        if self._stream is not None:
+            deadline.until(self._stream.record_event().query, what_failed)
 
 
 class Group(SideStream):

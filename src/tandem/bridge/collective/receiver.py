@@ -48,9 +48,8 @@ from tandem.bridge.collective.prefetch import LookAhead, PrefetchedVersion
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Borrowed, Borrowing
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.engine_end import EngineEndBase
-from tandem.bridge.common.flat_buffer import Flat
-from tandem.bridge.common.manifest import Manifest, Places, check
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check
+from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
 

@@ -6,26 +6,43 @@ import logging
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.bridge.collective.control_channel import BROKEN, CLOSING_S, WAY_OUT, ChannelAddress, ControlChannel, told
-from tandem.bridge.collective.packer import Carrier, Packing, Parcel, rooms_of
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.receiver import GroupSource
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Lending, SharedBuffers, Unmapped
-from tandem.bridge.collective.transport import Backend, Way, way
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.manifest import padded
+from tandem.bridge.common.packer import Carrier, Packing, Parcel, rooms_of
 from tandem.errors import SpecError, SyncError, SyncTimeout
+from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
 from tandem.types import Sent, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
+_BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+
+Backend = Literal["auto", "gloo", "nccl", "ipc"]
+
+
+class Way(NamedTuple):
+    requested: Backend
+    engaged: Literal["gloo", "nccl", "ipc", "memory"]
+    """ipc: memory of the GPU that both are on. memory: of the host."""
+    why: str = ""
+    """Where auto took none of the faster ones."""
+
+    @property
+    def is_lent(self) -> bool:
+        return self.engaged in ("ipc", "memory")
 
 
 class CollectiveBridge:
@@ -86,6 +103,51 @@ class CollectiveBridge:
         host, self._host_of = self._host_of, None
         if host is not None:
             host.close()
+
+
+class BroadcastBridge(CollectiveBridge):
+    mode = "broadcast"
+    carries: WeightKind = "full"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        host: str = "127.0.0.1",
+        bucket_bytes: int = 0,
+        deadline_s: float = 60.0,
+        backend: Backend = "auto",
+        roomy: bool = False,
+    ) -> None:
+        """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 is what suits the device. `roomy`: an
+        engine on the trainer's GPU has room there for a second copy of the weights while they come."""
+        size = bucket_bytes or _BUCKET_BYTES[torch.device(device).type]
+        super().__init__(device, host, padded(size), deadline_s, backend, roomy=roomy)
+
+
+class AdapterBroadcastBridge(CollectiveBridge):
+    mode = "adapter_broadcast"
+    carries: WeightKind = "adapter"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        host: str = "127.0.0.1",
+        deadline_s: float = 60.0,
+        backend: Backend = "auto",
+        base_wanted: bool = False,
+    ) -> None:
+        """`host`: the trainer's address as engines reach it. `base_wanted`: engines are asked for the memory of
+        the base that they serve, so that the trainer needs no copy of its own (bridge/shared/adapter_base.py)."""
+        self._base_wanted = base_wanted
+        super().__init__(device, host, bucket_bytes=0, deadline_s=deadline_s, backend=backend, roomy=True)
+
+    def source(self, num_receivers: int = 1) -> GroupSource:
+        source = super().source(num_receivers)
+        if self._base_wanted:  # an engine's server knows no such key
+            source.link = {**source.link, "base_wanted": True}
+        return source
 
 
 class _Host:
@@ -337,3 +399,39 @@ class _Host:
         self._memory = None
         if group is not None:
             group.close(broken=broken)
+
+
+def way(mode: str, requested: Backend, device: torch.device, theirs: Sequence[str], *, roomy: bool) -> Way:
+    """`theirs`: the device of each engine worker. `roomy`: the GPU has room for a second copy of what travels."""
+    ours = device_name(device)
+    if device.type == "cpu":
+        if requested == "nccl":
+            raise SyncError(f"{mode}: sync.backend = 'nccl': the trainer is on a CPU; use 'gloo' or 'ipc'")
+        return Way(requested, "memory" if requested == "ipc" else "gloo")
+    match requested:
+        case "gloo":
+            return Way(requested, "gloo")
+        case "ipc":
+            if odd := [each for each in theirs if each != ours]:
+                raise SyncError(
+                    f"{mode}: sync.backend = 'ipc': the trainer is on GPU {ours} and an engine on {odd[0] or 'none'}; "
+                    "use 'nccl' or 'gloo'"
+                )
+            return Way(requested, "ipc")
+        case "nccl":
+            if why := _why_no_nccl(ours, theirs):
+                raise SyncError(f"{mode}: sync.backend = 'nccl': {why}; use 'auto' or 'gloo'")
+            return Way(requested, "nccl")
+        case "auto":
+            if roomy and set(theirs) == {ours}:
+                return Way(requested, "ipc")
+            why = _why_no_nccl(ours, theirs)
+            return Way(requested, "gloo" if why else "nccl", why)
+
+
+def _why_no_nccl(ours: str, theirs: Sequence[str]) -> str:
+    if odd := [each for each in theirs if each in ("", "cpu")]:
+        return f"an engine is on {odd[0] or 'a device that it does not name'}, and NCCL joins GPUs"
+    if len({ours, *theirs}) < 1 + len(theirs):
+        return "NCCL cannot have two of its ranks on one GPU"
+    return ""

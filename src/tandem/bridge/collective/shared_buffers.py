@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.collective.control_channel import CLOSING_S, ControlChannel
-from tandem.bridge.collective.side_stream import SideStream
+from tandem.bridge.collective.process_group import SideStream
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import padded
 from tandem.bridge.shared import cuda_ipc

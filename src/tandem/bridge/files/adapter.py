@@ -15,8 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tandem.bridge.common.manifest import Places, TensorEntry
-from tandem.bridge.common.packed_adapter import Laying
-from tandem.bridge.common.served_tensors import Form
+from tandem.bridge.common.packer import Form, Laying
 from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.reusable_files import Sheets
 from tandem.bridge.files.safetensors_header import header_of

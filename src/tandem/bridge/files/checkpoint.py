@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tandem.bridge.common.manifest import TensorEntry, as_bytes
-from tandem.bridge.common.served_tensors import Form, forms, outgoing
+from tandem.bridge.common.packer import Form, forms, outgoing
 from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.safetensors_header import begun
 from tandem.bridge.files.writer import FilesBridge
@@ -80,6 +80,18 @@ class CheckpointBridge(FilesBridge):
         if len(parts) == 1:
             return {_MODEL: parts[0], **files}
         return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)} | files
+
+
+class DiskBridge(CheckpointBridge):
+    """The engine reads the checkpoint in place."""
+
+    mode = "disk"
+
+
+class RestartBridge(CheckpointBridge):
+    """The engine's process starts again from the checkpoint."""
+
+    mode = "restart"
 
 
 def _companions(skeleton: Path) -> list[Path]:

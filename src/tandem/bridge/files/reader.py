@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.common.engine_end import EngineEndBase
-from tandem.bridge.common.flat_buffer import Flat
-from tandem.bridge.common.manifest import Manifest, Places, check, checksum
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check, checksum
+from tandem.bridge.common.packer import Flat
 from tandem.bridge.files import parallel_io
 from tandem.errors import SyncError
 from tandem.io.bounded_json import bounded

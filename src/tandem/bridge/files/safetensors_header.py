@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.bridge.common import manifest
-from tandem.bridge.common.served_tensors import Form
+from tandem.bridge.common.packer import Form
 
 
 @contextmanager
