@@ -38,7 +38,7 @@ TOKENS = 200
 def trainer(fd: int) -> None:
     import votes
     from tandem.build import online as build_online
-    from tandem.online.engine_proxy import EngineProxy
+    from tandem.online.publishing import EngineProxy
     from tandem.online.rpc import RpcConnection
     from tandem.online.trainer_worker import TrainerParts, TrainerWorker
 

@@ -116,8 +116,8 @@ class Publisher:
             if not self._attached or not self._serving == teacher.version == self._engine.version:
                 await self._publish(teacher)
 
-    async def keep(self, teacher: TrainerView) -> None:
-        """Takes the engine back whenever it is lost, with the version that the trainer has; ends by an error alone."""
+    async def watch(self, teacher: TrainerView) -> None:
+        """Attach the engine again whenever it is lost, with the trainer's version. Ends only by an error."""
         while True:
             meeting = self._meetings
             await self._engine.lost()

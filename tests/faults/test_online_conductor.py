@@ -24,8 +24,8 @@ from tandem.online.job_store import ENDED, Job, JobStore
 from tandem.online.messages import Sequence1, Teaching
 from tandem.online.orchestrator import Orchestrator
 from tandem.online.regression_watch import Regression
-from tandem.online.replay_memory import ReplayMemory
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.sample_replay import ReplayMemory
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.spec.online import parse_online_spec
 from tandem.types import Sampling
 from tandem.vllm_worker.weight_sources import open_source

@@ -17,8 +17,7 @@ import pytest
 from tandem.errors import EngineError
 from tandem.online.messages import Asked, JobProgress, Open, Settle, Teaching, Train
 from tandem.online.rpc import PeerLost
-from tandem.online.trainer_process import TrainerProcess
-from tandem.online.trainer_supervisor import TrainerSupervisor
+from tandem.online.trainer_supervisor import TrainerProcess, TrainerSupervisor
 
 STEP_S, DEADLINE_S, MOST = 0.2, 0.8, 2
 

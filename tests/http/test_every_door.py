@@ -19,8 +19,8 @@ import tandem.serve
 from tandem.online.job_store import JobStore
 from tandem.online.orchestrator import Orchestrator
 from tandem.online.ordinary_prompts import OrdinaryPrompts
-from tandem.online.replay_memory import ReplayMemory
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.sample_replay import ReplayMemory
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollout_service import with_atropos
 from tandem.rollout.atropos.service import Atropos

@@ -21,7 +21,7 @@ from served import MODEL, ScriptedEngine
 from tandem.build import online
 from tandem.online.job_store import JobStore
 from tandem.online.orchestrator import Orchestrator
-from tandem.online.replay_memory import ReplayMemory
+from tandem.online.sample_replay import ReplayMemory
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollout_service import with_atropos
 from tandem.rollout.atropos.service import Atropos

@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.io.request_key import RequestKey
 from tandem.online.job_store import Job, JobStore
 from tandem.online.messages import Sequence1, Teaching
-from tandem.online.replay_memory import ReplayMemory
+from tandem.online.sample_replay import ReplayMemory
 from tandem.spec.online_gates import ReplaySpec
 
 SPEC = ReplaySpec(share=0.5, per_source=1.0)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.engine.null import NullEngine
-from tandem.online.engine_proxy import EngineProxy
-from tandem.online.publishing import Publishing
+from tandem.online.publishing import EngineProxy, Publishing
 from tandem.types import Completion, Sampling, Span
 
 

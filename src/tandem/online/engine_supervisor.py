@@ -12,14 +12,26 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.errors import EngineError, EngineLost, TandemError
-from tandem.online.restart_backoff import RestartBackoff
 from tandem.protocols import Engine
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_PAUSE_S, _MOST_PAUSE_S = 0.2, 10.0
 
 Revive = Callable[[], Awaitable[None]]
+
+
+class RestartBackoff:
+    def __init__(self, most: int) -> None:
+        self.count, self.most = 0, most
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.count > self.most
+
+    async def pause(self) -> None:
+        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self.count - 1, 10), _MOST_PAUSE_S))
 
 
 class EngineSupervisor:

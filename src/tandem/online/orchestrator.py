@@ -35,15 +35,14 @@ from tandem.online.engine_supervisor import EngineSupervisor, Revive
 from tandem.online.events import Events
 from tandem.online.job_store import ENDED, Job, JobStore
 from tandem.online.messages import Activate, Asked, Cancel, Checkpoint, JobProgress, Open, Publish
-from tandem.online.orchestrator_needs import OrchestratorBridge, SampleMemory
 from tandem.online.ordinary_prompts import OrdinaryPrompts
 from tandem.online.pending_requests import PendingRequests
-from tandem.online.publishing import Publishing
+from tandem.online.publishing import Publishing, RelayedSource
 from tandem.online.regression_watch import Regression, RegressionWatch
 from tandem.online.rpc import PeerLost
+from tandem.online.sample_replay import ReplayMemory
 from tandem.online.self_distillation import answered
-from tandem.online.trainer_process import TrainerProcess
-from tandem.online.trainer_supervisor import TrainerSupervisor
+from tandem.online.trainer_supervisor import TrainerProcess, TrainerSupervisor
 from tandem.protocols import DigestedEngine
 from tandem.spec.online import OnlineSpec
 
@@ -62,10 +61,10 @@ class Orchestrator:
         spec: OnlineSpec,
         store: JobStore,
         engine: DigestedEngine,
-        open_source: Callable[[Mapping[str, Any]], OrchestratorBridge],
+        open_source: Callable[[Mapping[str, Any]], RelayedSource],
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,
-        memory: SampleMemory,
+        memory: ReplayMemory,
         ordinary: OrdinaryPrompts,
         revive: Revive | None = None,
     ) -> None:

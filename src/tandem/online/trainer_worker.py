@@ -15,11 +15,14 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
 
 from tandem.errors import NonFinite, TandemError
 from tandem.online import gates
@@ -41,20 +44,18 @@ from tandem.online.messages import (
     WorkerOpened,
     groups_from_wire,
 )
-from tandem.online.peak_memory import PeakMemory
 from tandem.online.self_distillation import JudgedAnswers
-from tandem.online.undo_job import UndoJob
 from tandem.online.version_store import VersionStore
 from tandem.online.weight_deltas import HeldVersion, size_of_change
+from tandem.ops.module_tensors import Copies
 from tandem.protocols import Algorithm, Optimizer, Policy, Trainer
 from tandem.publish import Publisher
 from tandem.spec.online import OnlineSpec
 from tandem.types import Batch, Group, Metrics, Proof, Trajectory, WeightKind, Weights
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _log = logging.getLogger(__name__)
+
+_GIB = 2**30
 
 
 class Cancelled(TandemError):
@@ -127,6 +128,51 @@ class _Seen:
     held_out: list[float]
     drawn: list[list[float]]
     canaries: list[list[float]] = field(default_factory=list[list[float]])
+
+
+class UndoJob:
+    """The optimizer's state, and the bits that 16-bit weights lack, copied to the host: into memory that is kept from
+    job to job. (Weights: updates.Held.)"""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._copies = optimizer, Copies()
+        self._state: dict[str, Tensor] = {}
+
+    def mark(self) -> None:
+        """The way back leads here from now on."""
+        self._state = self._copies.of(self._optimizer.state())
+
+    def back(self) -> None:
+        self._optimizer.load(self._state)
+
+
+class PeakMemory:
+    """Beside a GPU's tensors; of a CPU's it says nothing."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._device = like.device if like.is_cuda else None
+        self._gib: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Whatever torch had allocated meanwhile, at most. A part that ends with an error counts, too."""
+        if self._device is None:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            yield
+        finally:
+            self._gib[what] = torch.cuda.max_memory_allocated(self._device) / _GIB
+
+    def metrics(self) -> Metrics:
+        """The last of each part; `reserved` is what torch keeps, and `allocated` what is in use, at this moment."""
+        if self._device is None:
+            return {}
+        found = {f"memory/peak_{what}": gib for what, gib in self._gib.items()}
+        found["memory/allocated"] = torch.cuda.memory_allocated(self._device) / _GIB
+        found["memory/reserved"] = torch.cuda.memory_reserved(self._device) / _GIB
+        return found
 
 
 class TrainerWorker:

@@ -12,8 +12,8 @@ from tandem.io import atomic_write
 from tandem.io.model_path_check import refuse_missing
 from tandem.online.job_store import JobStore
 from tandem.online.orchestrator import Orchestrator
-from tandem.online.replay_memory import ReplayMemory
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.sample_replay import ReplayMemory
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.recipes.online_export import keep_spec
 from tandem.rollout.sessions.store import SessionStore
 from tandem.serve.http.run import Listen, serve_forever

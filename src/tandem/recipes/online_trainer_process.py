@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from tandem.build import online
-from tandem.online.engine_proxy import EngineProxy
 from tandem.online.messages import Asked
+from tandem.online.publishing import EngineProxy
 from tandem.online.rpc import RpcConnection
 from tandem.online.trainer_worker import TrainerParts, TrainerWorker
 from tandem.spec.engine import VllmEngineSpec
