@@ -109,7 +109,7 @@ class Atropos:
             if self._path.exists()
             else AtroposRecords()
         )
-        self.counts = queue.watch.totals
+        self.counts = queue.stats.totals
         """Of ours in it: `duplicate_posts`, `batches_again`, `tokens_stamped`, `tokens_unknown` (of those that a
         trainer of ours trains on), `unstamped_posts` (the gateway did not answer), `ignored_` and a field's name."""
         self._gateway = gateway
@@ -128,7 +128,7 @@ class Atropos:
     @property
     def trainer(self) -> TrainerRegistration | None:
         """Whoever trains; one that speaks our own protocol is told of in the terms of this one."""
-        spec = self.queue.trainer
+        spec = self.queue.trainer_spec
         if spec is None or self._is_ours:
             return self.notes.registration if spec else None
         size = max([1, *(int(self._spec(row).extra.get("group_size", 1)) for row in self._rows())])
@@ -138,14 +138,14 @@ class Atropos:
     @property
     def _is_ours(self) -> bool:
         """The trainer registered here, and batches are asked for here."""
-        return self.queue.trainer is not None and self.queue.trainer.run_id == f"atropos-{self.notes.run}"
+        return self.queue.trainer_spec is not None and self.queue.trainer_spec.run_id == f"atropos-{self.notes.run}"
 
     # --- who takes part
 
     async def register(self, registration: TrainerRegistration) -> None:
         """Again: a trainer that was started again. What was handed to it and not acknowledged returns."""
         async with self._turn:
-            seat = await self.queue.register_trainer(
+            seat = await self.queue.registration.register_trainer(
                 TrainerSpec(
                     run_id=f"atropos-{self.notes.run}",
                     sequences_per_step=registration.batch_size,
@@ -177,14 +177,14 @@ class Atropos:
             lapse_s=LAPSE_S,
             extra={"group_size": group_size, "max_token_length": max_token_length},
         )
-        seat = await self.queue.register_environment(spec)
+        seat = await self.queue.registration.register_environment(spec)
         self.forget_counts()
         return seat.id - _FIRST, name + seat.name.removeprefix(plain)
 
     async def reset(self) -> None:
         """Wipes everything, as far as anybody who speaks this protocol can see."""
         async with self._turn:
-            await self.queue.reset()
+            await self.queue.registration.reset()
             self.notes = AtroposRecords(run=self.notes.run + 1)
             self.forget_counts()
             self._odd.clear()
@@ -197,7 +197,7 @@ class Atropos:
 
     def _environment(self, env_id: int, field: str = "env_id") -> RegisteredEnvironment:
         try:
-            return self.queue.environment(self.id_of(env_id))
+            return self.queue.environment_spec(self.id_of(env_id))
         except NotKnown:
             raise GroupRefused(field, f"{env_id} is no environment that registered here") from None
 
@@ -205,7 +205,9 @@ class Atropos:
         if self.notes.nameless < 0:
             async with self._turn:
                 if self.notes.nameless < 0:
-                    seat = await self.queue.register_environment(RegisteredEnvironment(_NAMELESS, lapse_s=LAPSE_S))
+                    seat = await self.queue.registration.register_environment(
+                        RegisteredEnvironment(_NAMELESS, lapse_s=LAPSE_S)
+                    )
                     self.notes.nameless = seat.id - _FIRST
                     await self._save()
         return self.notes.nameless
@@ -226,7 +228,7 @@ class Atropos:
                 return {"status": "received", "groups_processed": len(before)} if many else {"status": "received"}
             return await self._put(scored, once, many=many)
         except GroupRefused as refused:
-            await self.queue.quarantine(None, refused.field, refused.text, body)
+            await self.queue.environments.quarantine(None, refused.field, refused.text, body)
             raise
 
     async def _put(self, scored: Sequence[Scored], once: RequestKey, *, many: bool) -> dict[str, Any]:
@@ -244,7 +246,7 @@ class Atropos:
             else:
                 groups.append(await self._translated(each, self.id_of(env_id), place))
         if groups:
-            await self.queue.put(groups, once=once)
+            await self.queue.environments.put(groups, once=once)
             self._latest = scored[-1].as_posted()
         for env_id, size in odd:
             self._odd[env_id] += size
@@ -252,7 +254,7 @@ class Atropos:
 
     async def _translated(self, scored: Scored, environment: int, place: str) -> WireGroup:
         """As a trainer of ours takes it."""
-        trainer = self.queue.trainer
+        trainer = self.queue.trainer_spec
         fit.check(scored.data, place)
         self.counts.update(f"ignored_{name}" for name in fit.unused(scored.data))
         group, has_logprobs = codec.to_group(scored.data), scored.has_logprobs
@@ -323,7 +325,7 @@ class Atropos:
     async def _take(self, sequences: int) -> Lease | None:
         """The key makes it the same lease when this process died before it noted which."""
         once = RequestKey(f"atropos-batch-{self.notes.run}-{self.notes.epoch}-{self.step}", b"")
-        return await self.queue.take(self.notes.epoch, sequences=sequences, once=once)
+        return await self.queue.trainer.take(self.notes.epoch, sequences=sequences, once=once)
 
     def why_no_batch(self) -> str:
         """For a trainer that waits: whether it waits in vain."""
@@ -343,10 +345,12 @@ class Atropos:
 
     async def _acknowledge(self) -> None:
         """In an order in which every part may happen twice: this process may die between any two."""
-        await self.queue.ack(self.notes.epoch, groups=self.notes.groups)  # also if the lease lapsed: it has them
+        await self.queue.trainer.ack(
+            self.notes.epoch, groups=self.notes.groups
+        )  # also if the lease lapsed: it has them
         once = RequestKey(f"atropos-release-{self.notes.run}-{self.notes.lease}", b"")
-        await self.queue.release(self.notes.epoch, len(self.notes.groups), once=once)
-        await self.queue.announce_version(self.notes.epoch, self.notes.step)
+        await self.queue.trainer.release(self.notes.epoch, len(self.notes.groups), once=once)
+        await self.queue.trainer.announce_version(self.notes.epoch, self.notes.step)
         self.notes.lease, self.notes.groups, self.notes.handed_over = 0, [], False
         await self._save()
 
@@ -382,12 +386,12 @@ class Atropos:
     async def status(self) -> dict[str, Any]:
         if self.notes.lease:
             with contextlib.suppress(StoreError):
-                await self.queue.renew(self.notes.epoch, self.notes.lease)
+                await self.queue.trainer.renew(self.notes.epoch, self.notes.lease)
         return {"current_step": self.step, "queue_size": self.queue.queued if self.trainer else 0}
 
     def environment_status(self, env_id: int) -> dict[str, Any]:
         spec = self._environment(env_id)
-        self.queue.seen(self.id_of(env_id))
+        self.queue.environments.heartbeat(self.id_of(env_id))
         rows = self._rows()
         mine = next(row for row in rows if row["id"] == self.id_of(env_id))
         live = [row for row in rows if row["connected"] and not row["silent"]]
@@ -416,7 +420,7 @@ class Atropos:
         return mass.get(self.id_of(env_id), 0.0) / sum(mass.values()) if mass else 0.0
 
     def _spec(self, row: dict[str, Any]) -> RegisteredEnvironment:
-        return self.queue.environment(row["id"]) if row["connected"] else RegisteredEnvironment("")
+        return self.queue.environment_spec(row["id"]) if row["connected"] else RegisteredEnvironment("")
 
     def _rows(self) -> list[dict[str, Any]]:
         """Of all environments; counted again at most ten times a second, however many ask."""

@@ -133,7 +133,7 @@ class _AtroposApi:
     async def disconnect_env(self, request: Request) -> dict[str, str]:
         body = _parsed(await request.body(), EnvironmentId)
         try:
-            await self.atropos.queue.disconnect(self.atropos.id_of(body.env_id))
+            await self.atropos.queue.registration.disconnect(self.atropos.id_of(body.env_id))
         except StoreError as error:
             return {"status": "failure", "error": str(error)}
         return {"status": "success"}

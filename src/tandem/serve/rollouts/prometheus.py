@@ -56,7 +56,7 @@ class _Numbers(Collector):
         yield from _environments(status["environments"])
 
     def _lags(self) -> Any:
-        lags = self.queue.watch.lags
+        lags = self.queue.stats.lags
         below = [(str(float(most)), float(sum(n for lag, n in lags.items() if lag <= most))) for most in _LAGS]
         everything = float(sum(lags.values()))
         family = HistogramMetricFamily("tandem_rollouts_lag", "Versions between a group handed out and the trainer.")

@@ -185,34 +185,34 @@ class _RolloutApi:
         body, once = await _asked(request, TrainerBody)
         fields = msgspec.structs.asdict(body)
         fresh = fields.pop("fresh")
-        return _json(await self.queue.register_trainer(TrainerSpec(**fields), fresh=fresh, once=once))
+        return _json(await self.queue.registration.register_trainer(TrainerSpec(**fields), fresh=fresh, once=once))
 
     @speaks(VersionBody, key="required")
     async def version(self, request: Request) -> Response:
         body, once = await _asked(request, VersionBody)
-        await self.queue.announce_version(body.epoch, body.version, once=once)
+        await self.queue.trainer.announce_version(body.epoch, body.version, once=once)
         return _json({"version": body.version})
 
     @speaks(EpochBody, key="required")
     async def leave(self, request: Request) -> Response:
         body, once = await _asked(request, EpochBody)
-        await self.queue.leave(body.epoch, once=once)
+        await self.queue.registration.leave(body.epoch, once=once)
         return _json({})
 
     @speaks(EnvironmentBody, key="required")
     async def environment(self, request: Request) -> Response:
         body, once = await _asked(request, EnvironmentBody)
         spec = RegisteredEnvironment(**msgspec.structs.asdict(body))
-        return _json(await self.queue.register_environment(spec, once=once))
+        return _json(await self.queue.registration.register_environment(spec, once=once))
 
     async def alive(self, id: int) -> Response:
-        self.queue.seen(id)
+        self.queue.environments.heartbeat(id)
         return _json({"version": self.queue.version})
 
     @speaks(NothingBody, optional=True, key="required")
     async def disconnect(self, id: int, request: Request) -> Response:
         _, once = await _asked(request, NothingBody)
-        await self.queue.disconnect(id, once=once)
+        await self.queue.registration.disconnect(id, once=once)
         return _json({})
 
     # --- an environment's
@@ -220,14 +220,14 @@ class _RolloutApi:
     @speaks(TicketsBody, key="required")
     async def tickets(self, request: Request) -> Response:
         body, once = await _asked(request, TicketsBody)
-        admit = self.queue.admit(body.environment, body.count, wait_s=body.wait_s, once=once)
+        admit = self.queue.environments.admit(body.environment, body.count, wait_s=body.wait_s, once=once)
         tickets = await unless_gone(request, admit)
         return _json({"tickets": [ticket.order for ticket in tickets], "version": self.queue.version})
 
     @speaks(DropBody, key="required")
     async def drop(self, order: int, request: Request) -> Response:
         body, once = await _asked(request, DropBody)
-        await self.queue.drop(body.environment, order, body.reason, once=once)
+        await self.queue.environments.drop(body.environment, order, body.reason, once=once)
         return _json({})
 
     @speaks(codec.GroupsPost, types=(JSON, codec.BINARY), query=("environment",), key="required")
@@ -248,9 +248,9 @@ class _RolloutApi:
             groups, once = await asyncio.to_thread(read) if large else read()
             if not binary:  # frames of a binary body are parts of it
                 let_go(request)
-            stored = await self.queue.put(groups, environment=environment, once=once)
+            stored = await self.queue.environments.put(groups, environment=environment, once=once)
         except GroupRefused as refused:
-            await self.queue.quarantine(environment, refused.field, refused.text, beginning)
+            await self.queue.environments.quarantine(environment, refused.field, refused.text, beginning)
             raise
         return _json({"groups": stored, "version": self.queue.version})
 
@@ -259,7 +259,7 @@ class _RolloutApi:
     @speaks(TakeBody, answers=(JSON, codec.BINARY), key="required")
     async def take(self, request: Request) -> Response:
         body, once = await _asked(request, TakeBody)
-        take = self.queue.take(
+        take = self.queue.trainer.take(
             body.epoch,
             body.groups,
             sequences=body.sequences,
@@ -277,18 +277,18 @@ class _RolloutApi:
     @speaks(EpochBody)
     async def renew(self, id: int, request: Request) -> Response:
         body = _parsed(body_at_hand(request), EpochBody)
-        return _json({"seconds": await self.queue.renew(body.epoch, id)})
+        return _json({"seconds": await self.queue.trainer.renew(body.epoch, id)})
 
     @speaks(ReleaseBody, key="required")
     async def release(self, request: Request) -> Response:
         body, once = await _asked(request, ReleaseBody)
-        await self.queue.release(body.epoch, body.count, version=body.version, once=once)
+        await self.queue.trainer.release(body.epoch, body.count, version=body.version, once=once)
         return _json({})
 
     @speaks(AckBody, key="required")
     async def ack(self, request: Request) -> Response:
         body, once = await _asked(request, AckBody)
-        return _json({"groups": await self.queue.ack(body.epoch, body.leases, groups=body.groups, once=once)})
+        return _json({"groups": await self.queue.trainer.ack(body.epoch, body.leases, groups=body.groups, once=once)})
 
     # --- for people
 
