@@ -238,7 +238,7 @@ def test_what_an_episode_leaves_is_gone_while_the_run_goes_on(kind, mark):
         until = time.monotonic() + 10.0
         while (
             len(left := marked(mark)) > 3 or not environment.restarts
-        ):  # the leash, the nursery, the one that told the tasks
+        ):  # the leash, the fork server, the one that told the tasks
             assert time.monotonic() < until, left
             await asyncio.sleep(0.02)
 
@@ -252,7 +252,7 @@ def test_what_goes_wrong_once_costs_nothing(tmp_path: Path):
 
 
 def test_how_a_worker_ended_is_told_with_its_last_words():
-    with pytest.raises(EpisodeFailed, match=r"signal 11 \(SIGSEGV\); its last words:\n  Fatal Python error") as error:
+    with pytest.raises(EpisodeFailed, match=r"signal 11 \(SIGSEGV\); its last output:\n  Fatal Python error") as error:
         play_one(order("faults"))
     assert error.value.kind == "crashed"
 
@@ -284,18 +284,18 @@ def test_an_engine_that_takes_longer_than_an_episode_costs_nobody():
     assert play_one(order(limit_s=LIMIT_S), engine=Engine(takes_s=2 * LIMIT_S)).reward == 1.0
 
 
-def test_a_nursery_that_dies_is_started_again_and_leaves_nothing_of_its_workers(mark):
+def test_a_fork_server_that_dies_is_started_again_and_leaves_nothing_of_its_workers(mark):
     async def use(environment: WorkerEnvironment) -> float:
         setting = setting_of(environment, retries=1)
         await play(setting, environment.tasks("train")[0], [0], 0)
-        os.kill(nursery_of(mark), signal.SIGKILL)
+        os.kill(fork_server_of(mark), signal.SIGKILL)
         await asyncio.sleep(0.1)
         return (await play(setting, environment.tasks("train")[1], [0], 0)).reward
 
     assert with_workers(order("keeps_a_child"), use) == 1.0
 
 
-def nursery_of(value: str) -> int:
+def fork_server_of(value: str) -> int:
     """The one whose parent is a leash."""
     for line in marked(value):
         pid = int(line.split()[0])
@@ -303,7 +303,7 @@ def nursery_of(value: str) -> int:
             parent = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]
             if b"leash.py" in Path("/proc", parent, "cmdline").read_bytes():
                 return pid
-    raise AssertionError("there is no nursery")
+    raise AssertionError("there is no fork server")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_a_run_that_is_killed_leaves_no_worker(mark):
     with owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "playing\n"
-        assert len(marked(mark)) >= 5  # itself, the leash, the nursery, two workers
+        assert len(marked(mark)) >= 5  # itself, the leash, the fork server, two workers
         owner.send_signal(signal.SIGKILL)
     # The fixture waits until all of them are gone.
 

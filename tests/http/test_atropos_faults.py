@@ -284,12 +284,12 @@ def test_a_post_that_comes_after_a_reset_is_not_another_environments(client: Cli
     assert client.get("/status-env?env_id=2")["self_queue_size"] == 1
 
 
-def test_notes_are_written_one_after_the_other(tmp_path: Path):
+def test_records_are_written_one_after_the_other(tmp_path: Path):
     async def all_at_once() -> None:
         queue = RolloutQueue(tmp_path)
         atropos = Atropos(queue, tmp_path)
         try:
-            await asyncio.gather(*(atropos._save() for _ in range(8)))
+            await asyncio.gather(*(atropos.save() for _ in range(8)))
         finally:
             await queue.close()
 

@@ -114,7 +114,7 @@ def test_masks_of_zeros_and_ones_are_refused_with_the_line_that_mends_them():
     post = group(seed=7)
     post["masks"][1] = [int(label != wire.MASKED) for label in post["masks"][1]]
     with pytest.raises(
-        GroupRefused, match=r"masks\.1: is of 0 and 1.*masks = \[id if one else -100 for id, one in zip"
+        GroupRefused, match=r"masks\.1: holds 0 and 1.*masks = \[id if one else -100 for id, one in zip"
     ):
         wire.read_one(json.dumps(post).encode())
 

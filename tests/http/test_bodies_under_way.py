@@ -102,8 +102,8 @@ def test_nobody_holds_a_body_that_was_let_go():
 def test_whoever_waits_for_a_ticket_takes_no_room_with_what_it_asked(tmp_path: Path):
     async def scenario() -> Counter[int]:
         queue = RolloutQueue(tmp_path)
-        await queue.register_trainer(TrainerSpec("run", groups_per_step=1))
-        await queue.register_environment(RegisteredEnvironment("env"))
+        await queue.registration.register_trainer(TrainerSpec("run", groups_per_step=1))
+        await queue.registration.register_environment(RegisteredEnvironment("env"))
         app = create_app(rollouts_service(queue), token="t", hosts=None, body_bytes=CAP)
         asking = b'{"environment": 1, "wait_s": 0.5}'.ljust(CAP)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://s") as client:

@@ -212,19 +212,19 @@ def test_patience_ends(tmp_path: Path):
 @pytest.mark.parametrize(
     ("status", "told", "error"),
     [
-        (404, {}, r"rollouts\.url = 'http://127\.0\.0\.1:\d+': something else answers there .* 404"),
-        (200, {"body_bytes": 1}, r"something else answers there than a rollout service \(GET /limits: 200\)"),
-        (401, {}, r"rollouts\.token_file = '.*/token' holds another service's token"),
+        (404, {}, r"rollouts\.url = 'http://127\.0\.0\.1:\d+': the server there is not a rollout service .* 404"),
+        (200, {"body_bytes": 1}, r"the server there is not a rollout service \(GET /limits: 200\)"),
+        (401, {}, r"rollouts\.token_file = '.*/token' holds a token that .* refuses"),
     ],
 )
 def test_what_is_no_rollout_service_or_another_one_is_refused_at_once(tmp_path: Path, status, told, error):
     with pytest.raises(SpecError, match=error):
-        scripted(tmp_path, lambda _, __: (status, told), lambda client: client.meet())
+        scripted(tmp_path, lambda _, __: (status, told), lambda client: client.check_service())
 
 
 def test_a_service_that_is_not_there_yet_is_waited_for(tmp_path: Path):
     answers = [(502, {}), (0, {}), (200, {"queued_groups": 1})]
-    _, asked = scripted(tmp_path, lambda _, count: answers[count], lambda client: client.meet())
+    _, asked = scripted(tmp_path, lambda _, count: answers[count], lambda client: client.check_service())
     assert [path for path, _, _ in asked] == ["/limits"] * 3
 
 
@@ -240,7 +240,7 @@ def test_a_judge_is_told_to_the_command_as_a_spec_tells_it():
 
 
 def test_a_url_without_its_scheme_is_refused(tmp_path: Path):
-    with pytest.raises(SpecError, match=r"--rollouts = '127\.0\.0\.1:8200' is no URL"):
+    with pytest.raises(SpecError, match=r"--rollouts = '127\.0\.0\.1:8200' is not a URL"):
         ServiceClient("127.0.0.1:8200", tmp_path, url_option="--rollouts")
 
 

@@ -66,7 +66,7 @@ def test_a_rewarded_group_is_in_the_rollout_service_once(renderer: Renderer, tmp
         assert httpx.post(f"{url}/v2/trainer", json=TRAINER, headers=headers).status_code == 200
 
         def deliver(gateway: str) -> Any:
-            return to_service(url, token_file, whose=gateway, refused=to_files(tmp_path))
+            return to_service(url, token_file, owner=gateway, refused=to_files(tmp_path))
 
         def dies_before_it_knows(gateway: str) -> Any:
             async def delivers(group: Any) -> None:
@@ -105,7 +105,7 @@ def test_a_rollout_service_that_began_anew_gets_its_groups(renderer: Renderer, t
             with served(lambda data_dir=data_dir: queue_of(data_dir), data_dir, port) as (url, its_token_file):
                 token_file.write_text(its_token_file.read_text())
                 port = int(url.rpartition(":")[2])
-                where = where or [to_service(url, token_file, whose="g", refused=to_files(tmp_path))]
+                where = where or [to_service(url, token_file, owner="g", refused=to_files(tmp_path))]
                 headers = {"Authorization": f"Bearer {token_file.read_text()}", "Idempotency-Key": "t"}
                 assert httpx.post(f"{url}/v2/trainer", json=TRAINER, headers=headers).status_code == 200
                 session = gateway.open()
@@ -119,7 +119,7 @@ def test_a_group_that_the_service_refuses_for_good_lies_in_a_file(renderer: Rend
     with served(lambda: queue_of(tmp_path / "rollouts"), tmp_path / "rollouts") as (url, token_file):
         headers = {"Authorization": f"Bearer {token_file.read_text()}", "Idempotency-Key": "t"}
         assert httpx.post(f"{url}/v2/trainer", json=TRAINER | {"num_ids": 2}, headers=headers).status_code == 200
-        deliver = to_service(url, token_file, whose="g", refused=to_files(tmp_path / "gateway" / "trajectories"))
+        deliver = to_service(url, token_file, owner="g", refused=to_files(tmp_path / "gateway" / "trajectories"))
         with gateway_serving(Says(renderer, "x"), renderer, tmp_path / "gateway", deliver=deliver) as gateway:
             session = gateway.open()
             gateway.chat(HI, session)

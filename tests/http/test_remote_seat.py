@@ -53,7 +53,7 @@ def test_a_trainer_that_ends_gives_its_seat_and_its_groups_back_at_once(tmp_path
         put(client, 1, 2)
         await first.take(1)
         early = trainer(tmp_path, client, "second", fresh=True)
-        with pytest.raises(Conflict, match="run 'first' sits there and holds groups under lease"):
+        with pytest.raises(Conflict, match="run 'first' is registered and holds groups under lease"):
             await early.take(1)
         await early.close()
         await first.close()

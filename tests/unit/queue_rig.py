@@ -1,4 +1,4 @@
-"""A rollout queue on a clock of its own, with groups that are quick to make."""
+"""Test rig: a rollout queue with a clock that the test sets, and small groups."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ class Rig:
         return RolloutQueue(self.directory, self.limits, clock=lambda: self.now)
 
     async def begin(self, spec: TrainerSpec = RUN, **environments: Any) -> None:
-        self.epoch = (await self.queue.register_trainer(spec)).epoch
+        self.epoch = (await self.queue.registration.register_trainer(spec)).epoch
         for name, options in (environments or {"a": {}}).items():
-            seat = await self.queue.register_environment(RegisteredEnvironment(name, **options))
-            self.environments[name] = seat.id
+            handle = await self.queue.registration.register_environment(RegisteredEnvironment(name, **options))
+            self.environments[name] = handle.id
 
-    async def again(self) -> None:
-        """As after a kill: nothing but the disk is left."""
+    async def restart(self) -> None:
+        """Close and reopen the queue: only the disk is left, as after a kill."""
         await self.queue.close()
         self.queue = self.open()
 
     async def put(self, name: str = "", version: int = 0, *, by: str = "a", **options: Any) -> Any:
         once = options.pop("once", None)
         made = group(version, name=name, environment=self.environments[by], **options)
-        return (await self.queue.put([made], once=once))[0]
+        return (await self.queue.environments.put([made], once=once))[0]
 
     async def admit(self, count: int = 1, *, by: str = "a", **options: Any) -> list[int]:
-        return [ticket.order for ticket in await self.queue.admit(self.environments[by], count, **options)]
+        return [ticket.order for ticket in await self.queue.environments.admit(self.environments[by], count, **options)]
 
     async def take(self, count: int = 0, **options: Any) -> Lease | None:
-        return await self.queue.take(self.epoch, count, **options)
+        return await self.queue.trainer.take(self.epoch, count, **options)
 
 
 def rigged(directory: Path, scenario: Callable[[Rig], Awaitable[None]], **limits: Any) -> None:

@@ -28,7 +28,7 @@ SPEC: dict[str, Any] = {
 
 
 def planned(tmp_path: Path, **changes: Any) -> Any:
-    return atropos_run._planned(parse_spec(SPEC | changes), tmp_path / "run")  # pyright: ignore[reportPrivateUsage]
+    return atropos_run.plan_processes(parse_spec(SPEC | changes), tmp_path / "run")
 
 
 def after(words: list[str], option: str) -> str:
@@ -40,7 +40,7 @@ def test_an_environment_is_given_what_it_does_not_say_itself(tmp_path: Path):
     plan.token_file("gateway").parent.mkdir(parents=True)
     plan.token_file("gateway").write_text("secret\n")
     (words,) = plan.rollouts.environments
-    command = atropos_run._environment_command(plan, words, "policy")  # pyright: ignore[reportPrivateUsage]
+    command = atropos_run.environment_command(plan, words, "policy")
     assert command[: len(shlex.split(words))] == shlex.split(words)
     assert after(command, "--openai.base_url") == f"http://127.0.0.1:{plan.ports['gateway']}/v1"
     assert after(command, "--env.rollout_server_url") == f"http://127.0.0.1:{plan.ports['rollouts']}"
@@ -52,7 +52,7 @@ def test_an_environment_is_given_what_it_does_not_say_itself(tmp_path: Path):
 
 def test_the_trainer_gets_the_same_spec_with_the_urls_and_a_second_start_goes_on(tmp_path: Path):
     plan = planned(tmp_path)
-    command = atropos_run._trainer_command(plan)  # pyright: ignore[reportPrivateUsage]
+    command = atropos_run.trainer_command(plan)
     spec = load_spec(after(command, "train"))
     assert spec.rollouts.url == plan.url("rollouts")  # pyright: ignore
     assert spec.engine.url == plan.url("engine")  # pyright: ignore
@@ -60,15 +60,15 @@ def test_the_trainer_gets_the_same_spec_with_the_urls_and_a_second_start_goes_on
     assert planned(tmp_path).ports == plan.ports, "its spec names them"
     plan.run_dir.mkdir()
     (plan.run_dir / "spec.toml").write_text("")
-    assert after(atropos_run._trainer_command(plan), "resume") == str(plan.run_dir)  # pyright: ignore[reportPrivateUsage]
+    assert after(atropos_run.trainer_command(plan), "resume") == str(plan.run_dir)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"engine": {"kind": "server", "replicas": 2}}, "engine: `tandem atropos` starts one engine"),
-        ({"engine": {"kind": "server", "url": "http://127.0.0.1:9", "token_file": "t"}}, "without url"),
-        ({"rollouts": {"kind": "service", "url": "http://127.0.0.1:9", "token_file": "t"}}, "write 'atropos' there"),
+        ({"engine": {"kind": "server", "url": "http://127.0.0.1:9", "token_file": "t"}}, "no url"),
+        ({"rollouts": {"kind": "service", "url": "http://127.0.0.1:9", "token_file": "t"}}, "set it to 'atropos'"),
     ],
 )
 def test_what_it_cannot_start_is_refused(tmp_path: Path, changes: dict[str, Any], says: str):
@@ -83,11 +83,11 @@ def test_a_run_of_atropos_s_environments_is_refused_by_train_with_the_command_th
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path):
     plan = planned(tmp_path)
-    processes = atropos_run._Processes(plan, lambda text: None)  # pyright: ignore[reportPrivateUsage]
+    processes = atropos_run.RunProcesses(plan, lambda text: None)
     with processes:
-        processes._begin("gateway", [str(tmp_path / "nothing")])  # pyright: ignore[reportPrivateUsage]
+        processes.begin("gateway", [str(tmp_path / "nothing")])
         with pytest.raises(Exception, match=r"gateway: '.*nothing' ended while it started: exit code"):
-            processes._wait("gateway", 20)  # pyright: ignore[reportPrivateUsage]
+            processes.wait_ready("gateway", 20)
 
 
 # --- no environment of its own

@@ -1,4 +1,4 @@
-"""What counts against whom: silence is no token for anybody; waiting for the engine is nobody's fault."""
+"""What counts against whom: silence is no token for any request; waiting for the engine is nobody's fault."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def test_a_request_that_waits_its_turn_is_no_silent_engine_and_no_hanging_episod
     assert len(episodes(6, 0.15)) == 6  # the last one waits 0.75 s
 
 
-def test_an_engine_that_makes_no_token_for_anybody_is_silent():
+def test_an_engine_that_makes_no_token_for_any_request_is_silent():
     with (
         Stopwatch() as watch,
-        pytest.raises(EngineSilent, match=r"no token for anybody within engine.deadline_s = 0\.2 s"),
+        pytest.raises(EngineSilent, match=r"no token for any request within engine.deadline_s = 0\.2 s"),
     ):
         episodes(2, 5.0, tells=False)
     assert watch.seconds < 1.5

@@ -176,9 +176,9 @@ def test_an_answer_that_takes_for_ever_or_kills_the_scorer_is_wrong_and_the_next
 
     async def ask() -> list[MathScore]:
         first = await scorer.score("$3$", "$3$")
-        assert scorer._process is not None
+        assert scorer.process is not None
         tower = await scorer.score("$3$", "$9^{9^{9^{9^{9}}}}$")
-        scorer._process.kill()
+        scorer.process.kill()
         dead = await scorer.score("$3$", "$3$")
         return [first, tower, dead, await scorer.score("$3$", "$3$")]
 
@@ -196,8 +196,8 @@ def test_a_scorer_that_stands_still_is_ended_and_the_event_loop_goes_on(monkeypa
 
     async def ask() -> tuple[MathScore, int]:
         await scorer.score("$3$", "$3$")
-        assert scorer._process is not None
-        scorer._process.send_signal(signal.SIGSTOP)
+        assert scorer.process is not None
+        scorer.process.send_signal(signal.SIGSTOP)
         asked = asyncio.create_task(scorer.score("$3$", "$3$"))
         ticks = 0
         while not asked.done():
@@ -234,7 +234,7 @@ def task_of(task_id: str) -> Any:
 def test_the_scorer_s_process_ends_with_it():
     scorer = MathScorer()
     asyncio.run(scorer.score("$3$", "$3$"))
-    process = scorer._process
+    process = scorer.process
     assert process is not None
     assert process.poll() is None
     del scorer

@@ -32,7 +32,7 @@ class _Service:
     def __init__(self) -> None:
         self.leases = 0
 
-    async def meet(self) -> None:
+    async def check_service(self) -> None:
         pass
 
     async def post(self, path: str, body: Any) -> dict[str, Any]:

@@ -122,5 +122,5 @@ def test_what_is_forgotten_proves_nothing_and_leaves_nothing():
     assert prove(made, [*PROMPT, 10, 11, 12, 13], "...xxxx").versions[3:] == [4, 4, 5, 5]
     made.remove(ONE)
     assert prove(made, [*PROMPT, 10, 11, 12, 13], "...xxxx").versions[3:] == [U] * 4
-    assert not made._turns  # pyright: ignore[reportPrivateUsage]
-    assert not made._sizes.in_order  # pyright: ignore[reportPrivateUsage]
+    assert not made.turns
+    assert not made.sizes.in_order

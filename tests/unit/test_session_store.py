@@ -39,8 +39,8 @@ def test_what_went_on_from_a_turn_that_was_not_written_is_left_out(
     store.opened(session)
     first = turn(session, "a")
     store.turn(session, first)
-    submit = store._db.submit
-    monkeypatch.setattr(store._db, "submit", lambda _: submit(no_room))
+    submit = store.db.submit
+    monkeypatch.setattr(store.db, "submit", lambda _: submit(no_room))
     lost = turn(session, "b", first)
     store.turn(session, lost)
     monkeypatch.undo()
@@ -48,7 +48,7 @@ def test_what_went_on_from_a_turn_that_was_not_written_is_left_out(
     for each in (child, turn(session, "d", child), turn(session, "e", first)):
         store.turn(session, each)
     store.close()
-    assert "turn b of session s is not on the disk: StoreFull: no room" in caplog.text
+    assert "turn b of session s was not written to disk: StoreFull: no room" in caplog.text
     again = SessionStore(tmp_path)
     with caplog.at_level(logging.WARNING):
         (found,) = again.open_sessions(2.0)

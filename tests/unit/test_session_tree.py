@@ -50,7 +50,7 @@ def ask(sessions: Sessions, renderer: Any, session: Session | None, messages: li
     message = answer if isinstance(answer, dict) else told(answer)
     point = sessions.chat(session, messages, tools)()
     (sample,) = sessions.samples(point, 1)
-    with sessions.under_way(point.session):
+    with sessions.in_progress(point.session):
         sample.keep(complete(renderer, message["content"] or "call"), message, Sampling())
     return point.session.turns[sample.id]
 
@@ -61,7 +61,7 @@ def conversation(sessions: Sessions, session: Session | None = None, turns: int 
         sessions.open(session)
     for number in range(turns):
         messages.append(user(f"question {number}" * 10))
-        turn = ask(sessions, sessions._renderer, session, messages, f"answer {number}")
+        turn = ask(sessions, sessions.renderer, session, messages, f"answer {number}")
         messages.append(turn.told)
     return turn.session
 
@@ -122,11 +122,11 @@ def test_a_session_that_is_finished_meanwhile_takes_no_turn(renderer: Renderer) 
     again = [user("a"), first.told, user("b")]
     point = sessions.chat(None, again, ())()
     sessions.forget(first.session)
-    with pytest.raises(NotKnown), sessions.under_way(point.session):
+    with pytest.raises(NotKnown), sessions.in_progress(point.session):
         pass
     point = sessions.chat(None, again, ())()
     point.session.finishing = True
-    with pytest.raises(Conflict), sessions.under_way(point.session):
+    with pytest.raises(Conflict), sessions.in_progress(point.session):
         pass
     assert len(sessions) == 0
 
@@ -154,14 +154,15 @@ def test_what_is_forgotten_is_gone_on_from_no_more(renderer: Renderer) -> None:
     sessions = nowhere(renderer)
     first = ask(sessions, renderer, None, [user("a")])
     text = sessions.text(None, "once")()
-    with sessions.under_way(text.session):
+    with sessions.in_progress(text.session):
         sessions.samples(text, 1)[0].keep(complete(renderer, " more"), told(" more"), Sampling())
     assert sessions.text(None, "once more and")().parent is not None
     for session in sessions.all():
         sessions.drop(session)
     assert ask(sessions, renderer, None, [user("a"), first.told, user("b")]).parent is None
     assert sessions.text(None, "once more and")().parent is None
-    assert sessions._ends.keys() == {digest for turn in sessions.all()[0].turns.values() for digest, _ in turn.ends}
+    turns = sessions.all()[0].turns.values()
+    assert sessions.turns_by_digest.keys() == {digest for turn in turns for digest, _ in turn.ends}
 
 
 def test_a_turn_survives_as_a_row(renderer: Renderer) -> None:
@@ -201,7 +202,7 @@ def test_an_idle_session_expires_and_one_that_is_asked_does_not(renderer: Render
     idle, asked = conversation(sessions), conversation(sessions)
     now[0] = 8
     sessions.find(asked.id)
-    with sessions.under_way(idle):
+    with sessions.in_progress(idle):
         now[0] = 100
         sessions.expire()
         assert sessions.all() == [idle]

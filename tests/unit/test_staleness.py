@@ -225,7 +225,7 @@ class ReleasesBeforeLoad(EnginePool):
     store: MemoryStore
 
     async def load(self, version: int) -> Served:
-        await MemoryStore.release(self.store, self.store._held - len(self.store._in_flight))
+        await MemoryStore.release(self.store, self.store.taken)
         return await super().load(version)
 
 

@@ -196,7 +196,7 @@ def test_no_more_is_released_than_was_taken():
 
 
 def test_more_than_all_slots_can_never_be_taken():
-    with pytest.raises(StoreError, match=r"take\(3\) can never be served by 2 slots"):
+    with pytest.raises(StoreError, match=r"take\(3\) can never succeed: there are only 2 slots"):
         inside(MemoryStore(2).take(3))
 
 
@@ -251,7 +251,7 @@ def test_no_group_in_time_is_a_named_error():
     async def scenario() -> None:
         store = MemoryStore(2, take_timeout_s=0.05)
         await store.admit()
-        with pytest.raises(StoreTimeout, match=r"1 groups did not finish within 0.05 s .*1 are under way") as caught:
+        with pytest.raises(StoreTimeout, match=r"1 groups did not finish within 0.05 s .*1 are in progress") as caught:
             await store.take(1)
         assert isinstance(caught.value, TimeoutError)
 
@@ -332,8 +332,8 @@ async def drive(store: MemoryStore, seed: int, steps: int) -> int:
 
 class ForgetsTheSlotOfACancelledWait(MemoryStore):
     def _free(self, count: int) -> None:
-        self._asking = type(self._asking)(turn for turn in self._asking if not turn.done())
-        self._held -= count if self._asking else 0
+        self._waiting = type(self._waiting)(waiter for waiter in self._waiting if not waiter.done())
+        self._held -= count if self._waiting else 0
         super()._free(0)
 
 

@@ -1,11 +1,10 @@
-"""The process that loads an environment once, and forks its workers: `python -m tandem.env.forkserver`, a socket as
-stdin.
+"""The fork server: load an environment once and fork its worker processes. `python -m tandem.env.forkserver`.
 
-consumes: orders (load, start, kill) from the process that plays       waits for: orders, and workers that end
-produces: workers, each with a socket of its own to that process; how each ended
+consumes: orders (load, start, kill) by its stdin, a socket     waits for: orders, and workers that end
+produces: workers, each with its own socket to the caller       and a report of how each ended
 
-A worker that died costs a fork, not another load. The nursery runs nothing of the environment after it was loaded, so
-it stays able to kill: a worker is ended together with its process group and with what it had put out of that group.
+Replacing a dead worker costs a fork, not another load. The fork server runs no environment code after loading, so it
+can always kill a worker, its process group, and processes that the worker moved out of that group.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tandem.io import json_frames, leash
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
 _READ_BYTES = 2**16
-_PAUSE_S = 0.001  # after each look at output: 64 MB/s of it are taken, and no core for more
+_PAUSE_S = 0.001  # after each read of output: limits reading to 64 MB/s, so that output cannot take a core
 
 
 @dataclass
@@ -41,25 +40,25 @@ class _ForkedWorker:
     number: int
     pid: int
     output: int
-    """The reading end of what it prints."""
+    """Read end of the pipe for its stdout and stderr."""
     tail: bytes = b""
     why: str = ""
-    """It was killed."""
+    """Why it was killed."""
 
 
 class ForkServer:
     def __init__(self, control: socket.socket, loaded: LoadedEnvironment, memory_bytes: int) -> None:
         self._control, self._loaded, self._memory_bytes = control, loaded, memory_bytes
         self._workers: dict[int, _ForkedWorker] = {}
-        """By process."""
-        self._kept: set[int] = leash.children()  # what loading has started
-        self._base = 0
+        """By process id."""
+        self._started_by_loading: set[int] = leash.children()  # processes that loading has started
+        self._usual_processes = 0
         self._selector = selectors.DefaultSelector()
         self._wake, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(self._wake, False)
-        self._woken_by = wake
-        signal.signal(signal.SIGCHLD, self._noticed)
+        self._wake_writer = wake
+        signal.signal(signal.SIGCHLD, self._on_child_exit)
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -67,23 +66,23 @@ class ForkServer:
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Until the other end closes."""
+        """Serve until the client closes its socket."""
         while True:
             printed = False
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._control:
-                    self._obey()
+                    self._handle_order()
                 elif key.fd == self._wake:
                     with suppress(BlockingIOError):
                         os.read(self._wake, _READ_BYTES)
                 else:
                     printed = self._listen(key.data) or printed
             self._reap()
-            self._count()
+            self._limit_processes()
             if printed:
                 time.sleep(_PAUSE_S)
 
-    def _obey(self) -> None:
+    def _handle_order(self) -> None:
         try:
             frame, fds = json_frames.receive_with_fds(self._control, 1)
         except (OSError, json_frames.BadFrame):
@@ -103,11 +102,11 @@ class ForkServer:
         output, printing = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        nursery = os.getpid()
+        server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_worker(fd, printing, nursery)
+                self._become_worker(fd, printing, server_pid)
             finally:
                 os._exit(70)
         os.close(fd)
@@ -116,14 +115,19 @@ class ForkServer:
         worker = self._workers[pid] = _ForkedWorker(number, pid, output)
         self._selector.register(output, selectors.EVENT_READ, worker)
 
-    def _become_worker(self, fd: int, printing: int, nursery: int) -> None:
+    def _become_worker(self, fd: int, printing: int, server_pid: int) -> None:
         os.setsid()
-        leash.die_with(nursery)
+        leash.die_with(server_pid)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         self._selector.close()
-        for other in (self._control.detach(), self._wake, self._woken_by, *(w.output for w in self._workers.values())):
+        for other in (
+            self._control.detach(),
+            self._wake,
+            self._wake_writer,
+            *(w.output for w in self._workers.values()),
+        ):
             os.close(other)
         os.dup2(printing, 1)
         os.dup2(printing, 2)
@@ -145,7 +149,7 @@ class ForkServer:
 
     def _kill(self, worker: _ForkedWorker, why: str) -> None:
         worker.why = worker.why or why
-        for kill in (os.killpg, os.kill):  # it is not reaped yet, so its number is its own; it may have no group yet
+        for kill in (os.killpg, os.kill):  # not reaped, so the pid is still its own; it may have no group yet
             with suppress(ProcessLookupError, PermissionError):
                 kill(worker.pid, signal.SIGKILL)
 
@@ -154,11 +158,11 @@ class ForkServer:
             worker = self._workers.get(pid)
             if worker is not None:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)  # what it left behind; while it is not reaped, the number is its own
+                    os.killpg(pid, signal.SIGKILL)  # what it left behind; until it is reaped, the pid is its own
             _, status = os.waitpid(pid, 0)
             if worker is not None:
                 del self._workers[pid]
-                self._ended(worker, os.waitstatus_to_exitcode(status))
+                self._report_end(worker, os.waitstatus_to_exitcode(status))
 
     def _dead(self) -> int | None:
         with suppress(ChildProcessError):
@@ -166,7 +170,7 @@ class ForkServer:
             return found.si_pid if found is not None else None
         return None
 
-    def _ended(self, worker: _ForkedWorker, code: int) -> None:
+    def _report_end(self, worker: _ForkedWorker, code: int) -> None:
         while worker.output in self._selector.get_map() and self._listen(worker):
             pass
         with suppress(KeyError, ValueError):
@@ -175,55 +179,56 @@ class ForkServer:
         if code != 0:
             self._kill_strays()
         how = worker.why or (f"exit code {code}" if code >= 0 else f"signal {-code} ({_name(-code)})")
-        if code != 0 and (last := _last_words(worker.tail)):
-            how = "\n  ".join([f"{how}; its last words:", *last])
+        if code != 0 and (last := _last_lines(worker.tail)):
+            how = "\n  ".join([f"{how}; its last output:", *last])
         with suppress(OSError):
             json_frames.send(self._control, {"op": "ended", "worker": worker.number, "how": how})
 
     def _kill_strays(self) -> None:
-        """Processes that have left their group and lost their parent."""
-        for pid in leash.children() - self._kept - self._workers.keys():
+        """Kill processes that left their group and lost their parent."""
+        for pid in leash.children() - self._started_by_loading - self._workers.keys():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _count(self) -> None:
-        """A worker that forks without end is ended before the machine is full."""
+    def _limit_processes(self) -> None:
+        """Kill a worker that has forked too many processes."""
         if not self._workers:
-            self._base = 0
+            self._usual_processes = 0
             return
         now = sum(entry.isdigit() for entry in os.listdir("/proc")) if os.path.isdir("/proc/self") else 0
-        self._base = min(self._base or now, now)
-        if now - self._base < resource_limits.PROCESSES:
+        self._usual_processes = min(self._usual_processes or now, now)
+        if now - self._usual_processes < resource_limits.PROCESSES:
             return
         counts = resource_limits.count_by_group()
         for worker in self._workers.values():
             if counts.get(worker.pid, 0) > resource_limits.PROCESSES:
                 self._kill(
-                    worker, f"killed: it had {counts[worker.pid]} processes, and may have {resource_limits.PROCESSES}"
+                    worker,
+                    f"killed: it had {counts[worker.pid]} processes; at most {resource_limits.PROCESSES} are allowed",
                 )
 
-    def _noticed(self, *_: object) -> None:
-        """The pipe that wakes the loop has been written to."""
+    def _on_child_exit(self, *_: object) -> None:
+        """Do nothing: the signal has already written to the pipe that wakes the loop."""
 
     def _end(self, *_: object) -> None:
         for worker in self._workers.values():
             self._kill(worker, "the end")
-        self._kept.clear()
+        self._started_by_loading.clear()
         self._kill_strays()
         with suppress(ChildProcessError):
             until = time.monotonic() + 2.0
             while time.monotonic() < until:
                 pid = os.waitpid(-1, os.WNOHANG)[0]
                 if pid == 0:
-                    self._kill_strays()  # those whose parent has just died
+                    self._kill_strays()  # those that just lost their parent
                     time.sleep(0.01)
         os._exit(0)
 
 
-def _last_words(tail: bytes) -> list[str]:
+def _last_lines(tail: bytes) -> list[str]:
     lines = [line[:500] for line in tail.decode("utf-8", "replace").splitlines() if line.strip()]
     crash = next((index for index, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-    return lines[-12:] if crash is None else lines[crash : crash + 8]  # below that stand our own calls
+    return lines[-12:] if crash is None else lines[crash : crash + 8]  # the rest is our own stack
 
 
 def _name(number: int) -> str:
@@ -245,7 +250,7 @@ def main() -> None:
         environment = load_environment(order["name"], order["params"])
         loaded = LoadedEnvironment(environment, order["name"], order["episode_timeout_s"])
         with their_code(order["name"], "tasks('train') and tasks('eval')"):
-            loaded.tasks("train")  # once, for all workers
+            loaded.tasks("train")  # loaded once, shared by all workers
             loaded.tasks("eval")
     except TandemError as error:
         kind = "environment" if isinstance(error, EnvironmentFailed) else "spec"

@@ -1,4 +1,4 @@
-"""`tandem env try NAME`: one episode with a person in the model's place."""
+"""`tandem env try NAME`: play one episode with a person in the model's place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TypedReply:
 
 
 class HumanChat:
-    """A `Chat` whose replies are typed in."""
+    """A Chat whose replies a person types."""
 
     def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
         self._ask = ask
@@ -38,7 +38,7 @@ class HumanChat:
             told = tool.get("function", tool)
             self._tell(f"{'tool':>9}> {told.get('name')}: {told.get('description', '')}")
         example = json.dumps({"name": "...", "arguments": {}})
-        self._tell(f"{'':>9}  ask by <tool_call>{example}</tool_call>")
+        self._tell(f"{'':>9}  call a tool by <tool_call>{example}</tool_call>")
 
     def say(self, *messages: Message | str) -> None:
         for message in messages:
@@ -59,7 +59,7 @@ class HumanChat:
         try:
             return self._ask(f"{'judge':>9}> ")
         except EOFError as error:
-            raise EpisodeFailed("raised", "the input ended before the judge spoke") from error
+            raise EpisodeFailed("raised", "the input ended before the judge's answer") from error
 
 
 def try_environment(
@@ -71,7 +71,7 @@ def try_environment(
     ask: Callable[[str], str] = input,
     tell: Callable[[str], object] = print,
 ) -> Outcome:
-    """Play one task; whatever the environment raises comes through, with its traceback."""
+    """Play one task. The environment's exceptions are raised unchanged, with their traceback."""
     if split not in SPLITS:
         raise SpecError(f"split = '{split}': an environment has {' and '.join(map(repr, SPLITS))}")
     environment = load_environment(name, params)

@@ -1,5 +1,5 @@
-"""An environment by its name: built in, `package.module:Class`, `path/to/file.py` or `path/to/file.py:Class`; or one of
-another library by an adapter, `gymnasium:FrozenLake-v1`."""
+"""Load an environment by name: built in, `package.module:Class`, `path/to/file.py`, `path/to/file.py:Class`, or one of
+another library by an adapter, as `gymnasium:FrozenLake-v1`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ADAPTERS = {
     "openenv": "tandem.env.adapters.openenv:OpenEnv",
     "verifiers": "tandem.env.adapters.verifiers:Verifiers",
 }
-"""What stands before the colon; what stands behind it is the class's parameter `id`. The first two have none."""
+"""Adapters by the part before the colon. The part after it is the class's parameter `id`; the first two have none."""
 
 
 def load_environment(name: str | Path, params: Mapping[str, Any] | None = None) -> Environment:
-    """Find the class, check the parameters, make one. Your own is checked too; the built-in ones are by our tests."""
+    """Find the class, check the parameters, make an instance. An environment that is not built in is checked too."""
     name = str(name)
     params = {**(params or {}), **_adapter_id(name, params or {})}
     found = BUILT_IN.get(name) or _find_class(name)
@@ -55,7 +55,9 @@ def _adapter_id(name: str, params: Mapping[str, Any]) -> dict[str, str]:
     if adapter not in ADAPTERS or not colon:
         return {}
     if "id" in params:
-        raise SpecError(f"environment.params.id = {_show(params['id'])}: environment.name = '{name}' says it already")
+        raise SpecError(
+            f"environment.params.id = {_show(params['id'])}: remove it; environment.name = '{name}' sets it"
+        )
     return {"id": its_id}
 
 
@@ -82,7 +84,9 @@ def _import_module(name: str, module: str) -> ModuleType:
             return importlib.import_module(module)
     except EnvironmentFailed as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing and f"{module}.".startswith(f"{missing}."):  # itself or a package around it, not what it imports
+        if missing and f"{module}.".startswith(
+            f"{missing}."
+        ):  # it or its package is missing, not a module that it imports
             text = f"no module '{missing}'; install its package, or give its file: path/to/file.py:Class"
             raise wrong(name, text) from error
         raise
@@ -90,8 +94,8 @@ def _import_module(name: str, module: str) -> ModuleType:
 
 def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise wrong(name, f"no such file in {Path.cwd()}; `tandem env new {path.stem}` writes one to start from")
-    # A name unlike any module's, so that a file called random.py does no harm. Dataclasses look their module up.
+        raise wrong(name, f"no such file in {Path.cwd()}; `tandem env new {path.stem}` writes a template")
+    # A unique name, so that a file called random.py hides no module. Dataclasses look up their module in sys.modules.
     unique = f"tandem_environment_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec, "a .py file always has a loader"
@@ -104,7 +108,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 
 def _classes(module: ModuleType) -> dict[str, type]:
-    """The environment classes that this module defines; one that it imports is not what was meant."""
+    """Return the environment classes that the module defines itself, not those that it imports."""
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     return {key: value for key, value in own.items() if _is_environment(value)}
 
@@ -119,7 +123,7 @@ def _only_class(module: ModuleType, name: str) -> type:
         return next(iter(found.values()))
     if not found:
         raise wrong(name, "no class in it has tasks and run; see docs/environments.md, or `tandem env new NAME`")
-    raise wrong(name, f"several environments are in it; say which: {', '.join(f'{name}:{key}' for key in found)}")
+    raise wrong(name, f"it has several environments; choose one: {', '.join(f'{name}:{key}' for key in found)}")
 
 
 def _named_class(module: ModuleType, name: str, class_name: str) -> type:
@@ -148,11 +152,11 @@ def _check_params(environment: type, name: str, params: Mapping[str, Any]) -> No
             parameter.POSITIONAL_OR_KEYWORD,
         )
         if needed and key not in params:
-            raise SpecError(f"environment.params.{key}: is missing; '{name}' cannot be made without it")
+            raise SpecError(f"environment.params.{key}: is missing; '{name}' requires it")
 
 
 def _check_type(key: str, value: Any, annotation: Any) -> None:
-    """A text where a number belongs would fail far from here."""
+    """Check a parameter's type here, where the error can name it."""
     try:
         # As JSON, whose arrays fit tuples too: TOML has only one kind of list.
         TypeAdapter(annotation).validate_json(json.dumps(value, default=str), strict=True)

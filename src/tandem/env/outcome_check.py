@@ -1,4 +1,4 @@
-"""What an environment returned: is it an outcome, and are its numbers numbers?"""
+"""Check that an environment returned an Outcome with finite numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.types import MAX_METRICS, MAX_NUMBER, NUMBERS, Outcome
 
 
 def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
-    """Its reward and metrics; EpisodeFailed if they are none."""
+    """Return the reward and metrics; EpisodeFailed if they are invalid."""
     if not isinstance(outcome, Outcome):
         raise EpisodeFailed(
             "no_outcome",
@@ -18,7 +18,7 @@ def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
     try:
         metrics = {str(name): _number(value) for name, value in outcome.metrics.items()}
         if len(metrics) > MAX_METRICS:
-            raise ValueError(f"{len(metrics)} metrics; {MAX_METRICS} is the most")
+            raise ValueError(f"{len(metrics)} metrics; the limit is {MAX_METRICS}")
         return _number(outcome.reward), metrics
     except Exception as error:
         text = f"reward = {outcome.reward!r:.80}, metrics = {outcome.metrics!r:.200}"
@@ -27,8 +27,8 @@ def checked(task_id: str, outcome: object) -> tuple[float, dict[str, float]]:
 
 def _number(value: object) -> float:
     if isinstance(value, str | bytes):
-        raise TypeError("a text is no number")
+        raise TypeError("a text is not a number")
     number = float(cast(float, value))
-    if not abs(number) <= MAX_NUMBER:  # NaN is not, either
-        raise ValueError(f"it must be finite, {NUMBERS}")
+    if not abs(number) <= MAX_NUMBER:  # also refuses NaN
+        raise ValueError(f"must be finite, {NUMBERS}")
     return number

@@ -1,4 +1,4 @@
-"""Check that an object is an environment, before a run begins: later, each mistake would cost a group."""
+"""Check before a run that a loaded environment follows the protocol; later each mistake would cost a group."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tandem.errors import EnvironmentFailed, SpecError, TandemError
 from tandem.protocols import Environment
 from tandem.types import Task
 
-MAX_CHECKED = 100_000  # tasks of a split that are looked at: a split may be far longer, and made up as it is read
+MAX_CHECKED = 100_000  # tasks checked per split; a split may be far longer, and generated lazily
 
 
 def check_environment(environment: Environment, name: str) -> None:
-    """Methods that can be called; both splits with tasks; every id its own, and none in both splits."""
+    """Check that its methods can be called, both splits have tasks, and task ids are unique over both."""
     _check_methods(environment, name)
     split_of: dict[str, str] = {}
     for split in ("train", "eval"):
         for task in _first_tasks(environment, name, split):
             if task.id in split_of:
                 where = f"twice in '{split}'" if split_of[task.id] == split else "in 'train' and in 'eval'"
-                raise wrong(name, f"task id '{task.id}' is {where}; give every task an id of its own")
+                raise wrong(name, f"task id '{task.id}' is {where}; give every task a unique id")
             split_of[task.id] = split
 
 
@@ -34,7 +34,7 @@ def wrong(name: str, text: str) -> SpecError:
 
 @contextmanager
 def their_code(name: str, doing: str) -> Generator[None]:
-    """Turn what user code raises into one named error, with the line that it came from."""
+    """Turn exceptions of environment code into EnvironmentFailed, with the line that raised them."""
     try:
         yield
     except TandemError:

@@ -1,4 +1,4 @@
-"""What a worker may use of a machine. Limits against accidents; not walls against malice."""
+"""Resource limits of worker processes. They protect against accidents, not against malice."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from pathlib import Path
 FILE_BYTES = 4 * 2**30
 OPEN_FILES = 1024
 PROCESSES = 256
-"""Of one worker. Where it may have more by the kernel's count (root has no limit), the nursery counts."""
+"""Most processes of one worker. The fork server counts too, because the kernel does not limit root."""
 _CPU_GRACE_S = 60
 
 
 def limit_files() -> None:
-    """Before the environment is loaded: loading may write a data set, but not fill a disk by a loop."""
+    """Limit file sizes, before the environment is loaded: loading may write a data set but not fill the disk."""
     _lower(resource.RLIMIT_FSIZE, FILE_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
 
 
 def limit_worker(memory_bytes: int) -> None:
-    """`memory_bytes`: of address space, beyond what is there by now."""
+    """Limit a worker. `memory_bytes`: address space beyond that in use now."""
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
     if address_space := _address_space():
         _lower(resource.RLIMIT_AS, address_space + memory_bytes)
     if running := _processes_of_user():
-        _lower(resource.RLIMIT_NPROC, running + 16 * PROCESSES)  # of the user: others of theirs may start, too
+        _lower(
+            resource.RLIMIT_NPROC, running + 16 * PROCESSES
+        )  # counts all processes of the user, so leave room for others
 
 
 def limit_cpu(seconds: float) -> None:
-    """From now on, all threads together. A backstop: the process that should end this worker may be stopped itself."""
+    """Limit CPU time from now on, over all threads. A last resort, if the processes that should end it hang."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds * (os.cpu_count() or 1)) + _CPU_GRACE_S
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -39,7 +41,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def count_by_group() -> dict[int, int]:
-    """Processes of the machine, by process group; empty where that cannot be read."""
+    """Return the number of processes per process group; empty if /proc cannot be read."""
     found: dict[int, int] = {}
     with suppress(OSError):
         for entry in os.listdir("/proc"):
@@ -65,7 +67,7 @@ def _address_space() -> int:
 
 
 def _processes_of_user() -> int:
-    """Threads count, as the kernel counts them."""
+    """Count the user's threads, as the kernel does for RLIMIT_NPROC."""
     count, uid = 0, os.getuid()
     with suppress(OSError):
         for entry in os.listdir("/proc"):

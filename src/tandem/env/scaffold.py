@@ -1,4 +1,4 @@
-"""`tandem env new NAME`: an environment that trains, and the spec that trains it."""
+"""`tandem env new NAME`: write a template of an environment and a spec that trains on it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.errors import SpecError
 
 
 def new_environment(name: str, directory: str | Path = ".") -> list[Path]:
-    """Write NAME.py and NAME.toml into an existing directory; what is there already is never touched."""
+    """Write NAME.py and NAME.toml into an existing directory. Existing files are never changed."""
     _check_name(name)
     directory = Path(directory)
     if not directory.is_dir():
-        raise SpecError(f"directory = '{directory}': is not a directory; make it first")
+        raise SpecError(f"directory = '{directory}': is not a directory; create it first")
     code, spec = directory / f"{name}.py", directory / f"{name}.toml"
     for path in (code, spec):
         if path.exists() or path.is_symlink():
@@ -43,7 +43,7 @@ def _check_name(name: str) -> None:
         raise SpecError(f"name = '{name}': is built in; choose another")
     taken = {*sys.stdlib_module_names, "tandem", "task", "outcome"}  # the last two are imported by the template
     if name in taken or keyword.iskeyword(name) or keyword.iskeyword(_class_name(name)):
-        raise SpecError(f"name = '{name}': stands for something else in Python or in Tandem; choose another")
+        raise SpecError(f"name = '{name}': has another meaning in Python or in Tandem; choose another")
 
 
 def _class_name(name: str) -> str:

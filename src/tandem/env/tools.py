@@ -1,13 +1,13 @@
-"""Tools of an environment: plain Python functions, their JSON schemas, and their answers to the model.
+"""Tools of an environment: Python functions, their JSON schemas, and the answers to a model's calls.
 
     TOOLS = Tools(add, look_up, timeout_s=5)
 
     async def run(self, task, chat):
         chat.offer(TOOLS.schemas)
-        reply = await TOOLS.play(chat)          # until the model asks for nothing more
+        reply = await TOOLS.play(chat)          # until a reply calls no tool
         return Outcome(float(reply.text == task.payload["answer"]))
 
-Whatever a model asks for, and whatever a tool makes of it, is an answer to the model and never a crash.
+A bad call or a failing tool becomes an answer to the model; it never ends the episode.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tandem.types import Message, ToolCall
 
 Function = Callable[..., Any]
 
-MAX_CHARS = 16_000  # of one answer: more would fill the context
-MAX_CALLS = 16  # of one turn of the model
+MAX_CHARS = 16_000  # characters of one answer; more would fill the context
+MAX_CALLS = 16  # in one reply
 
 
 class Tools:
     def __init__(self, *functions: Function, timeout_s: float = 30.0) -> None:
-        """Each call has `timeout_s`. A function that is not async runs on a thread, where it can be left behind."""
+        """`timeout_s`: for each call. A function that is not async runs in a thread and is abandoned at the timeout."""
         self._functions = {function.__name__: function for function in functions}
         if len(self._functions) < len(functions):
-            raise SpecError(f"tools: two of {', '.join(each.__name__ for each in functions)} have one name")
+            raise SpecError(f"tools: two of {', '.join(each.__name__ for each in functions)} have the same name")
         self._arguments = {name: arguments_of(function) for name, function in self._functions.items()}
         self._timeout_s = timeout_s
         self.schemas = [schema_of(function) for function in functions]
 
     async def play(self, chat: Chat, *, most: int = 8) -> Reply:
-        """Replies, and answers to what they ask for, until one asks for nothing: `most` replies, the last as it is."""
+        """Ask for replies and answer their calls, until a reply calls no tool or after `most`; return the last."""
         for _ in range(most - 1):
             reply = await chat.reply()
             if not reply.tool_calls:
@@ -55,7 +55,7 @@ class Tools:
         return await chat.reply()
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[Message]:
-        """One after the other, in their order: a message of role "tool" for each."""
+        """Run the calls one after the other; return a message of role "tool" for each."""
         contents = [await self._call(call) for call in calls[:MAX_CALLS]]
         contents += [f"error: only {MAX_CALLS} calls are answered in a turn"] * (len(calls) - len(contents))
         return [
@@ -80,13 +80,13 @@ class Tools:
                 answer = await _started(function, given)
         except TimeoutError:
             return f"error: {call.name} gave no answer within {self._timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - a tool is user code: the model gets what it raises
+        except Exception as error:  # noqa: BLE001 - a tool's errors are answers to the model
             return f"error: {type(error).__name__}: {error}"[:MAX_CHARS]
         return _text(answer)
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """As OpenAI, and every chat template, has it."""
+    """Return the function's schema in OpenAI's form, which chat templates read."""
     described, _ = _documentation(function)
     parameters = _plain(arguments_of(function).model_json_schema())
     return {
@@ -96,7 +96,7 @@ def schema_of(function: Function) -> dict[str, Any]:
 
 
 def arguments_of(function: Function) -> type[BaseModel]:
-    """A model of what the function takes."""
+    """Return a pydantic model of the function's parameters."""
     return _arguments_of(getattr(function, "__func__", function), inspect.ismethod(function))
 
 
@@ -113,7 +113,7 @@ def _arguments_of(function: Function, bound: bool) -> type[BaseModel]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise SpecError(f"tool {name}: {parameter} cannot be written as JSON schema; name every parameter")
         if key not in hints:
-            raise SpecError(f"tool {name}: parameter {key} has no type; write {key}: str, or what it is")
+            raise SpecError(f"tool {name}: parameter {key} has no type; annotate it, as in {key}: str")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[key] = (hints[key], Field(default, description=described.get(key)))
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -139,14 +139,14 @@ async def _started(function: Function, given: Mapping[str, Any]) -> Any:
         value, failure = None, None
         try:
             value = function(**given)
-        except StopIteration as error:  # the one that a future cannot carry
+        except StopIteration as error:  # a future cannot hold StopIteration
             failure = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller
+        except BaseException as error:  # noqa: BLE001 - passed to the caller
             failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failure)
 
-    # A thread of its own, and a daemon: one that never ends must not hold up the end of the process.
+    # A daemon thread: one that never ends must not block the exit of the process.
     threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True).start()
     return await answer
 
@@ -154,7 +154,7 @@ async def _started(function: Function, given: Mapping[str, Any]) -> Any:
 def _text(answer: object) -> str:
     if not isinstance(answer, str):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
-    answer = answer.encode("utf-8", "replace").decode()  # a lone surrogate has no token
+    answer = answer.encode("utf-8", "replace").decode()  # a lone surrogate cannot be tokenised
     cut = len(answer) - MAX_CHARS
     return answer if cut <= 0 else f"{answer[:MAX_CHARS]}... ({cut} characters more)"
 
@@ -165,7 +165,7 @@ def _why(error: ValidationError) -> str:
 
 
 def _documentation(function: Function) -> tuple[str, dict[str, str]]:
-    """The first paragraph, and what is said of each parameter: under `Args:`, or as `:param name:`."""
+    """Return the docstring's first paragraph and its text on each parameter, under `Args:` or as `:param name:`."""
     text = inspect.getdoc(function) or ""
     described = dict(re.findall(r"^:param (?:\w+ )?(\w+): *(.+)$", text, re.MULTILINE))
     if section := re.search(r"^(?:Args|Arguments|Parameters):\n((?:[ \t]+.*\n?|\n)*)", text, re.MULTILINE):
@@ -179,7 +179,7 @@ def _documentation(function: Function) -> tuple[str, dict[str, str]]:
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without titles and references: what a model reads in its prompt should be short and stand in one place."""
+    """Return the schema without titles and references: the prompt should be short and self-contained."""
     definitions = schema.pop("$defs", {})
 
     def plain(value: Any, inside: tuple[str, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""What runs in a worker: the environment, and a Chat that is asked over a socket. One episode at a time."""
+"""A worker process: run an environment's episodes, one at a time, with a Chat over a socket."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_TASKS = 1_000_000
 
 @dataclass
 class LoadedEnvironment:
-    """An environment, and its tasks as far as they were asked for."""
+    """An environment and the splits of tasks loaded so far."""
 
     environment: Environment
     name: str
@@ -40,7 +40,9 @@ class LoadedEnvironment:
     def task(self, split: str, index: int, task_id: str) -> Task:
         found = self.tasks(split)[index]
         if found.id != task_id:
-            text = f"tasks('{split}')[{index}] is '{found.id}' now, and was '{task_id}'; the same tasks on every call"
+            text = (
+                f"tasks('{split}')[{index}] is '{found.id}' now, but was '{task_id}'; return the same tasks each time"
+            )
             raise EpisodeFailed("raised", text)
         return found
 
@@ -52,7 +54,7 @@ class LoadedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class ToldReply:
-    """The assistant's turn, as the other process tells of it."""
+    """A reply of the policy, received from the process that plays."""
 
     text: str
     truncated: bool
@@ -60,7 +62,7 @@ class ToldReply:
 
 
 class FarChat:
-    """A `Chat` whose other end records: text goes over, and text comes back."""
+    """A Chat that sends text to the process that plays, which records it, and receives text back."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
@@ -68,10 +70,10 @@ class FarChat:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.said: list[Message] = []
         self.over = False
-        """The episode is: a task that it left behind says no more."""
+        """Whether the episode has ended; leftover tasks then send nothing more."""
 
     def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._tell({"op": "offer", "tools": list(tools)})
+        self._send({"op": "offer", "tools": list(tools)})
 
     def say(self, *messages: Message | str) -> None:
         for message in messages:
@@ -79,46 +81,48 @@ class FarChat:
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ToldReply:
         ask = {"op": "reply", "said": self.said, "max_tokens": max_tokens, "stop": list(stop)}
-        self.said = []  # it is the other end's now, whatever becomes of the reply
-        told = await self._ask(ask)
-        return ToldReply(told["text"], told["truncated"], tuple(ToolCall(**call) for call in told["tool_calls"]))
+        self.said = []  # the other process has it, even if the reply fails
+        message = await self._ask(ask)
+        return ToldReply(
+            message["text"], message["truncated"], tuple(ToolCall(**call) for call in message["tool_calls"])
+        )
 
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
         return (await self._ask({"op": "judge", "messages": list(messages), "max_tokens": max_tokens}))["text"]
 
-    def hear(self, told: dict[str, Any]) -> None:
-        waiting = self._waiting.pop(told["id"], None)
+    def receive(self, message: dict[str, Any]) -> None:
+        waiting = self._waiting.pop(message["id"], None)
         if waiting is None or waiting.done():
             return
-        if told["op"] == "wrong":
-            text = told["text"]
-            template = told["kind"] == "template"
-            waiting.set_exception(TemplateError(text) if template else EpisodeFailed(told["kind"], text))
+        if message["op"] == "wrong":
+            text = message["text"]
+            template = message["kind"] == "template"
+            waiting.set_exception(TemplateError(text) if template else EpisodeFailed(message["kind"], text))
         else:
-            waiting.set_result(told)
+            waiting.set_result(message)
 
     async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         if self.over:
-            raise EpisodeFailed("raised", "asked after the episode had ended")
+            raise EpisodeFailed("raised", "the environment used the chat after the episode had ended")
         number = next(self._ids)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._tell({**question, "id": number})
+        self._send({**question, "id": number})
         try:
             return await answer
         except asyncio.CancelledError:
             if self._waiting.pop(number, None) is not None:
-                self._tell({"op": "forget", "id": number})
+                self._send({"op": "forget", "id": number})
             raise
 
-    def _tell(self, value: dict[str, Any]) -> None:
+    def _send(self, value: dict[str, Any]) -> None:
         if not self.over:
             self._writer.write(json_frames.pack(value))
 
 
 def work(sock: socket.socket, loaded: LoadedEnvironment) -> None:
-    """Until the other end closes. Does not return: nothing that the nursery has at exit is this process's business."""
+    """Serve until the other end closes, then exit without the fork server's exit handlers."""
     faulthandler.enable()
-    gc.freeze()  # what was loaded is shared with the fork server until it is written to
+    gc.freeze()  # loaded objects share memory with the fork server until written to
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -137,26 +141,28 @@ async def _serve(sock: socket.socket, loaded: LoadedEnvironment) -> None:
     chat = FarChat(writer)
     heard = json_frames.Reader(reader)
     while frame := await heard.read():
-        told: dict[str, Any] = json.loads(frame)
-        match told["op"]:
+        message: dict[str, Any] = json.loads(frame)
+        match message["op"]:
             case "play":
                 chat = FarChat(writer)
                 resource_limits.limit_cpu(loaded.episode_timeout_s)
-                episode = asyncio.create_task(_play(loaded, chat, writer, told))
+                episode = asyncio.create_task(_play(loaded, chat, writer, message))
             case "cancel":
                 if episode is not None:
                     episode.cancel()
             case "tasks":
-                _tell_tasks(loaded, writer, told)
+                _send_tasks(loaded, writer, message)
             case "demonstrate":
-                _tell_demonstration(loaded, writer, told)
+                _send_demonstration(loaded, writer, message)
             case _:
-                chat.hear(told)
+                chat.receive(message)
 
 
-async def _play(loaded: LoadedEnvironment, chat: FarChat, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
+async def _play(
+    loaded: LoadedEnvironment, chat: FarChat, writer: asyncio.StreamWriter, message: dict[str, Any]
+) -> None:
     try:
-        task = loaded.task(told["split"], told["index"], told["id"])
+        task = loaded.task(message["split"], message["index"], message["id"])
         reward, metrics = checked(task.id, await loaded.environment.run(task, chat))
         end = json_frames.pack({"op": "done", "said": chat.said, "reward": reward, "metrics": metrics})
     except EpisodeFailed as error:
@@ -165,7 +171,7 @@ async def _play(loaded: LoadedEnvironment, chat: FarChat, writer: asyncio.Stream
         end = _failed("template", str(error))
     except MemoryError as error:
         end = _failed("out_of_memory", f"MemoryError: {error}")
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever an environment raises is data
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - every error of an environment becomes data
         end = _failed("raised", f"{type(error).__name__}: {error}")
     chat.over = True
     writer.write(end)
@@ -175,38 +181,38 @@ def _failed(kind: str, text: str) -> bytes:
     return json_frames.pack({"op": "failed", "kind": kind, "text": _clean(text)})
 
 
-def _tell_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
-    """Ids and messages, page by page. The payloads stay here: the run needs none."""
+def _send_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    """Send ids and messages of a split, in pages. Payloads stay here: only the environment uses them."""
     try:
-        tasks = loaded.tasks(told["split"])
+        tasks = loaded.tasks(message["split"])
         if len(tasks) > _MOST_TASKS:
-            text = f"'{told['split']}' has {len(tasks)} tasks; with environment.workers at most {_MOST_TASKS}"
+            text = f"'{message['split']}' has {len(tasks)} tasks; with environment.workers the limit is {_MOST_TASKS}"
             raise ValueError(text)
         page: list[dict[str, Any]] = []
         chars = 0
         for task in tasks:
-            page.append({"id": task.id, "messages": [dict(message) for message in task.messages]})
-            chars += 100 + sum(len(str(message.get("content"))) for message in task.messages)
+            page.append({"id": task.id, "messages": [dict(each) for each in task.messages]})
+            chars += 100 + sum(len(str(each.get("content"))) for each in task.messages)
             if chars > _PAGE_CHARS:
                 writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": True}))
                 page, chars = [], 0
         writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": False}))
-    except Exception as error:  # noqa: BLE001 - user code: report what it raises
-        _refuse(writer, f"tasks('{told['split']}'): {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - environment code: its errors are reported
+        _refuse(writer, f"tasks('{message['split']}'): {type(error).__name__}: {error}")
 
 
-def _tell_demonstration(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, told: dict[str, Any]) -> None:
-    """Drawn from the other end's generator, so that workers change no demonstration."""
+def _send_demonstration(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    """Send a demonstration, drawn from the caller's generator state: it is the same with and without workers."""
     rng = random.Random()
-    version, state, gauss = told["state"]
+    version, state, gauss = message["state"]
     rng.setstate((version, tuple(state), gauss))
     try:
         demonstrate = cast(Any, loaded.environment).demonstrate
-        messages = demonstrate(loaded.task(told["split"], told["index"], told["id"]), rng)
-        told_messages = [dict(message) for message in messages]
-        writer.write(json_frames.pack({"op": "demonstrated", "messages": told_messages, "state": rng.getstate()}))
+        messages = demonstrate(loaded.task(message["split"], message["index"], message["id"]), rng)
+        plain_messages = [dict(each) for each in messages]
+        writer.write(json_frames.pack({"op": "demonstrated", "messages": plain_messages, "state": rng.getstate()}))
     except Exception as error:  # noqa: BLE001 - as above
-        _refuse(writer, f"demonstrate(task '{told['id']}'): {type(error).__name__}: {error}")
+        _refuse(writer, f"demonstrate(task '{message['id']}'): {type(error).__name__}: {error}")
 
 
 def _refuse(writer: asyncio.StreamWriter, text: str) -> None:

@@ -1,7 +1,7 @@
-"""What a worker may say to the process that plays with it. All of it is checked: a worker runs user code.
+"""Messages from worker processes, all validated, because a worker runs code that is not ours.
 
-A worker says what the assistant is told and asks for its replies, as text. Tokens, logprobs and versions never come by
-here, so none can be forged; what a worker decides is the reward.
+A worker sends messages for the policy and asks for its replies, as text. Tokens, logprobs and versions never pass
+through a worker, so it cannot forge them; it does decide the reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FailureKind = Literal[
     "raised", "hung", "no_outcome", "not_a_number", "template", "context_full", "judge", "out_of_memory"
 ]
 FAILURE_KINDS = frozenset(FailureKind.__args__)
-MAX_TEXT = 2_000  # of an error
+MAX_TEXT = 2_000  # characters of an error
 
 
 class _WorkerMessage(BaseModel):
@@ -55,7 +55,7 @@ class AskJudge(_WorkerMessage):
 
 
 class Forget(_WorkerMessage):
-    """It does not wait for this answer any more."""
+    """The worker no longer waits for this answer."""
 
     op: Literal["forget"]
     id: int
@@ -93,7 +93,7 @@ class Demonstrated(_WorkerMessage):
     op: Literal["demonstrated"]
     messages: list[SaidMessage]
     state: list[JsonValue]
-    """Of the generator that it drew from."""
+    """State of the generator after the demonstration."""
 
 
 class RefusedMessage(_WorkerMessage):
@@ -113,7 +113,7 @@ FROM_LOADER: TypeAdapter[FromLoader] = TypeAdapter(Annotated[FromLoader, Field(d
 
 
 class Ended(_WorkerMessage):
-    """From the nursery: how a worker ended."""
+    """From the fork server: how a worker ended."""
 
     op: Literal["ended"]
     worker: int

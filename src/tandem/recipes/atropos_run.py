@@ -1,11 +1,11 @@
-"""A run whose environments are Atropos's: engine, gateway, rollout service, trainer and environments as processes.
+"""`tandem atropos`: start a run on Atropos environments with all its processes, and end them with it.
 
 consumes: a spec with rollouts.kind = "atropos"     waits for: each service to be ready, then for the trainer's end
 produces: a run                                     however this process ends, the others end with it
 
-Each starts once what it asks is ready: engine and rollout service, then gateway and trainer, then the environments.
-What belongs to the processes is beside the run, in DIR.processes: their data, logs, and ports, which stay the same when
-the run is taken up again.
+The processes start in this order, each once the services that it calls are ready: engine and rollout service, then
+gateway and trainer, then the environments. Their data, logs and ports are beside the run, in DIR.processes. The ports
+stay the same when the run is resumed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tandem.spec.sync import AdapterSync, DiskSync
 _READY_S, _LOOK_S = 120.0, 0.1
 _SERVICES = ("engine", "gateway", "rollouts")
 _STEPS = 10**9
-"""For an environment: the trainer ends the run. -1, which asks the service, its command line takes for a flag."""
-_MAKE = "import sys; from tandem.build.standalone_engines import write_preset; write_preset(*sys.argv[1:])"
+"""Steps of an environment: without end, because the trainer ends the run. Its command line would read -1 as a flag."""
+_WRITE_PRESET = "import sys; from tandem.build.standalone_engines import write_preset; write_preset(*sys.argv[1:])"
 _PROGRAM = (sys.executable, "-m", "tandem")
 
 
 @dataclass(frozen=True)
-class _ProcessPlan:
+class ProcessPlan:
     spec: RlSpec
     rollouts: AtroposRollouts
     engine: ServerEngineSpec | VllmEngineSpec
@@ -61,7 +61,7 @@ class _ProcessPlan:
         return self.home / name / "token"
 
     def serving(self, name: str) -> list[str]:
-        """The options that every service takes."""
+        """Return the options that every service takes."""
         options = {"port": self.ports[name], "data-dir": self.home / name, "ready-file": self.ready_file(name)}
         return [str(word) for option, value in options.items() for word in (f"--{option}", value)]
 
@@ -70,29 +70,29 @@ class _ProcessPlan:
 
 
 def run_atropos(spec: AnySpec, run_dir: str | Path | None = None, *, tell: Callable[[str], None] = print) -> None:
-    """Start everything, train until the run ends, end everything. A `run_dir` with a run in it is gone on with.
-    ProcessEnded says which process ended, and why, if it was not the trainer after its last step."""
-    plan = _planned(as_spec(spec), Path(run_dir) if run_dir else None)
-    with _ends_by_signal(), _Processes(plan, tell) as processes:
+    """Start all processes, train until the run ends, end all processes. A `run_dir` that holds a run is resumed.
+    ProcessEnded names the process that ended too early, and why."""
+    plan = plan_processes(as_spec(spec), Path(run_dir) if run_dir else None)
+    with _ends_by_signal(), RunProcesses(plan, tell) as processes:
         processes.start()
         processes.watch()
 
 
-def _planned(spec: RunSpec, run_dir: Path | None) -> _ProcessPlan:
+def plan_processes(spec: RunSpec, run_dir: Path | None) -> ProcessPlan:
     if not isinstance(spec, RlSpec) or not isinstance(spec.rollouts, AtroposRollouts):
-        raise SpecError("rollouts.kind: `tandem atropos` starts environments of Atropos; write 'atropos' there")
+        raise SpecError("rollouts.kind: `tandem atropos` starts Atropos environments; set it to 'atropos'")
     engine, model = spec.engine, spec.model
     if not isinstance(engine, ServerEngineSpec | VllmEngineSpec) or engine.url or engine.replicas > 1:
         raise SpecError(
-            "engine: `tandem atropos` starts one engine; write kind 'server' or 'vllm', without url, replicas 1"
+            "engine: `tandem atropos` starts one engine; set kind 'server' or 'vllm', no url, and replicas 1"
         )
     run_dir = (run_dir or Run.new_directory(Path("runs"), spec.name)).absolute()
     home = run_dir.with_name(f"{run_dir.name}.processes")
     home.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PresetModel):
-        model = _made(model, spec.seed, home / "model")
+        model = _write_preset(model, spec.seed, home / "model")
     place = Path(model.path)
-    return _ProcessPlan(
+    return ProcessPlan(
         spec.model_copy(update={"model": model}),
         spec.rollouts,
         engine,
@@ -103,11 +103,11 @@ def _planned(spec: RunSpec, run_dir: Path | None) -> _ProcessPlan:
     )
 
 
-def _made(model: PresetModel, seed: int, path: Path) -> PathModel:
-    """The preset as a directory, which engine, gateway and trainer load alike; by a process of its own, as this one
-    stays light."""
+def _write_preset(model: PresetModel, seed: int, path: Path) -> PathModel:
+    """Write the preset model to a directory that engine, gateway and trainer load. A child process does it, so that
+    this process does not import torch."""
     if not path.exists():
-        words = (sys.executable, "-c", _MAKE, model.preset, str(seed), str(path))
+        words = (sys.executable, "-c", _WRITE_PRESET, model.preset, str(seed), str(path))
         made = subprocess.run(words, capture_output=True, text=True, check=False)
         if made.returncode:
             raise SpecError(f"model.preset = '{model.preset}': it could not be made: {made.stderr[-2000:]}")
@@ -115,7 +115,7 @@ def _made(model: PresetModel, seed: int, path: Path) -> PathModel:
 
 
 def _ports(home: Path) -> dict[str, int]:
-    """Free ones, and the same again when the run is gone on with: its spec names them."""
+    """Choose free ports, once: a resumed run uses the same ones, because its spec names them."""
     kept = home / "ports.json"
     if not kept.exists():
         probes = {name: socket.socket() for name in _SERVICES}
@@ -130,12 +130,12 @@ def _ports(home: Path) -> dict[str, int]:
 # --- command lines
 
 
-def _engine_command(plan: _ProcessPlan) -> list[str]:
+def _engine_command(plan: ProcessPlan) -> list[str]:
     spec, engine = plan.spec, plan.engine
     if isinstance(engine, VllmEngineSpec):
         engine = engine.model_copy(
             update={"sleep": "keep"}
-        )  # an engine that lends its memory must be the trainer's own
+        )  # an engine that frees its memory must be started by the trainer
     readable: list[Path] = []
     if isinstance(spec.sync, DiskSync):
         readable = [Path(spec.sync.directory or plan.run_dir / "engines" / "versions").absolute()]
@@ -155,18 +155,18 @@ def _engine_command(plan: _ProcessPlan) -> list[str]:
     ]  # fmt: skip
 
 
-def _rollouts_command(plan: _ProcessPlan) -> list[str]:
+def _rollouts_command(plan: ProcessPlan) -> list[str]:
     gateway = ("--gateway", plan.url("gateway"), "--gateway-token-file", str(plan.token_file("gateway")))
     return [*_PROGRAM, "rollouts", "serve", "--atropos", "--insecure-no-auth", *gateway, *plan.serving("rollouts")]
 
 
-def _gateway_command(plan: _ProcessPlan) -> list[str]:
+def _gateway_command(plan: ProcessPlan) -> list[str]:
     engine = ("--engine-url", plan.url("engine"), "--engine-token-file", str(plan.token_file("engine")))
     thinking = "--thinking" if plan.spec.model.thinking else "--no-thinking"
     return [*_PROGRAM, "gateway", "serve", "--model", plan.model, *engine, thinking, *plan.serving("gateway")]
 
 
-def _trainer_command(plan: _ProcessPlan) -> list[str]:
+def trainer_command(plan: ProcessPlan) -> list[str]:
     if (plan.run_dir / "spec.toml").exists():
         return [*_PROGRAM, "resume", str(plan.run_dir)]
     changes: dict[str, Any] = {
@@ -185,8 +185,8 @@ def _trainer_command(plan: _ProcessPlan) -> list[str]:
     return [*_PROGRAM, "train", str(spec), "--run-dir", str(plan.run_dir)]
 
 
-def _environment_command(plan: _ProcessPlan, words: str, model_name: str) -> list[str]:
-    """With what it does not say itself."""
+def environment_command(plan: ProcessPlan, words: str, model_name: str) -> list[str]:
+    """Return an environment's command line, with the options added that the spec leaves out."""
     command = shlex.split(words)
     options = {
         "--env.rollout_server_url": plan.url("rollouts"),
@@ -198,29 +198,29 @@ def _environment_command(plan: _ProcessPlan, words: str, model_name: str) -> lis
         "--openai.model_name": model_name,
         "--openai.tokenizer_name": plan.model,
     }
-    said = {word.partition("=")[0] for word in command}
-    return [*command, *(word for name, value in options.items() if name not in said for word in (name, value))]
+    given = {word.partition("=")[0] for word in command}
+    return [*command, *(word for name, value in options.items() if name not in given for word in (name, value))]
 
 
 # --- processes
 
 
-class _Processes:
-    def __init__(self, plan: _ProcessPlan, tell: Callable[[str], None]) -> None:
+class RunProcesses:
+    def __init__(self, plan: ProcessPlan, tell: Callable[[str], None]) -> None:
         self._plan, self._tell = plan, tell
         self._children: dict[str, Child] = {}
-        self._shown = 0
-        """Bytes of the trainer's log that were shown."""
+        self._printed = 0
+        """Bytes of the trainer's log that were printed."""
 
-    def __enter__(self) -> _Processes:
+    def __enter__(self) -> RunProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The trainer first: it saves, and gives its seat back while the service is there."""
+        """Stop the trainer first: it saves, and unregisters while the service still runs."""
         grace_s = self._plan.spec.checkpoint.grace_s + 10
         if (trainer := self._children.get("trainer")) is not None:
             trainer.stop(grace_s)
-            self._show()
+            self._print_log()
         for name, child in reversed(self._children.items()):
             if name != "trainer":
                 child.stop()
@@ -228,22 +228,22 @@ class _Processes:
     def start(self) -> None:
         plan = self._plan
         self._tell(f"processes, logs and data: {plan.home}")
-        self._begin("engine", _engine_command(plan))
-        self._begin("rollouts", _rollouts_command(plan))
-        self._wait("engine", plan.engine.start_deadline_s)
-        self._wait("rollouts", _READY_S)
-        self._shown = log.stat().st_size if (log := self._log("trainer")).exists() else 0
-        self._begin("trainer", _trainer_command(plan))
-        self._begin("gateway", _gateway_command(plan))
-        model_name = _model_of(self._wait("gateway", _READY_S))
+        self.begin("engine", _engine_command(plan))
+        self.begin("rollouts", _rollouts_command(plan))
+        self.wait_ready("engine", plan.engine.start_deadline_s)
+        self.wait_ready("rollouts", _READY_S)
+        self._printed = log.stat().st_size if (log := self._log("trainer")).exists() else 0
+        self.begin("trainer", trainer_command(plan))
+        self.begin("gateway", _gateway_command(plan))
+        model_name = _model_of(self.wait_ready("gateway", _READY_S))
         for number, words in enumerate(plan.rollouts.environments):
-            self._begin(f"environment-{number}", _environment_command(plan, words, model_name))
+            self.begin(f"environment-{number}", environment_command(plan, words, model_name))
 
     def watch(self) -> None:
-        """Until the trainer has ended well; ProcessEnded if another ends before, or if it ends badly."""
+        """Wait until the trainer ends with exit code 0. ProcessEnded if it fails, or if another process ends before."""
         while True:
             ended = {name: child for name, child in self._children.items() if child.exit_code is not None}
-            self._show()
+            self._print_log()
             if (trainer := ended.get("trainer")) is not None:
                 if trainer.exit_code:
                     raise self._ended("trainer", trainer)
@@ -251,7 +251,7 @@ class _Processes:
             for name, child in ended.items():
                 if not (name.startswith("environment-") and child.exit_code == 0 and self._others_play(name)):
                     raise self._ended(name, child)
-                self._tell(f"{name} has ended with exit code 0; the others go on")
+                self._tell(f"{name} has ended with exit code 0; the others continue")
                 del self._children[name]
             time.sleep(_LOOK_S)
 
@@ -259,9 +259,9 @@ class _Processes:
         return any(each.startswith("environment-") and each != name for each in self._children)
 
     def _ended(self, name: str, child: Child) -> ProcessEnded:
-        return ProcessEnded(f"{name} ended before the run did, and so everything was ended: {child.epitaph()}")
+        return ProcessEnded(f"{name} ended before the run did, so all processes were stopped: {child.epitaph()}")
 
-    def _begin(self, name: str, command: Sequence[str]) -> None:
+    def begin(self, name: str, command: Sequence[str]) -> None:
         try:
             child = Child(command, ready_file=self._plan.ready_file(name), log=self._log(name), name=name)
         except OSError as error:
@@ -269,7 +269,7 @@ class _Processes:
         self._children[name] = child
         self._tell(f"{name} starts")
 
-    def _wait(self, name: str, deadline_s: float) -> Ready:
+    def wait_ready(self, name: str, deadline_s: float) -> Ready:
         ready = self._children[name].wait_ready(deadline_s)
         self._tell(f"{name} is ready: {ready.url}")
         return ready
@@ -277,15 +277,15 @@ class _Processes:
     def _log(self, name: str) -> Path:
         return self._plan.home / f"{name}.log"
 
-    def _show(self) -> None:
-        """What the trainer has written since, whole lines."""
+    def _print_log(self) -> None:
+        """Print the lines that the trainer has written since the last call."""
         if not (log := self._log("trainer")).exists():
             return
         with log.open("rb") as file:
-            file.seek(self._shown)
+            file.seek(self._printed)
             new = file.read()
         if lines := new[: new.rfind(b"\n") + 1]:
-            self._shown += len(lines)
+            self._printed += len(lines)
             self._tell(lines.decode("utf-8", "replace").rstrip("\n"))
 
 
@@ -298,11 +298,11 @@ def _model_of(gateway: Ready) -> str:
 
 @contextmanager
 def _ends_by_signal() -> Iterator[None]:
-    """SIGTERM ends everything in order, as Ctrl-C does."""
+    """Make SIGTERM and Ctrl-C end all processes in order."""
 
     def stop(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is being ended is ended to its end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second signal must not interrupt the shutdown
         raise SystemExit(143)
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)}

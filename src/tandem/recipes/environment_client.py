@@ -1,4 +1,4 @@
-"""An environment that plays for a rollout service: `tandem env serve`."""
+"""`tandem env serve`: play an environment for a rollout service."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def serve_environment(
     engine_deadline_s: float = 120.0,
     judge: JudgeSpec | None = None,
 ) -> None:
-    """Until SIGTERM or Ctrl-C. `model`: the tokenizer and chat template of what answers at `engine`. Services and
-    engines may come and go; episodes in flight with an engine that went are dropped, and played again."""
+    """Play until SIGTERM or Ctrl-C. `model`: its tokenizer and chat template must be those of the model at `engine`.
+    Service and engine may restart; episodes in progress on a lost engine are dropped, and others are played."""
     spec = EnvironmentSpec(
         name=str(name), params=dict(params or {}), episode_timeout_s=episode_timeout_s,
         max_failed_share=max_failed_share, workers=workers, judge=judge or NoJudge(),
@@ -75,8 +75,8 @@ def serve_environment(
 
 def _short(name: str) -> str:
     """`words` for path/to/words.py:Words, `Words` for package.module:Words, `Pong-v5` for gymnasium:ALE/Pong-v5."""
-    place, _, last = name.rpartition(":")
-    file = place if place.endswith(".py") else last
+    source, _, last = name.rpartition(":")
+    file = source if source.endswith(".py") else last
     short = Path(file).stem if file.endswith(".py") else file.rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", short).lstrip("._-")[:128] or "environment"
 
@@ -96,20 +96,20 @@ async def _until_stopped(
     playing = asyncio.ensure_future(_play(producer, store, client))
     alive = asyncio.create_task(store.keep_alive())
     for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: its owner has the signals
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: the caller handles signals
             asyncio.get_running_loop().add_signal_handler(number, playing.cancel)
     try:
         await playing
     except asyncio.CancelledError:
         _log.info("stopped: %d groups posted, %d dropped", store.put_groups, store.dropped.total())
     except ExceptionGroup as failed:
-        first: Exception = failed  # several end together; one line says why
+        first: Exception = failed  # several tasks end together; report the first cause
         while isinstance(first, ExceptionGroup):
             first = cast("ExceptionGroup[Exception]", first).exceptions[0]
         raise first from None
     finally:
         alive.cancel()
-        with suppress(TimeoutError, Exception):  # a service that is gone lets its seats lapse by itself
+        with suppress(TimeoutError, Exception):  # if the service is gone, the registration lapses there
             async with asyncio.timeout(_LEAVE_S):
                 await store.leave()
         training.close(setting.environment)
@@ -118,12 +118,12 @@ async def _until_stopped(
 
 
 async def _play(producer: EnvironmentProducer, store: TicketStore, client: ServiceClient) -> None:
-    """For ever, or until it is no use: an environment that fails too often ends it, an engine that went does not."""
-    await client.meet()
+    """Play for ever. An environment that fails too often ends this; a lost engine does not."""
+    await client.check_service()
     while True:
         try:
             await producer.run()
         except* EngineError as errors:
-            _log.warning("the engine: %s; what was under way is dropped", errors.exceptions[0])
+            _log.warning("the engine: %s; episodes in progress are dropped", errors.exceptions[0])
         await store.drop_all("engine")
         await asyncio.sleep(_ENGINE_AGAIN_S)

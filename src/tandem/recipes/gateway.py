@@ -1,4 +1,4 @@
-"""The gateway: an OpenAI endpoint for any agent, which records what it does as trajectories."""
+"""`tandem gateway serve`: an OpenAI endpoint for any agent that records its conversations as trajectories."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.io import atomic_write
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.remote.client import ServiceClient
 from tandem.rollout.sessions.sessions import Bounds
-from tandem.rollout.sessions.store import Deliver, Leaving, SessionStore
+from tandem.rollout.sessions.store import Deliver, FinishedGroup, SessionStore
 from tandem.serve.http.run import Listen, serve_forever
 from tandem.spec.engine import HfEngineSpec
 
-_PATIENCE_S = 20.0  # for one attempt; attempts have no end
+_PATIENCE_S = 20.0  # for one attempt; the gateway retries without limit
 
 
 def serve_gateway(
@@ -33,16 +33,16 @@ def serve_gateway(
     rollouts: str = "",
     rollouts_token_file: str | Path | None = None,
 ) -> None:
-    """Until SIGTERM or Ctrl-C. `model`: what answers, or with `engine_url` the tokenizer and chat template of what
-    answers there. Groups that were rewarded go to the rollout service `rollouts`, or become files in `trajectories`."""
+    """Serve until SIGTERM or Ctrl-C. `model`: the model to serve; with `engine_url` only its tokenizer and chat
+    template are used. Rewarded groups go to the rollout service `rollouts`, or become files in `trajectories`."""
     from tandem.serve.gateway import gateway_service
     from tandem.serve.http.service import create_app
 
     path, name, version = find_model(model, field="--model", weights=not engine_url)
-    token = listen.token()  # before anything else is put into its data directory, and before a model is loaded
+    token = listen.token()  # first: it checks the data directory before a model is loaded
     if engine_url:
         if engine_token_file is None:
-            raise SpecError(f"--engine-url = '{engine_url}': it asks for a token; say where with --engine-token-file")
+            raise SpecError(f"--engine-url = '{engine_url}': it needs a token; give its file by --engine-token-file")
         alone, name = standalone_engines.followed(engine_url, Path(engine_token_file), path, thinking=thinking)
     else:
         # Forward passes leave the event loop: HTTP must answer while the model works.
@@ -54,8 +54,8 @@ def serve_gateway(
     deliver = to_files(directory)
     if rollouts:
         if rollouts_token_file is None:
-            raise SpecError(f"--rollouts = '{rollouts}': it asks for a token; say where with --rollouts-token-file")
-        deliver = to_service(rollouts, Path(rollouts_token_file), whose=token, refused=deliver)
+            raise SpecError(f"--rollouts = '{rollouts}': it needs a token; give its file by --rollouts-token-file")
+        deliver = to_service(rollouts, Path(rollouts_token_file), owner=token, refused=deliver)
     service = gateway_service(
         alone.engine,
         alone.renderer,
@@ -70,37 +70,39 @@ def serve_gateway(
 
 
 def to_files(directory: Path) -> Deliver:
-    """A group a file, a trajectory a line."""
+    """Deliver each group as a file with one trajectory per line."""
 
-    async def deliver(group: Leaving) -> None:
+    async def deliver(group: FinishedGroup) -> None:
         lines = b"".join(json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n" for row in group.rows)
         await asyncio.to_thread(atomic_write.write_bytes, directory / f"{group.name}.jsonl", lines)
 
     return deliver
 
 
-def to_service(url: str, token_file: Path, *, whose: str, refused: Deliver) -> Deliver:
-    """To a rollout service, under keys that a later process of the same gateway uses, too: `whose` names it. What the
-    service refuses for good goes to `refused`, so that it can be looked at, and is raised."""
-    seat: int | None = None
-    seat_key = f"gateway-{hashlib.sha256(whose.encode()).hexdigest()[:32]}"
-    sitting_down = asyncio.Lock()
+def to_service(url: str, token_file: Path, *, owner: str, refused: Deliver) -> Deliver:
+    """Deliver to a rollout service. Idempotency keys derive from `owner`, so that a restarted gateway uses the
+    same ones. A group that the service refuses goes to `refused` for inspection, and GroupRefused is raised."""
+    environment: int | None = None
+    registration_key = f"gateway-{hashlib.sha256(owner.encode()).hexdigest()[:32]}"
+    registering = asyncio.Lock()
 
-    async def put(client: ServiceClient, group: Leaving) -> None:
-        nonlocal seat, seat_key
-        async with sitting_down:
-            if seat is None:
-                seat = int((await client.post("/v2/environments", {"name": "gateway"}, key=seat_key))["id"])
-            taken = seat
+    async def put(client: ServiceClient, group: FinishedGroup) -> None:
+        nonlocal environment, registration_key
+        async with registering:
+            if environment is None:
+                environment = int(
+                    (await client.post("/v2/environments", {"name": "gateway"}, key=registration_key))["id"]
+                )
+            registered = environment
         body = {"groups": [{"trajectories": group.rows, "extra": {"group": group.group}}]}
         try:
-            await client.post(f"/v2/groups?environment={taken}", body, key=f"gateway-{group.name}")
-        except NotKnown:  # the service restarted with an empty queue
-            if seat == taken:
-                seat, seat_key = None, f"gateway-{uuid.uuid4().hex}"
+            await client.post(f"/v2/groups?environment={registered}", body, key=f"gateway-{group.name}")
+        except NotKnown:  # another run began at the service
+            if environment == registered:
+                environment, registration_key = None, f"gateway-{uuid.uuid4().hex}"
             raise
 
-    async def deliver(group: Leaving) -> None:
+    async def deliver(group: FinishedGroup) -> None:
         client = ServiceClient(url, token_file, patience_s=_PATIENCE_S, token_option="--rollouts-token-file")
         try:
             try:

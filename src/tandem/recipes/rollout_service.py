@@ -1,4 +1,4 @@
-"""The rollout service: a queue of groups, on the disk, between environments and a trainer."""
+"""`tandem rollouts serve`: the rollout service, a durable queue of groups between environments and a trainer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tandem.serve.rollouts.service import BODY_BYTES, rollouts_service
 _log = logging.getLogger(__name__)
 
 _NO_AUTH = (
-    "--insecure-no-auth: the endpoints of Atropos ask for no token; every process on this machine may read, feed and "
-    "wipe the queue"
+    "--insecure-no-auth: the endpoints of Atropos require no token; every process on this machine may read, fill and "
+    "clear the queue"
 )
 
 
@@ -36,23 +36,22 @@ def serve_rollouts(
     gateway: str = "",
     gateway_token_file: str | Path | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. `atropos`: also the endpoints of Atropos; their clients send no token, and
-    `insecure_no_auth` lets them in without one, on loopback only. `gateway`: the URL of the gateway that Atropos's
-    environments sample from; it says which version of the weights made each token that they post."""
+    """Serve until SIGTERM or Ctrl-C. `atropos`: also serve the endpoints of Atropos; their clients send no token, and
+    `insecure_no_auth` accepts them without one, on loopback only. `gateway`: the URL of the gateway that the Atropos
+    environments sample from; it says which version of the weights sampled each token that they post."""
     if gateway and (gateway_token_file is None or not atropos):
-        lacks = "--atropos: it is for posts of Atropos's environments" if not atropos else "--gateway-token-file"
-        raise SpecError(f"--gateway = '{gateway}': goes with {lacks}")
+        lacks = "--atropos: it is for posts of Atropos environments" if not atropos else "--gateway-token-file"
+        raise SpecError(f"--gateway = '{gateway}': needs {lacks}")
     if insecure_no_auth and not (atropos and listen.is_loopback):
         raise SpecError(
-            f"--insecure-no-auth is for the clients of --atropos on this machine; with --host = '{listen.host}' and "
-            f"{'' if atropos else 'no '}--atropos clients would need the token anyway, or the queue would be "
-            "open to the network"
+            f"--insecure-no-auth works only with --atropos and a loopback --host; given: --host = '{listen.host}' and "
+            f"{'' if atropos else 'no '}--atropos"
         )
     token = listen.token()
     queue = RolloutQueue(listen.data_dir)
-    told_here = listen.data_dir / READY_FILE
-    told_here.unlink(missing_ok=True)  # of an earlier start, which may have listened elsewhere
-    listen = dataclasses.replace(listen, ready_file=listen.ready_file or told_here)
+    default_ready_file = listen.data_dir / READY_FILE
+    default_ready_file.unlink(missing_ok=True)  # left by an earlier start, possibly with another address
+    listen = dataclasses.replace(listen, ready_file=listen.ready_file or default_ready_file)
     service = rollouts_service(queue, greets=not atropos)
     if atropos:
         stamps = GatewayStamps(gateway, Path(gateway_token_file)) if gateway and gateway_token_file else None
@@ -68,7 +67,7 @@ def with_atropos(service: Service, atropos: Atropos, *, open_to_all: bool) -> Se
     """Return the service with the endpoints of Atropos. `open_to_all`: their callers need no token."""
     hot, beside = atropos_routes(atropos, may_reset=open_to_all)
     router = APIRouter()
-    router.include_router(beside)  # what is at / greets their clients, and shows people our page
+    router.include_router(beside)  # first: its route for / greets Atropos clients and shows browsers the page
     router.include_router(service.router)
     paths = {route.path for route in (*hot, *beside.routes) if isinstance(route, Route)}
     return dataclasses.replace(

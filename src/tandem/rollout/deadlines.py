@@ -1,11 +1,12 @@
-"""Deadlines for somebody else's code.
+"""Deadlines for environment code, also when it blocks the event loop or swallows its cancellation.
 
-`asyncio.timeout` ends an environment where it awaits. Three things it cannot do are done here:
-- Code that blocks (`time.sleep`, an endless loop, a slow regular expression) stands still with the whole event loop. So
-  each of its turns runs under an alarm signal that raises inside it. Signals reach the main thread only: elsewhere the
-  alarm is not engaged, and says so.
-- Code that swallows its cancellation (a bare `except:` around an `await`) gets a moment to clean up, and is then left.
-- While one environment blocks, nobody else can get on: the others' deadlines stand still.
+`asyncio.timeout` ends an environment only where it awaits. This module handles three other cases:
+- Code that blocks (`time.sleep`, an endless loop, a slow regular expression) blocks the whole event loop. So each turn
+  of the coroutine runs under an alarm signal that raises inside it. Signals reach the main thread only; elsewhere the
+  alarm is not engaged, and `why_not` says so.
+- Code that swallows its cancellation (a bare `except:` around an `await`) gets `GRACE_S` to clean up. Then it is
+  abandoned.
+- While one environment blocks, the others cannot run, so their deadlines are extended by that time.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-GRACE_S = 1.0  # for what a cancelled coroutine still awaits: closing a session, say
-_NOTICEABLE_S = 0.01  # a turn that is shorter than this moves nobody's deadline
+GRACE_S = 1.0  # for cleanup in a cancelled coroutine, such as closing a session
+_NOTICEABLE_S = 0.01  # shorter turns do not extend the other deadlines
 
 
 class Blocked(BaseException):
-    """Raised inside code that must not go on. Not an Exception: a broad `except` must not swallow it."""
+    """Raised inside environment code to stop it. Not an Exception, so that a broad `except` does not swallow it."""
 
 
 def why_not() -> str:
-    """Empty if the alarm can be engaged here, else the reason."""
+    """Return why the alarm cannot be engaged in this thread; empty if it can."""
     if not hasattr(signal, "setitimer"):
         return "this platform has no interval timer"
     if threading.current_thread() is not threading.main_thread():
@@ -46,47 +47,49 @@ class Clock:
 
     def __init__(self) -> None:
         self._open: set[asyncio.Timeout] = set()
-        self._asking: set[asyncio.Timeout] = set()
-        self._tokens = self._seen = self._quiet = 0
-        self._next_look: asyncio.TimerHandle | None = None
+        self._awaiting_engine: set[asyncio.Timeout] = set()
+        self._tokens = self._tokens_before = self._quiet_quarters = 0
+        self._next_check: asyncio.TimerHandle | None = None
 
     def token(self, *_: object) -> None:
-        """The engine made a token, for whomever."""
+        """Note that the engine made a token, for any request."""
         self._tokens += 1
 
     @asynccontextmanager
     async def engine_deadline(
         self, limit_s: float, is_coming: Callable[[], bool] = lambda: False
     ) -> AsyncGenerator[None]:
-        """TimeoutError once the engine has made no token for anybody for `limit_s`.
+        """Raise TimeoutError once the engine has made no token for any request for `limit_s`.
 
-        A request that waits its turn is not a silent engine, and neither is an event loop that was held by a training
-        step: so silence is counted in quarters of the limit, and a long standstill is one of them. Nor is one that is
-        being started: that has a deadline of its own.
+        A queued request does not mean a silent engine, and neither does an event loop blocked by a training step. So
+        silence is counted in quarters of the limit: a long block counts as one quarter. An engine that is starting
+        (`is_coming`) does not count as silent; its start has its own deadline.
         """
         async with asyncio.timeout(None) as timeout:
-            if not self._asking:
-                self._quiet = 0
-                self._look_later(limit_s / 4, is_coming)
-            self._asking.add(timeout)
+            if not self._awaiting_engine:
+                self._quiet_quarters = 0
+                self._check_later(limit_s / 4, is_coming)
+            self._awaiting_engine.add(timeout)
             try:
                 yield
             finally:
-                self._asking.discard(timeout)
-                if not self._asking and self._next_look is not None:
-                    self._next_look.cancel()
+                self._awaiting_engine.discard(timeout)
+                if not self._awaiting_engine and self._next_check is not None:
+                    self._next_check.cancel()
 
-    def _look_later(self, quarter_s: float, is_coming: Callable[[], bool]) -> None:
-        self._next_look = asyncio.get_running_loop().call_later(quarter_s, self._look, quarter_s, is_coming)
+    def _check_later(self, quarter_s: float, is_coming: Callable[[], bool]) -> None:
+        self._next_check = asyncio.get_running_loop().call_later(quarter_s, self._check, quarter_s, is_coming)
 
-    def _look(self, quarter_s: float, is_coming: Callable[[], bool]) -> None:
-        self._quiet = self._quiet + 1 if self._tokens == self._seen and not is_coming() else 0
-        self._seen = self._tokens
-        if self._quiet == 4:
-            self._quiet = 0
-            for timeout in self._asking:
+    def _check(self, quarter_s: float, is_coming: Callable[[], bool]) -> None:
+        self._quiet_quarters = (
+            self._quiet_quarters + 1 if self._tokens == self._tokens_before and not is_coming() else 0
+        )
+        self._tokens_before = self._tokens
+        if self._quiet_quarters == 4:
+            self._quiet_quarters = 0
+            for timeout in self._awaiting_engine:
                 timeout.reschedule(asyncio.get_running_loop().time())
-        self._look_later(quarter_s, is_coming)
+        self._check_later(quarter_s, is_coming)
 
     @asynccontextmanager
     async def deadline(self, limit_s: float) -> AsyncGenerator[asyncio.Timeout]:
@@ -97,15 +100,15 @@ class Clock:
             finally:
                 self._open.discard(timeout)
 
-    def stood_still(self, held_s: float, its_own: asyncio.Timeout) -> None:
-        """One episode held the event loop: that is none of the others' time."""
-        for timeout in self._open - {its_own}:
+    def extend_others(self, held_s: float, except_for: asyncio.Timeout) -> None:
+        """Extend the other episodes' deadlines by the time that one episode blocked the event loop."""
+        for timeout in self._open - {except_for}:
             if (when := timeout.when()) is not None and not timeout.expired():
                 timeout.reschedule(when + held_s)
 
 
 class Guarded(Generic[T]):
-    """Awaits a coroutine; Blocked when one of its turns holds the event loop for `limit_s`."""
+    """Await a coroutine; raise Blocked when one of its turns blocks the event loop for `limit_s`."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], limit_s: float, on_turn: Callable[[float], None]) -> None:
         self._coroutine, self._limit_s, self._on_turn = coroutine, limit_s, on_turn
@@ -113,7 +116,7 @@ class Guarded(Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        insist: asyncio.TimerHandle | None = None
+        second_cancel: asyncio.TimerHandle | None = None
         resume: Callable[[], Any] = partial(self._coroutine.send, None)
         try:
             while True:
@@ -122,24 +125,24 @@ class Guarded(Generic[T]):
                 except StopIteration as stop:
                     return stop.value
                 except Blocked:
-                    _leave(self._coroutine)
+                    _abandon(self._coroutine)
                     raise
-                if task.cancelling() and insist is None:
-                    insist = loop.call_later(GRACE_S, task.cancel)
+                if task.cancelling() and second_cancel is None:
+                    second_cancel = loop.call_later(GRACE_S, task.cancel)
                 try:
                     resume = partial(self._coroutine.send, (yield waiting_for))
                 except BaseException as error:
-                    if insist is not None and loop.time() >= insist.when():
-                        task.uncancel()  # ours; whoever cancelled it first still finds theirs
-                        _leave(self._coroutine)
+                    if second_cancel is not None and loop.time() >= second_cancel.when():
+                        task.uncancel()  # only our own cancel; the caller's remains
+                        _abandon(self._coroutine)
                         raise
                     resume = partial(self._coroutine.throw, error)
-                if insist is not None and not task.cancelling():
-                    insist.cancel()
-                    insist = None
+                if second_cancel is not None and not task.cancelling():
+                    second_cancel.cancel()
+                    second_cancel = None
         finally:
-            if insist is not None:
-                insist.cancel()
+            if second_cancel is not None:
+                second_cancel.cancel()
 
     def _turn(self, resume: Callable[[], Any]) -> Any:
         started = time.monotonic()
@@ -150,9 +153,9 @@ class Guarded(Generic[T]):
                 self._on_turn(held_s)
 
 
-def _leave(coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Nobody awaits it any more, and nobody may collect it: Python would throw GeneratorExit into it, and code that
-    swallows everything in a loop would then spin for ever, at the latest when the interpreter ends."""
+def _abandon(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Keep an abandoned coroutine alive for ever. Collecting it would throw GeneratorExit into it, and code that
+    swallows every exception in a loop would spin for ever."""
     if inspect.getcoroutinestate(coroutine) == inspect.CORO_SUSPENDED:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
 
@@ -169,9 +172,9 @@ def _under_alarm(resume: Callable[[], Any], limit_s: float) -> Any:
             raise Blocked(f"held the event loop for {limit_s:g} s")
 
     started = time.monotonic()
-    their_handler = signal.signal(signal.SIGALRM, ring)
-    # It rings again and again: a bare `except:` may swallow the first.
-    their_delay_s, their_interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
+    previous_handler = signal.signal(signal.SIGALRM, ring)
+    # The alarm repeats, because a bare `except:` may swallow the first one.
+    previous_delay_s, previous_interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
     try:
         try:
             return resume()
@@ -179,9 +182,9 @@ def _under_alarm(resume: Callable[[], Any], limit_s: float) -> Any:
             armed = False
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, their_handler or signal.SIG_DFL)
-        if their_delay_s:
-            left_s = their_delay_s - (time.monotonic() - started)
-            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3), their_interval_s)
-        if rang:  # whatever it made of the alarm
+        signal.signal(signal.SIGALRM, previous_handler or signal.SIG_DFL)
+        if previous_delay_s:
+            left_s = previous_delay_s - (time.monotonic() - started)
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3), previous_interval_s)
+        if rang:  # even if the code swallowed the alarm
             raise Blocked(f"held the event loop for {limit_s:g} s") from None

@@ -1,4 +1,4 @@
-"""One episode: an environment plays a task with a Recorder, and every way that can go wrong becomes data."""
+"""Play one episode: an environment plays a task with a Recorder, and every failure becomes an EpisodeFailed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tandem.types import Sampling, Task, Trajectory
 _log = logging.getLogger(__name__)
 
 RETRIED = frozenset({"raised", "hung", "crashed", "out_of_memory", "protocol", "judge"})
-"""What may go better the next time; an outcome that is none, or a full context, will not."""
+"""Kinds of failure that a retry may avoid. An invalid outcome or a full context would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all episodes of a run share."""
+    """Everything that all episodes of a run share."""
 
     environment: Environment
     engine: Engine
@@ -37,20 +37,20 @@ class Setting:
     thinking_length_penalty: float = 0.0
     judge: Judge | None = None
     retries: int = 0
-    """How often an episode is played again, with the same seed, that hung, crashed or raised."""
+    """How often an episode that hung, crashed or raised is played again, with the same seed."""
     retried: Counter[str] = field(default_factory=Counter[str])
     clock: Clock = field(default_factory=Clock)
 
 
 async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) -> Trajectory:
-    """Raises EpisodeFailed for whatever the environment did, and EngineError for what the engine did."""
+    """Play an episode, with retries. EpisodeFailed for an environment's failure, EngineError for an engine's."""
     for _ in range(setting.retries):
         try:
             return await _play_once(setting, task, opening_ids, seed)
         except EpisodeFailed as failure:
             if failure.kind not in RETRIED:
                 raise
-            _log.info("played again: %s", failure)
+            _log.info("the episode is retried: %s", failure)
             setting.retried[failure.kind] += 1
     return await _play_once(setting, task, opening_ids, seed)
 
@@ -68,29 +68,31 @@ async def _play_once(setting: Setting, task: Task, opening_ids: list[int], seed:
         async with setting.clock.deadline(limit_s) as deadline:
             recorder.deadline = deadline
             run = setting.environment.run(task, recorder)
-            outcome = await _outcome(task, Guarded(run, limit_s, partial(setting.clock.stood_still, its_own=deadline)))
+            outcome = await _outcome(
+                task, Guarded(run, limit_s, partial(setting.clock.extend_others, except_for=deadline))
+            )
     except EpisodeFailed as error:
         failure = error
     except TimeoutError:
         text = f"no outcome within environment.episode_timeout_s = {limit_s:g} s"
         failure = EpisodeFailed("hung", f"task {task.id}: {text}")
-    if recorder.engine_error is not None:  # whatever the environment made of it
+    if recorder.engine_error is not None:  # even if the environment swallowed it
         raise recorder.engine_error
     if failure is not None:
         raise failure
     reward, metrics = checked(task.id, outcome)
     if not recorder.replied:
-        raise EpisodeFailed("no_reply", f"task {task.id}: run() returned without a reply of the policy")
+        raise EpisodeFailed("no_reply", f"task {task.id}: run() returned without asking for a reply")
     if recorder.unclosed:
-        # 0 at most: where a wrong answer costs something, a thought that never ends must not be the cheaper way out.
+        # 0 at most: where wrong answers cost reward, endless thinking must not be the cheaper choice.
         reward = min(reward, 0.0)
-        if "correct" in metrics:  # what an evaluation goes by
+        if "correct" in metrics:  # evaluations use it
             metrics["correct"] = min(metrics["correct"], 0.0)
     return recorder.trajectory(reward, metrics, -setting.thinking_length_penalty * recorder.thinking_share)
 
 
 async def _outcome(task: Task, run: Awaitable[object]) -> object:
-    """EpisodeFailed for whatever comes out of it, but for being cancelled from outside."""
+    """Await the outcome; turn every exception into EpisodeFailed, except a cancellation from outside."""
     try:
         return await run
     except EpisodeFailed:

@@ -1,4 +1,4 @@
-"""Held-out tasks, played greedily, each once."""
+"""Evaluate a policy: play held-out tasks greedily, each once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One score a task, in the order of the tasks. A failed episode scores 0, or the lowest reward if that is below."""
+    """One score per task, in task order. A failed episode scores 0, or the lowest reward if that is below 0."""
 
     scores: list[float]
     played: list[Trajectory]
@@ -31,14 +31,14 @@ class Evaluation:
 
     @property
     def none_scored(self) -> str:
-        """Answers that show why, where all scored alike and none above 0; else empty."""
+        """Example answers if all tasks have one equal score, not above 0; otherwise empty."""
         if not self.played or max(self.scores) > 0 or len(set(self.scores)) > 1:
             return ""
         return f"all {len(self.scores)} answers scored {self.mean:g}, such as:\n{answers(self.played)}"
 
 
 def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:
-    """The same tasks in every evaluation of a run: pairs are what the verdict compares."""
+    """Choose the same tasks in every evaluation of a run: the verdict compares scores in pairs."""
     return random.Random(f"eval:{seed}").sample(list(tasks), min(count, len(tasks)))
 
 
@@ -50,15 +50,17 @@ async def evaluate(
     max_failed_share: float = 0.2,
     measure: Measure | None = None,
 ) -> Evaluation:
-    """`measure`: what an earlier evaluation went by. The first one goes by accuracy if every outcome has a `correct`
-    between 0 and 1, else by the reward."""
+    """Play the tasks and score them. `measure`: that of an earlier evaluation. The first one uses accuracy if every
+    outcome has a `correct` between 0 and 1, otherwise the reward."""
     greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0))
 
     async def score(index: int, task: Task) -> Trajectory | None:
         try:
             trajectory = await play(greedy, task, setting.renderer.prompt(task.messages), seed=index)
             if measure == "accuracy" and not _has_correct(trajectory):
-                raise EpisodeFailed("no_outcome", f"task {task.id}: no `correct` in its metrics, as earlier ones had")
+                raise EpisodeFailed(
+                    "no_outcome", f"task {task.id}: its metrics lack `correct`, which earlier evaluations had"
+                )
             return trajectory
         except EpisodeFailed as failure:
             _log.warning("evaluation: %s", failure)
@@ -72,14 +74,14 @@ async def evaluate(
             f"{max_failed_share:g} allows; log.txt names each"
         )
     if unclosed := sum(trajectory is not None and trajectory.unclosed for trajectory in played):
-        _log.warning("evaluation: %d of %d answers score 0: their thinking was never closed", unclosed, len(tasks))
+        _log.warning("evaluation: %d of %d answers score 0: their thinking never ended", unclosed, len(tasks))
     finished = [trajectory for trajectory in played if trajectory is not None]
     found: Measure = measure or ("accuracy" if finished and all(map(_has_correct, finished)) else "reward")
 
     def scored(trajectory: Trajectory) -> float:
         return trajectory.metrics["correct"] if found == "accuracy" else trajectory.reward
 
-    lowest = min([0.0, *map(scored, finished)])  # where rewards are below 0, to fail must not be the better score
+    lowest = min([0.0, *map(scored, finished)])  # where rewards are below 0, a failure must not score better
     return Evaluation([lowest if t is None else scored(t) for t in played], finished, failed, found)
 
 

@@ -1,6 +1,6 @@
-"""A model that judges: what an environment asks by `chat.judge(messages)`.
+"""Judge models: answer the questions that environments ask by `chat.judge(messages)`.
 
-It is asked by this process, which holds its address and its key; an environment in a worker holds neither.
+The process that plays asks the judge and holds its address and key. A worker process has neither.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _AT_ONCE = 64
 
 class Judge(Protocol):
     async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
-        """EpisodeFailed of kind judge if it does not answer."""
+        """Return the judge's answer; EpisodeFailed of kind `judge` if there is none."""
         ...
 
 
 class JudgeRenderer(Protocol):
-    """What an engine's judge needs of a renderer."""
+    """The renderer methods that EngineJudge uses."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str: ...
 
 
 class EngineJudge:
-    """The engine of the run itself, greedily: the policy as it is now."""
+    """Ask the run's own engine, greedily: the judge is the current policy."""
 
     def __init__(self, engine: Engine, renderer: JudgeRenderer, *, max_context: int, timeout_s: float) -> None:
         self._engine, self._renderer = engine, renderer
@@ -59,7 +59,7 @@ class EngineJudge:
 
 
 class HttpJudge:
-    """Any server that speaks OpenAI's chat completions."""
+    """Ask a server that has OpenAI's chat completions route."""
 
     def __init__(self, url: str, model: str, key: str, *, timeout_s: float) -> None:
         import httpx
@@ -67,7 +67,7 @@ class HttpJudge:
         self._url, self._model, self._timeout_s = url.rstrip("/") + "/chat/completions", model, timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._gate = asyncio.Semaphore(_AT_ONCE)
-        self._certificates = httpx.create_ssl_context()  # 30 ms to read, in which nobody else would go on
+        self._certificates = httpx.create_ssl_context()  # takes 30 ms, which would block the event loop at each request
 
     async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
         body = {"model": self._model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
@@ -105,7 +105,9 @@ class HttpJudge:
         try:
             content = response.json()["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
-            raise EpisodeFailed("judge", f"judge: {self._url}: its answer is no chat completion: {error!r}") from error
+            raise EpisodeFailed(
+                "judge", f"judge: {self._url}: its answer is not a chat completion: {error!r}"
+            ) from error
         return content if isinstance(content, str) else ""
 
 

@@ -1,7 +1,7 @@
-"""Who fills the store.
+"""Play groups of episodes and put them into the rollout store.
 
 consumes: slots                  waits for: a slot, then the slowest sibling of a group
-produces: groups, or drops with a reason
+produces: groups, or drops with a reason; metrics of the groups played
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter, deque
+import statistics
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.rollout.episode import Setting, play
-from tandem.rollout.group_metrics import of_groups
 from tandem.types import Group, Metrics, Task, Ticket, Trajectory
 
 _log = logging.getLogger(__name__)
 
-_WINDOW = 100  # groups over which the share of failures is taken
-_LEAST = 20  # a share of fewer groups than this says nothing
+_WINDOW = 100  # the share of failures is taken over this many groups
+_MIN_SEEN = 20  # with fewer groups a share means nothing
 
 
 class Tickets(Protocol):
-    """What a producer needs of a RolloutStore."""
+    """The RolloutStore methods that a producer uses."""
 
     async def admit(self) -> Ticket: ...
     async def put(self, ticket: Ticket, group: Group) -> None: ...
@@ -33,7 +33,7 @@ class Tickets(Protocol):
 
 
 def task_order(num_tasks: int, seed: int) -> Callable[[int], int]:
-    """Which task the n-th start plays: every task once an epoch, each epoch shuffled anew."""
+    """Return a function from the n-th start to its task: each task once per epoch, each epoch in a new order."""
     shuffled: dict[int, list[int]] = {}
 
     def index(start: int) -> int:
@@ -47,7 +47,7 @@ def task_order(num_tasks: int, seed: int) -> Callable[[int], int]:
 
 
 class EnvironmentProducer:
-    """Plays groups of siblings of an environment's training tasks."""
+    """Play groups of siblings on an environment's training tasks."""
 
     def __init__(
         self, setting: Setting, store: Tickets, keep: Callable[[Group], bool], *,
@@ -55,7 +55,7 @@ class EnvironmentProducer:
     ) -> None:  # fmt: skip
         self._setting, self._store, self._keep = setting, store, keep
         self._tasks: Sequence[Task] = setting.environment.tasks("train")
-        self._which = task_order(len(self._tasks), seed)
+        self._task_index = task_order(len(self._tasks), seed)
         self._group_size, self._seed, self._max_failed_share = group_size, seed, max_failed_share
         self._recent_failures: deque[bool] = deque(maxlen=_WINDOW)
         self._max_replaced, self._replaced_in_a_row = max_replaced, 0
@@ -69,14 +69,14 @@ class EnvironmentProducer:
                 playing.create_task(self._play_group(ticket), name=f"group-{ticket.order}")
 
     def drain_metrics(self) -> Metrics:
-        """Over every group that ended, dropped ones too: a curve of kept groups alone would flatter the policy."""
+        """Return metrics of all groups that ended, dropped ones too: kept groups alone would flatter the policy."""
         groups, self._played = self._played, []
         dropped, self._dropped = self._dropped, Counter()
         metrics: Metrics = {f"groups/dropped/{reason}": float(count) for reason, count in sorted(dropped.items())}
         metrics |= {f"episodes/retried/{kind}": float(count) for kind, count in sorted(self._setting.retried.items())}
         self._setting.retried.clear()
         metrics["groups/dropped"] = float(sum(dropped.values()))
-        return metrics | of_groups(groups)
+        return metrics | group_metrics(groups)
 
     def state(self) -> dict[str, Any]:
         return {"recent_failures": list(self._recent_failures), "replaced_in_a_row": self._replaced_in_a_row}
@@ -86,7 +86,7 @@ class EnvironmentProducer:
         self._replaced_in_a_row = state["replaced_in_a_row"]
 
     async def _play_group(self, ticket: Ticket) -> None:
-        task = self._tasks[self._which(ticket.order)]
+        task = self._tasks[self._task_index(ticket.order)]
         try:
             group = await self._siblings(task, ticket.order)
         except EpisodeFailed as failure:
@@ -108,14 +108,14 @@ class EnvironmentProducer:
             opening_ids = self._setting.renderer.prompt(task.messages)
         except TemplateError as error:
             raise EpisodeFailed("template", f"task {task.id}: {error}") from error
-        # Seeds are far apart, so that sibling, turn and group never meet in the same one.
+        # Seeds are far apart, so that no two of group, sibling and turn share one.
         seeds = [((self._seed * 1_000_003 + order) * 4096 + sibling) * 1024 for sibling in range(self._group_size)]
 
         async def episode(seed: int) -> Trajectory:
             try:
                 return await play(self._setting, task, opening_ids, seed)
             except BaseException:
-                for sibling in playing:  # now: those that are about to run would block as long as this one did
+                for sibling in playing:  # at once: the next sibling to run would block as long as this one did
                     if sibling is not asyncio.current_task():
                         sibling.cancel()
                 raise
@@ -124,7 +124,7 @@ class EnvironmentProducer:
         try:
             return list(await asyncio.gather(*playing))
         finally:
-            await asyncio.gather(*playing, return_exceptions=True)  # nobody plays on without a slot
+            await asyncio.gather(*playing, return_exceptions=True)  # no sibling may run on after its slot is freed
 
     async def _drop(self, ticket: Ticket, reason: str) -> None:
         self._dropped[reason] += 1
@@ -133,8 +133,32 @@ class EnvironmentProducer:
     def _count_failure(self, failure: EpisodeFailed) -> None:
         self._recent_failures.append(True)
         failed, seen = sum(self._recent_failures), len(self._recent_failures)
-        if failed > self._max_failed_share * max(seen, _LEAST):
+        if failed > self._max_failed_share * max(seen, _MIN_SEEN):
             raise TooManyFailures(
                 f"environment: {failed} of the last {seen} groups failed, more than environment.max_failed_share = "
                 f"{self._max_failed_share:g} allows; the last one: {failure}"
             ) from failure
+
+
+def group_metrics(groups: Sequence[Group]) -> Metrics:
+    """Return metrics of played groups: reward, tokens, truncation, thinking, and the environment's own."""
+    metrics: Metrics = {"groups/played": float(len(groups))}
+    played = [trajectory for group in groups for trajectory in group]
+    if not played:
+        return metrics
+    rewards = [trajectory.reward for trajectory in played]
+    metrics["reward/mean"] = statistics.fmean(rewards)
+    metrics["reward/std"] = statistics.pstdev(rewards)
+    if any(trajectory.shaping for trajectory in played):
+        metrics["reward/shaping"] = statistics.fmean(trajectory.shaping for trajectory in played)
+    metrics["tokens/sampled"] = float(sum(trajectory.num_trained for trajectory in played))
+    metrics["tokens/per_sample"] = statistics.fmean(trajectory.num_trained for trajectory in played)
+    metrics["episode/truncated"] = statistics.fmean(trajectory.status == "truncated" for trajectory in played)
+    if any(trajectory.thinking_tokens or trajectory.unclosed for trajectory in played):
+        metrics["thinking/tokens"] = statistics.fmean(trajectory.thinking_tokens for trajectory in played)
+        metrics["thinking/unclosed"] = statistics.fmean(trajectory.unclosed for trajectory in played)
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in played:
+        for name, value in trajectory.metrics.items():
+            by_name[name].append(value)
+    return metrics | {f"env/{name}": statistics.fmean(values) for name, values in sorted(by_name.items())}

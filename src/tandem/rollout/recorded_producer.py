@@ -1,4 +1,4 @@
-"""Recorded conversations as a producer: supervised training goes around the same loop."""
+"""A producer that puts recorded conversations into the store, so that supervised training uses the same loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem.types import NO_VERSION, Group, Message, Metrics, Trajectory
 
 
 def record(renderer: RecorderRenderer, messages: Sequence[Message], name: str) -> Trajectory:
-    """A conversation as a trajectory: the loss counts the assistant's tokens and nothing else."""
+    """Turn a conversation into a trajectory; only the assistant's tokens are trained."""
     ids, trained = renderer.conversation(messages)
-    nothing = len(ids)
+    length = len(ids)
     return Trajectory(
-        ids, trained, [0.0] * nothing, [NO_VERSION] * nothing, status="recorded", task_id=name, messages=list(messages)
+        ids, trained, [0.0] * length, [NO_VERSION] * length, status="recorded", task_id=name, messages=list(messages)
     )
 
 
@@ -27,8 +27,9 @@ def record_pair(
     rejected: Sequence[Message],
     name: str,
 ) -> Group:
-    """Two answers to one prompt, the better one first. Nothing of the prompt is trained, whoever said it."""
-    answers_begin = len(renderer.conversation(prompt)[0])  # up to the assistant's last turn in it; 0 if it has none
+    """Turn two answers to one prompt into a group, the better one first. No token of the prompt is trained, not even
+    the assistant's."""
+    answers_begin = len(renderer.conversation(prompt)[0])  # through the prompt's last assistant turn; 0 if it has none
     pair: Group = []
     for answer, reward in ((chosen, 1.0), (rejected, 0.0)):
         trajectory = record(renderer, [*prompt, *answer], name)
@@ -39,22 +40,22 @@ def record_pair(
 
 
 class RecordedProducer:
-    """Each group once an epoch, every epoch in a new order."""
+    """Put each group once per epoch, each epoch in a new order."""
 
     def __init__(self, groups: Sequence[Group], store: RolloutStore, *, seed: int) -> None:
         self._groups, self._store = groups, store
-        self._which = task_order(len(groups), seed)
+        self._group_index = task_order(len(groups), seed)
 
     async def run(self) -> None:
         while True:
             ticket = await self._store.admit()
-            await self._store.put(ticket, self._groups[self._which(ticket.order)])
+            await self._store.put(ticket, self._groups[self._group_index(ticket.order)])
 
     def drain_metrics(self) -> Metrics:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Which comes next is the store's to know."""
+        """Return no state: the store knows which group is next."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

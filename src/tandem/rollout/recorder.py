@@ -1,7 +1,7 @@
-"""One conversation with the policy, recorded token by token.
+"""Record one conversation between an environment and the policy, token by token.
 
-The trajectory is the concatenation of what the engine was given and what it sampled: opening prompt, sampled ids,
-template glue, sampled ids, ... Nothing is rendered or tokenised twice.
+The trajectory joins what the engine was given and what it sampled: opening prompt, sampled ids, template glue, sampled
+ids, ... No text is rendered or tokenised twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class RecorderRenderer(Protocol):
-    """What a recorder needs of a renderer."""
+    """The renderer methods that a recorder uses."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
     def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]: ...
@@ -35,7 +35,7 @@ class RecorderRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """The assistant's turn as an environment sees it."""
+    """A reply of the policy, as an environment sees it."""
 
     text: str
     truncated: bool
@@ -43,7 +43,7 @@ class AssistantTurn:
 
 
 class Recorder:
-    """A Chat. `opening_ids` are the task's messages, rendered once for all siblings."""
+    """A Chat that records. `opening_ids`: the task's messages, rendered once for all siblings."""
 
     def __init__(
         self, engine: Engine, renderer: RecorderRenderer, task: Task, opening_ids: Sequence[int], sampling: Sampling, *,
@@ -65,11 +65,11 @@ class Recorder:
         self._replying = False
         self._truncated = False
         self._thoughts: list[Thought | None] = []
-        """One a reply."""
+        """One per reply."""
         self.deadline: asyncio.Timeout | None = None
-        """The episode's, which stands still while the engine is asked."""
+        """The episode's deadline; it is suspended while the engine works."""
         self.engine_error: EngineError | None = None
-        """Kept apart from the episode's own errors: an environment's broad `except` must not hide a dead engine."""
+        """Kept separately, so that an environment's broad `except` cannot hide a dead engine."""
 
     def offer(self, tools: Tools) -> None:
         if self._turns:
@@ -82,10 +82,10 @@ class Recorder:
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn:
         if self.engine_error is not None:
-            raise Blocked("asked again after the engine had failed")
+            raise Blocked("asked for a reply after the engine had failed")
         if self._replying:
             raise EpisodeFailed(
-                "raised", f"task {self._task.id}: reply() while another reply() of this chat is under way"
+                "raised", f"task {self._task.id}: reply() while another reply() of this chat is in progress"
             )
         said = list(self._said)
         context = self._context(said)
@@ -109,7 +109,7 @@ class Recorder:
             completion = await self._generate(prompt_ids, sampling)
         finally:
             self._replying = False
-        # Only now: a reply that was cancelled or failed has left no trace, and may be asked for again.
+        # Only now: a reply that failed or was cancelled leaves no trace, and the environment may ask again.
         del self._said[: len(said)]
         self._add(context, [0.0] * len(context), [NO_VERSION] * len(context), trained=False)
         self._add(completion.ids, completion.logprobs, completion.versions, trained=True)
@@ -125,10 +125,10 @@ class Recorder:
         return AssistantTurn(text, self._truncated, tuple(calls))
 
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
-        """Its time is the judge's, which has a deadline of its own."""
+        """Ask the judge. The episode's deadline is suspended meanwhile: the judge has its own."""
         if self._judge is None:
             raise EpisodeFailed(
-                "judge", f"task {self._task.id}: no judge here; the spec's [environment.judge] says which"
+                "judge", f"task {self._task.id}: no judge is configured; set [environment.judge] in the spec"
             )
         with self.off_the_clock():
             return await self._judge.ask(messages, max_tokens=max_tokens)
@@ -147,7 +147,7 @@ class Recorder:
 
     @property
     def thinking_share(self) -> float:
-        """Of what the turns so far might have said, so much was thought: 0 to 1."""
+        """Thinking tokens as a share of the tokens that the replies so far were allowed: 0 to 1."""
         return self.thinking_tokens / (self._sampling.max_tokens * max(1, len(self._thoughts)))
 
     def trajectory(self, reward: float, metrics: dict[str, float], shaping: float = 0.0) -> Trajectory:
@@ -178,7 +178,7 @@ class Recorder:
 
     @contextmanager
     def off_the_clock(self) -> Generator[None]:
-        """Waiting for the engine is none of the episode's own time; nor is it for a judge, or for a worker."""
+        """Suspend the episode's deadline while it waits for the engine, a judge or a worker process."""
         deadline, started = self.deadline, asyncio.get_running_loop().time()
         due = deadline.when() if deadline is not None else None
         if deadline is None or due is None or deadline.expired():
@@ -188,13 +188,13 @@ class Recorder:
         try:
             yield
         finally:
-            with suppress(RuntimeError):  # the episode is over: a stray task of the environment asked
+            with suppress(RuntimeError):  # the episode has ended; a leftover task of the environment asked
                 deadline.reschedule(due + asyncio.get_running_loop().time() - started)
 
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
             with self.off_the_clock():
-                coming = partial(getattr, self._engine, "is_coming", False)  # of one that can tell
+                coming = partial(getattr, self._engine, "is_coming", False)  # only some engines have it
                 async with self._clock.engine_deadline(self._deadline_s, coming):
                     return await self._engine.generate(
                         prompt_ids, sampling, session=self._task.id, on_token=self._clock.token
@@ -204,7 +204,7 @@ class Recorder:
             raise
         except TimeoutError:
             self.engine_error = EngineSilent(
-                f"engine: no token for anybody within engine.deadline_s = {self._deadline_s:g} s; it is dead (see "
-                "log.txt), or so slow that the deadline should be raised"
+                f"engine: no token for any request within engine.deadline_s = {self._deadline_s:g} s; it is dead "
+                "(see log.txt), or slow: then raise the deadline"
             )
             raise self.engine_error from None

@@ -1,11 +1,12 @@
-"""The rollout store of one process.
+"""The in-memory rollout store, for producer and trainer in one process.
 
 consumes: finished groups               waits for: a slot (admit), the oldest start (take)
 produces: groups, oldest started first
 
-The bound: a group started while the engine held version u occupies a slot from then on, and so does every group
-started before it that is not yet released. Slots are released only when the engine holds the version that their groups
-made. There are (max_lag + 1) * groups_per_step, so the group is trained on at version u + max_lag at the latest.
+Why staleness is bounded: a group started while the engine holds version u holds a slot from then on, and so does every
+group started before it and not yet released. Slots are released only once the engine holds the version that their
+groups trained. There are (max_lag + 1) * groups_per_step slots, so the group is trained at version u + max_lag at the
+latest.
 """
 
 from __future__ import annotations
@@ -26,24 +27,29 @@ class MemoryStore:
         self._max_dropped, self._take_timeout_s = max_dropped, take_timeout_s
         self._started = self._held = self._dropped_in_a_row = 0
         self._in_flight: dict[int, Group | None] = {}
-        """By order of start; None until it is put. What is taken leaves, but holds its slot until released."""
-        self._again: deque[int] = deque()
-        """Under way when another process was killed: they hold their slots, and are played anew."""
-        self._asking: deque[asyncio.Future[Ticket]] = deque()
-        self._news = asyncio.Event()
+        """By order of start; None until it is put. A taken group is removed here but holds its slot until `release`."""
+        self._replay: deque[int] = deque()
+        """Orders in progress at the checkpoint that was restored: they hold their slots and are played again."""
+        self._waiting: deque[asyncio.Future[Ticket]] = deque()
+        self._changed = asyncio.Event()
         self._error: BaseException | None = None
+
+    @property
+    def taken(self) -> int:
+        """Number of groups that are taken and not released."""
+        return self._held - len(self._in_flight)
 
     async def admit(self) -> Ticket:
         if self._error is not None:
             raise self._error
-        turn: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
-        self._asking.append(turn)
-        self._let_in()
+        waiter: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._admit_waiting()
         try:
-            return await turn
+            return await waiter
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.exception() is None:  # it was let in, and will never know
-                del self._in_flight[turn.result().order]
+            if not waiter.cancelled() and waiter.exception() is None:  # it got a ticket that the caller never sees
+                del self._in_flight[waiter.result().order]
                 self._free(1)
             raise
 
@@ -54,7 +60,7 @@ class MemoryStore:
             raise StoreError(f"store: ticket {ticket.order} was put with an empty group; drop it with a reason instead")
         self._in_flight[ticket.order] = group
         self._dropped_in_a_row = 0
-        self._news.set()
+        self._changed.set()
 
     async def drop(self, ticket: Ticket, reason: str) -> None:
         if self._in_flight.get(ticket.order, ...) is not None:
@@ -71,37 +77,37 @@ class MemoryStore:
                     "make tasks easier or harder, warm up longer, raise train.group_size, or raise train.max_dropped"
                 )
             )
-        self._news.set()
+        self._changed.set()
 
     async def take(self, count: int) -> list[Group]:
         if count > self.slots:
-            raise StoreError(f"store: take({count}) can never be served by {self.slots} slots")
+            raise StoreError(f"store: take({count}) can never succeed: there are only {self.slots} slots")
         try:
             async with asyncio.timeout(self._take_timeout_s):
                 while self._error is None and not self._ready(count):
-                    self._news.clear()
-                    await self._news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise StoreTimeout(
                 f"store: {count} groups did not finish within {self._take_timeout_s:g} s (train.group_timeout_s); "
-                f"{len(self._in_flight)} are under way"
+                f"{len(self._in_flight)} are in progress"
             ) from None
-        if self._error is not None:  # raised out here: some of our errors are TimeoutErrors themselves
+        if self._error is not None:  # outside the try: some of our errors are TimeoutErrors
             raise self._error
         oldest = list(self._in_flight)[:count]  # a dict keeps insertion order, and tickets are made in order
         return [group for order in oldest if (group := self._in_flight.pop(order)) is not None]
 
     async def release(self, count: int) -> None:
-        taken = self._held - len(self._in_flight)
-        if count > taken:
-            raise StoreError(f"store: release({count}), but only {taken} taken groups hold slots")
+        if count > self.taken:
+            raise StoreError(f"store: release({count}), but only {self.taken} taken groups hold slots")
         self._free(count)
 
     async def ack(self, groups: Sequence[Group]) -> None:
-        """Nothing here outlives the process, so there is nothing to forget."""
+        """Do nothing: this store keeps no taken groups."""
 
     def state(self) -> dict[str, Any]:
-        """What is taken is trained on by now, and its slots are free in whoever goes on: it begins with a publish."""
+        """Return the state for a checkpoint. It omits taken groups: they are trained by then, and a resumed run begins
+        with a publish, which frees their slots."""
         return {
             "started": self._started,
             "in_flight": list(self._in_flight.items()),
@@ -115,16 +121,16 @@ class MemoryStore:
         for order, group in state["in_flight"]:
             self._in_flight[order] = [Trajectory(**each) for each in group] if group else None
             if not group:
-                self._again.append(order)
+                self._replay.append(order)
         self._held = len(self._in_flight)
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._news.set()
-        while self._asking:
-            turn = self._asking.popleft()
-            if not turn.done():
-                turn.set_exception(self._error)
+        self._changed.set()
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(self._error)
 
     def _ready(self, count: int) -> bool:
         oldest = list(self._in_flight.values())[:count]
@@ -132,20 +138,20 @@ class MemoryStore:
 
     def _free(self, count: int) -> None:
         self._held -= count
-        self._news.set()
-        self._let_in()
+        self._changed.set()
+        self._admit_waiting()
 
-    def _let_in(self) -> None:
-        """Hands slots over in the order in which they were asked for: nobody overtakes who is about to wake up."""
-        while self._asking and (self._again or self._held < self.slots):
-            turn = self._asking.popleft()
-            if turn.done():  # cancelled while it waited
+    def _admit_waiting(self) -> None:
+        """Give free slots to the waiting `admit` calls in their order. No later call overtakes one about to wake."""
+        while self._waiting and (self._replay or self._held < self.slots):
+            waiter = self._waiting.popleft()
+            if waiter.done():  # cancelled while it waited
                 continue
-            if self._again:
-                turn.set_result(Ticket(self._again.popleft()))
+            if self._replay:
+                waiter.set_result(Ticket(self._replay.popleft()))
                 continue
             ticket = Ticket(self._started)
             self._started += 1
             self._held += 1
             self._in_flight[ticket.order] = None
-            turn.set_result(ticket)
+            waiter.set_result(ticket)

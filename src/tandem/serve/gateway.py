@@ -1,12 +1,12 @@
-"""The gateway: OpenAI's routes over an engine, with every conversation recorded token by token, and rewarded later.
+"""The gateway: OpenAI's routes over an engine, recording every conversation token by token for a later reward.
 
-POST   /sessions               opens one; its base_url is all that a client has to change
-GET    /sessions               those that are open
-GET    /refused                groups that were refused, with the reasons
-POST   /stamps                 which versions sampled the tokens of a group that was posted elsewhere without them
-GET    /sessions/{id}          its turns: ids, logprobs, versions, text
-POST   /sessions/{id}/reward   what it was worth; its branches become trajectories of one group
-DELETE /sessions/{id}          forgets it
+POST   /sessions               open a session; a client only has to use its base_url
+GET    /sessions               list the open sessions
+GET    /refused                list groups that were refused on delivery, with the reasons
+POST   /stamps                 return which versions sampled the tokens of a group that was posted elsewhere
+GET    /sessions/{id}          show its turns: ids, logprobs, versions, text
+POST   /sessions/{id}/reward   set its reward; its branches become trajectories of one group
+DELETE /sessions/{id}          drop it
 /v1/..., /generate             in a session by the header X-Tandem-Session, or by the path /sessions/{id}/...
 """
 
@@ -32,7 +32,7 @@ from tandem.errors import GroupRefused, TandemError
 from tandem.io.request_key import RequestKey
 from tandem.rollout.atropos.version_lookup import stamp_frame
 from tandem.rollout.sessions.sessions import Bounds, SessionRenderer, Sessions, summary
-from tandem.rollout.sessions.store import Deliver, Leaving, SessionStore
+from tandem.rollout.sessions.store import Deliver, FinishedGroup, SessionStore
 from tandem.rollout.sessions.tree import Session, turn_row
 from tandem.rollout.wire.codec import BINARY, GroupsPost
 from tandem.serve.http.openapi_document import speaks
@@ -47,12 +47,12 @@ from tandem.types import MAX_NUMBER, Message
 _log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S, _MOST_PAUSE_S, _TIDY_S = 2.0, 300.0, 30.0
-_AT_A_TIME = 8  # deliveries
+_AT_A_TIME = 8  # concurrent deliveries
 _MAX_KEY, _MAX_REASON, _MAX_SHOWN = 255, 2000, 100
 
 
 class Recording(ChatRenderer, SessionRenderer, Protocol):
-    """A renderer that answers requests and joins turns."""
+    """The renderer methods that the gateway uses: OpenAI's routes and sessions."""
 
 
 def gateway_service(
@@ -67,7 +67,8 @@ def gateway_service(
     bounds: Bounds | None = None,
     max_requests: int = 4096,
 ) -> Service:
-    """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
+    """Build the service. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
+    `max_requests`: most samples at a time."""
     renderer = renderer.within(context)
     sessions = Sessions(renderer, store, bounds)
     openai = OpenAi(engine, renderer, Recorded(sessions), model_id, context, num_ids, max_requests)
@@ -104,15 +105,15 @@ def _count(sessions: Sessions, store: SessionStore, registry: CollectorRegistry)
         "tandem_sessions_made": ("Sessions opened since the start.", lambda: sessions.made),
         "tandem_sessions_expired": ("Sessions forgotten without a reward.", lambda: sessions.expired),
         "tandem_session_branches_made": ("Turns that branched off an earlier one.", lambda: sessions.branched),
-        "tandem_sessions_undelivered": ("Finished sessions that are not delivered.", lambda: store.waiting),
-        "tandem_groups_refused": ("Groups that were refused and set aside.", lambda: store.num_refused),
+        "tandem_sessions_undelivered": ("Finished sessions that are not delivered.", lambda: store.num_undelivered),
+        "tandem_groups_refused": ("Groups that were refused on delivery and set aside.", lambda: store.num_refused),
     }
     for name, (text, number) in numbers.items():
         Gauge(name, text, registry=registry).set_function(number)
 
 
 class Recorded:
-    """Requests go on from turns that were recorded, and are recorded as turns."""
+    """Match requests to recorded turns, and record their samples as new turns."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -138,13 +139,13 @@ class Recorded:
         distinct = {session.id: session for session in sessions}
 
         @contextmanager
-        def under_way() -> Generator[None]:
+        def in_progress() -> Generator[None]:
             with ExitStack() as stack:
                 for session in distinct.values():
-                    stack.enter_context(self.sessions.under_way(session))
+                    stack.enter_context(self.sessions.in_progress(session))
                 yield
 
-        return OpenedSamples(places, under_way)
+        return OpenedSamples(places, in_progress)
 
 
 # --- the routes
@@ -207,7 +208,7 @@ class _GatewayApi:
             if (reply := self.store.answered(once)) is None:
                 found = self.sessions.find(session)
                 if found.running or found.finishing:
-                    raise RequestRefused(409, f"session '{session}' has requests under way; wait for them")
+                    raise RequestRefused(409, f"session '{session}' has requests in progress; wait for them")
                 reply = {"id": session, "dropped": True}
                 self.sessions.drop(found)
                 await self.store.answer(once, reply)
@@ -251,13 +252,13 @@ class _GatewayApi:
 
     @asynccontextmanager
     async def _once(self, request: Request) -> AsyncIterator[RequestKey | None]:
-        """One request of a key at a time: the second waits for the first one's answer."""
+        """Handle one request per key at a time: a second waits for the first one's reply."""
         key = request.headers.get("idempotency-key", "")
         if not key:
             yield None
             return
         if len(key) > _MAX_KEY:
-            raise RequestRefused(422, f"a key has at most {_MAX_KEY} characters", field="idempotency-key")
+            raise RequestRefused(422, f"longer than {_MAX_KEY} characters", field="idempotency-key")
         lock, waiting = self._keys.get(key, (asyncio.Lock(), 0))
         self._keys[key] = lock, waiting + 1
         try:
@@ -275,26 +276,26 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("ends", "text_size")}
 
 
-# --- what leaves
+# --- delivery
 
 
 class _Delivery:
-    """Takes groups that are complete to where they belong, several at a time, again and again until they are there.
+    """Deliver complete groups, several at a time, and retry until they arrive.
 
-    One that failed stands behind those that did not, and after a pause that grows; one that is refused for good is set
-    aside.
+    A group that failed is retried after a growing pause, behind groups that have not failed. A group that the receiver
+    refuses is set aside.
     """
 
     def __init__(self, sessions: Sessions, store: SessionStore, deliver: Deliver, registry: CollectorRegistry) -> None:
         self._sessions, self._store, self._deliver = sessions, store, deliver
-        self._news = asyncio.Event()
-        self._queue: asyncio.PriorityQueue[tuple[int, int, Leaving]] = asyncio.PriorityQueue()
+        self._changed = asyncio.Event()
+        self._queue: asyncio.PriorityQueue[tuple[int, int, FinishedGroup]] = asyncio.PriorityQueue()
         self._order = itertools.count()
         self._queued = set[str]()
-        self._ended = set[str]()
-        """Since the last look around began: what it saw may be gone already."""
+        self._delivered = set[str]()
+        """Groups delivered since the last listing began: that listing may still contain them."""
         self._failed: dict[str, tuple[int, float]] = {}
-        """How often, and when it is tried again."""
+        """By group: number of failures, and the time of the next try."""
         self._tasks: list[asyncio.Task[None]] = []
         self.groups = Counter("tandem_groups_delivered", "Groups delivered.", registry=registry)
         self.failures = Counter("tandem_delivery_failures", "Deliveries that are tried again.", registry=registry)
@@ -303,7 +304,7 @@ class _Delivery:
         self._tasks = [asyncio.create_task(work()) for work in (self._run, *[self._work] * _AT_A_TIME)]
 
     def wake(self) -> None:
-        self._news.set()
+        self._changed.set()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -312,25 +313,25 @@ class _Delivery:
 
     async def _run(self) -> None:
         while True:
-            self._news.clear()
+            self._changed.clear()
             try:
                 self._sessions.expire()
                 await self._store.tidy()
-                self._ended.clear()
-                wait_s = self._enqueue(await self._store.leaving())
-            except TandemError as error:  # a full disk, for one: what was acknowledged is there still
+                self._delivered.clear()
+                wait_s = self._enqueue(await self._store.finished_groups())
+            except TandemError as error:  # such as a full disk: acknowledged sessions stay stored
                 _log.warning("deliveries: %s", error)
                 wait_s = _TRY_AGAIN_S
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), wait_s)
+                await asyncio.wait_for(self._changed.wait(), wait_s)
 
-    def _enqueue(self, leaving: Sequence[Leaving]) -> float:
-        """Those that are due. In how many seconds there may be more."""
+    def _enqueue(self, groups: Sequence[FinishedGroup]) -> float:
+        """Queue the groups that are due; return the seconds until more may be."""
         now = time.monotonic()
         wait_s = _TIDY_S
-        for group in leaving:
+        for group in groups:
             failures, due = self._failed.get(group.name, (0, now))
-            if group.name in self._queued or group.name in self._ended:
+            if group.name in self._queued or group.name in self._delivered:
                 continue
             if due > now:
                 wait_s = min(wait_s, due - now)
@@ -343,21 +344,21 @@ class _Delivery:
         while True:
             failures, _, group = await self._queue.get()
             try:
-                await self._one(group)
+                await self._deliver_one(group)
                 self._failed.pop(group.name, None)
             except (TandemError, OSError) as error:
                 pause_s = min(_TRY_AGAIN_S * 2 ** min(failures, 16), _MOST_PAUSE_S)
                 self._failed[group.name] = (failures + 1, time.monotonic() + pause_s)
                 self.failures.inc()
                 _log.warning(
-                    "group %s is not delivered yet, and is tried again in %g s: %s: %s",
+                    "group %s could not be delivered; retry in %g s: %s: %s",
                     group.name, pause_s, type(error).__name__, error,
                 )  # fmt: skip
-                self._news.set()  # its pause may end before the next look around
+                self._changed.set()  # its pause may end before the next listing
             finally:
                 self._queued.discard(group.name)
 
-    async def _one(self, group: Leaving) -> None:
+    async def _deliver_one(self, group: FinishedGroup) -> None:
         try:
             if group.rows:
                 await self._deliver(group)
@@ -365,13 +366,13 @@ class _Delivery:
             refused: Exception = error
         except (TandemError, OSError):
             raise
-        except (OverflowError, RecursionError, TypeError, ValueError) as error:  # it cannot even be written down
+        except (OverflowError, RecursionError, TypeError, ValueError) as error:  # it cannot be serialised
             refused = error
         else:
-            await self._store.gone(group)
-            self._ended.add(group.name)
+            await self._store.delivered(group)
+            self._delivered.add(group.name)
             self.groups.inc()
             return
         _log.error("group %s is set aside: %s: %s", group.name, type(refused).__name__, refused)
         await self._store.set_aside(group, f"{type(refused).__name__}: {refused}"[:_MAX_REASON])
-        self._ended.add(group.name)
+        self._delivered.add(group.name)

@@ -1,1 +1,1 @@
-"""Other people's environments, each behind one file; what a file needs is an extra of the package of the same name."""
+"""Adapters for environments of other libraries, one file each; their requirements are extras of the package."""

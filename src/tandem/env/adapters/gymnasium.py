@@ -1,4 +1,4 @@
-"""Gymnasium environments, played in text: what is observed is a user's message, the reply is the action.
+"""Play Gymnasium environments in text: an observation is a user message, the reply is the action.
 
     [environment]
     name = "gymnasium:FrozenLake-v1"       # or "gymnasium:package:Name-v0", which imports the package first
@@ -7,7 +7,7 @@
     observe = "render"
     actions = ["left", "down", "right", "up"]
 
-A task is a seed of `reset`, so siblings meet the same start. The episode's reward is the sum of its steps' rewards.
+A task is a seed of `reset`, so siblings have the same start. The episode's reward is the sum of its steps' rewards.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _COLOURED = re.compile(r"\x1b\[((?:\d+;?)+)m(.*?)\x1b\[0m", re.DOTALL)
 @dataclass(frozen=True)
 class Gymnasium:
     id: str
-    """As `gymnasium.make` takes it: the name after the colon."""
+    """The name after the colon, for `gymnasium.make`."""
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    """For `gymnasium.make`."""
+    """Arguments of `gymnasium.make`."""
     tasks_train: int = 256
-    """So many seeds; each is reset once before the run, to know its first observation."""
+    """Number of seeds. Each is reset once before the run, for its first observation."""
     tasks_eval: int = 64
     max_steps: int = 32
-    """Replies of an episode; an environment may end it sooner."""
+    """Most replies in an episode; the environment may end it sooner."""
     observe: Literal["observation", "render"] = "observation"
-    """What the model is shown: the observation (texts as they are, all else as JSON), or the picture in letters that
-    environments with render_mode "ansi" draw."""
+    """What the model sees: the observation (text unchanged, other values as JSON), or the text picture of render_mode
+    "ansi"."""
     actions: tuple[str, ...] = ()
-    """Names of the actions of a Discrete space, in their order."""
+    """Names of a Discrete space's actions, in order."""
     instruction: str = ""
-    """Stands before the first observation; when empty, it says what an action looks like."""
+    """Text before the first observation; when empty, a description of an action."""
 
     def __post_init__(self) -> None:
         check_params(self, tasks_train=(1, _EVAL_SEED), tasks_eval=(1, _EVAL_SEED), max_steps=(1, 10_000))
@@ -76,7 +76,7 @@ class Gymnasium:
         with closing(self._make()) as game:
             observation, info = game.reset(seed=task.payload["seed"])
             if self._shown(game, observation) != task.payload["shown"]:
-                text = f"reset(seed={task.payload['seed']}) gave another start than before; equal seeds must be equal"
+                text = f"reset(seed={task.payload['seed']}) gave another start than before; equal seeds must agree"
                 raise EpisodeFailed("raised", f"task {task.id}: {text}")
             reward, steps, unreadable, ended = 0.0, 0, 0, False
             for turn in range(self.max_steps):
@@ -108,7 +108,7 @@ class Gymnasium:
             raise SpecError(f"environment.params.actions: {len(self.actions)} names, but the action space is {space}")
 
     def _read(self, reply: str, space: Any) -> tuple[Any, str]:
-        """An action of the space, or what is wrong with the reply."""
+        """Read an action from a reply; return it, or what is wrong with the reply."""
         if isinstance(space, _spaces().Text):
             read: Callable[[str], Any] = str.strip
         elif isinstance(space, _spaces().Discrete):
@@ -124,7 +124,7 @@ class Gymnasium:
         return None, f"This is no action. {_how_to_act(space, self.actions)}"
 
     def _discrete(self, reply: str) -> int:
-        """The last name of an action, or the last number, that the reply writes."""
+        """Return the action of the last action name, or of the last number, in a reply."""
         if self.actions:
             number_of = {name.lower(): number for number, name in enumerate(self.actions)}
             longest_first = sorted(map(re.escape, number_of), key=len, reverse=True)
@@ -152,7 +152,7 @@ def _text(observation: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Without numpy: what JSON has a word for."""
+    """Convert numpy values to values that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_colours(picture: str) -> str:
-    """A terminal's colours as words: `[yellow: ]`. In some environments the colour is where the player stands."""
+    """Write terminal colours as words, `[yellow: ]`: in some environments a colour marks the player's position."""
 
     def named(found: re.Match[str]) -> str:
         codes = [int(code) for code in found[1].split(";") if code]
@@ -172,7 +172,7 @@ def _plain_colours(picture: str) -> str:
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    """Of the last step's info: those that are one finite number."""
+    """Return the finite numbers in the last step's info."""
     found: dict[str, float] = {}
     for key, value in info.items():
         try:

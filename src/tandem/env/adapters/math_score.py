@@ -1,8 +1,8 @@
-"""Is this answer right? Asked of math-verify in a process of its own: `python -m tandem.env.adapters.math_score`.
+"""Score answers by math-verify in a child process: `python -m tandem.env.adapters.math_score`.
 
-math-verify ends what takes too long by an alarm signal, which reaches the main thread of a process only, and there the
-alarm belongs to the deadline of episodes. And what a model writes can fill the memory, or hold a C function for
-good: that costs this process, and the answer counts as wrong.
+math-verify enforces its timeouts by an alarm signal, which reaches only the main thread, where episodes already use the
+alarm for their deadlines. Also, a model's text can fill the memory or block a C function for ever. Then only the child
+process is lost, and the answer counts as wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from tandem.errors import EnvironmentFailed, SpecError
 
 MAX_CHARS = 8_000
-"""Of a reply; its end, where the answer is."""
+"""Characters of a reply that are read: its end, where the answer is."""
 _MEMORY_BYTES = 4 * 2**30
 _START_S = 120.0
 
@@ -34,23 +34,23 @@ _START_S = 120.0
 class MathScore:
     correct: bool
     read: bool = True
-    """An answer was found in the reply."""
+    """Whether the reply contains an answer."""
     scored: bool = True
-    """False: it took too long, or took the scorer down."""
+    """False if scoring took too long or ended the scorer process."""
 
 
 class MathScorer:
-    """Started by the first question, started again after one that ended it; ends with the process that asks."""
+    """Owns the scorer process: started at the first question, restarted after one that ended it."""
 
     def __init__(self, timeout_s: int = 3) -> None:
-        """`timeout_s`: of each step (reading, comparing)."""
+        """`timeout_s`: for each step (reading, comparing)."""
         self._timeout_s = timeout_s
-        self._thread = ThreadPoolExecutor(1, "math-score")  # not asyncio's own: a slow answer would hold others up
-        self._process: subprocess.Popen[str] | None = None
+        self._thread = ThreadPoolExecutor(1, "math-score")  # not asyncio's threads: slow answers would block other work
+        self.process: subprocess.Popen[str] | None = None
         self._end: Callable[[], object] = _nothing
 
     async def score(self, gold: str, reply: str) -> MathScore:
-        """`gold` and `reply` as a person would write them: LaTeX in $ or \\boxed, or a plain expression."""
+        """Score a reply. `gold` and `reply` are LaTeX in $ or \\boxed, or plain expressions."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, gold, reply[-MAX_CHARS:])
 
     def close(self) -> None:
@@ -58,11 +58,11 @@ class MathScorer:
         self._end()
 
     def _score(self, gold: str, reply: str) -> MathScore:
-        process = self._process
+        process = self.process
         if process is None or process.poll() is not None:
-            process = self._process = self._start()
+            process = self.process = self._start()
         question = {"gold": gold, "reply": reply, "timeout_s": self._timeout_s}
-        # Reading twice and comparing have a deadline each; this one is for what an alarm does not end.
+        # Reading (twice) and comparing each have a timeout; this deadline is for code that an alarm cannot end.
         answer = _asked(process, json.dumps(question) + "\n", 4.0 * self._timeout_s)
         if answer is None:
             self._end()
@@ -87,7 +87,7 @@ def needs_math_verify(name: str) -> None:
 
 
 def _nothing() -> None:
-    """No process is there to be ended."""
+    """Do nothing: no process has been started."""
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -100,7 +100,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _asked(process: subprocess.Popen[str], line: str, deadline_s: float) -> dict[str, Any] | None:
-    """One line for one line; None if it died, or had to be killed."""
+    """Send a line and return the answer; None if the process died or had to be killed."""
     assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(deadline_s, process.kill)
@@ -121,7 +121,7 @@ def main() -> None:
     library: Any = importlib.import_module("math_verify")
     parse, verify = library.parse, library.verify
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    told, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    told, sys.stdout = sys.stdout, sys.stderr  # libraries may print; keep that out of the answers
     print("{}", file=told, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

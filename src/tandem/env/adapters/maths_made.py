@@ -1,4 +1,4 @@
-"""Problems made by code, in the form of GSM8K and of MATH: equal seeds, equal problems, on every machine."""
+"""Generate problems in the form of GSM8K and of MATH. Equal seeds give equal problems on every machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fractions import Fraction
 class Problem:
     question: str
     solution: str
-    """Worked, and with its answer marked as the data set marks it."""
+    """The worked solution, with its answer marked as in the data set."""
     answer: str
 
 
 def word_problems(count: int, steps: int, seed: int) -> list[Problem]:
-    """`steps`: calculations from the question to the answer. All different."""
+    """Return `count` different problems. `steps`: calculations from question to answer."""
     return _different(count, random.Random(f"words {seed}"), lambda rng: _story(rng, steps))
 
 

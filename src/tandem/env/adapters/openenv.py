@@ -1,13 +1,13 @@
-"""OpenEnv environments: a server of theirs, asked over its WebSocket by their client, one session an episode.
+"""Play OpenEnv environments on an OpenEnv server, by its own WebSocket client, with one session per episode.
 
     [environment]
     name = "openenv:http://127.0.0.1:8000"
 
     [environment.params]
-    observe = ["echoed_message"]           # shown as text; all of the observation, as JSON, when empty
-    action = "message"                     # the field that the reply becomes; empty: the reply is the action, as JSON
+    observe = ["echoed_message"]           # shown as text; when empty, the whole observation as JSON
+    action = "message"                     # the field that holds the reply; when empty, the reply is the action as JSON
 
-A task is a set of arguments of `reset`, by default a seed. The reward is the sum of the steps'.
+A task is a set of arguments of `reset`, by default a seed. The reward is the sum of the steps' rewards.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from tandem.types import Outcome, Task
 
 _EVAL_SEED = 1_000_000
 _SCHEMA_S = 10.0
-_REFUSED = "VALIDATION_ERROR"  # their client has no class for it
+_REFUSED = "VALIDATION_ERROR"  # their client raises a RuntimeError with this text
 
 
 @dataclass(frozen=True)
 class OpenEnv:
     id: str
-    """Where the server is: what stands after the colon."""
+    """The server's address: the part after the colon."""
     observe: tuple[str, ...] = ()
-    """Fields of the observation that the model is shown, as text; when empty, all but `metadata`, as JSON."""
+    """Fields of the observation to show, as text; when empty, all except `metadata`, as JSON."""
     action: str = ""
-    """The field of an action that takes the whole reply; when empty, the reply must be an action, as JSON."""
+    """The action's field that takes the whole reply; when empty, the reply must be an action as JSON."""
     instruction: str = ""
-    """Opens the conversation, before the first observation; when empty, it says what an action looks like."""
+    """Text before the first observation; when empty, a description of an action."""
     tasks_train: int = 256
     tasks_eval: int = 64
     resets: tuple[dict[str, Any], ...] = ()
-    """Arguments of `reset`, one task each, instead of seeds; one in eight is held out, and it must be two at least."""
+    """Arguments of `reset`, one task each, instead of seeds; at least two. One in eight is held out."""
     seeded: bool = True
-    """Without `resets`, whether `reset` is given the task's seed."""
+    """Whether `reset` gets the task's seed, where `resets` is empty."""
     max_steps: int = 32
     timeout_s: float = 60.0
-    """For each answer of the server."""
+    """Timeout of each answer of the server."""
 
     def __post_init__(self) -> None:
         check_params(self, tasks_train=(1, _EVAL_SEED), tasks_eval=(1, _EVAL_SEED), max_steps=(1, 10_000))
         name = f"environment.name = 'openenv:{self.id}'"
         if importlib.util.find_spec("openenv") is None:
             raise SpecError(f"{name}: pip install 'tandem-rl[openenv]'")
-        importlib.import_module("openenv.core")  # takes seconds: here no episode waits for it
+        importlib.import_module("openenv.core")  # takes seconds, which must not count against an episode
         if urllib.parse.urlsplit(self.id).scheme not in ("http", "https", "ws", "wss"):
             raise SpecError(f"{name}: write the server's address, as in openenv:http://127.0.0.1:8000")
         if len(self.resets) == 1:
-            raise SpecError("environment.params.resets: one is too few; 'train' and 'eval' need one each")
+            raise SpecError("environment.params.resets: has one entry; 'train' and 'eval' need one each")
         self._check_fields("action", [self.action] if self.action else [])
         self._check_fields("observe", self.observe)
 
@@ -132,7 +132,7 @@ class OpenEnv:
         return "\n".join(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values)
 
     def _read(self, reply: str) -> tuple[dict[str, Any] | None, str]:
-        """An action, or what is wrong with the reply. Of the action's own fields the server is the judge."""
+        """Read an action from a reply; return it, or what is wrong with the reply. The server checks its fields."""
         if self.action:
             kind = _schema(self.id, "action")["properties"][self.action].get("type", "string")
             if kind == "string":
@@ -153,7 +153,7 @@ class OpenEnv:
 
 @lru_cache(maxsize=16)
 def _schema(url: str, kind: str) -> dict[str, Any]:
-    """Of an action or an observation, as the server says it."""
+    """Return the server's schema of an action or observation."""
     place = urllib.parse.urlsplit(url.rstrip("/") + "/schema")
     place = place._replace(scheme={"ws": "http", "wss": "https"}.get(place.scheme, place.scheme))
     try:
@@ -161,5 +161,5 @@ def _schema(url: str, kind: str) -> dict[str, Any]:
             schema = json.load(response)[kind]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EnvironmentFailed(f"environment.name = 'openenv:{url}': {place.geturl()}: {error}") from error
-    theirs = ("metadata", "done", "reward")  # in every one of them
+    theirs = ("metadata", "done", "reward")  # fields of every OpenEnv type
     return {**schema, "properties": {key: each for key, each in schema["properties"].items() if key not in theirs}}

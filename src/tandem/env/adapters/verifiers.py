@@ -1,14 +1,14 @@
-"""Environments of verifiers (0.4: tasksets, harnesses, agents), played by their own rollout with our Chat as the model.
+"""Play environments of verifiers 0.4 by its own rollout, with a Chat as the model.
 
     [environment]
     name = "verifiers:my-taskset"          # an installed package that exports a Taskset
 
     [environment.params]
-    taskset = { difficulty = "hard" }      # its own configuration
-    env = { agent = { max_turns = 8 } }    # and that of the environment around it
+    taskset = { difficulty = "hard" }      # the taskset's configuration
+    env = { agent = { max_turns = 8 } }    # the environment's configuration
 
-Everything of theirs stays theirs: setup, tools, user turns, limits, stops, rewards, metrics. Only the model is another:
-their client asks an endpoint of ours, so each token is sampled, counted and stamped by the Chat.
+verifiers runs everything except the model: setup, tools, user turns, limits, stops, rewards, metrics. Its client calls
+an endpoint in this process, so that the Chat samples each token and records its version.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Verifiers:
     id: str
     """The taskset: the name after the colon."""
     taskset: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of its configuration."""
+    """Fields of the taskset's configuration."""
     eval_taskset: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields that differ for evaluation, such as a split; when empty, one task in eight of the taskset is held out."""
     env: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Fields of the environment's configuration: `id`, limits, and the seat of its one agent."""
+    """Fields of the environment's configuration: `id`, limits, and its one agent."""
     max_tasks: int = 10_000
-    """Of a split: a taskset may be endless."""
+    """Most tasks of a split: a taskset may be endless."""
 
     _theirs: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict[str, Any])
     _tasks: dict[str, dict[str, Any]] = field(
@@ -59,7 +59,7 @@ class Verifiers:
         self._theirs["served"] = _VerifiersRuntime(self._theirs["env"])
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Each with their own id or name, if it has one; else with what its key begins with."""
+        """Return a split's tasks. A task's id is its own id or name, or else the beginning of its key."""
         if split not in ("train", "eval"):
             raise SpecError(f"split = '{split}': an environment has 'train' and 'eval'")
         return [_task(task_id, theirs, split) for task_id, theirs in self._split(split).items()]
@@ -68,28 +68,28 @@ class Verifiers:
         theirs = self._split(task.payload["split"])[task.id]
         served: _VerifiersRuntime = self._theirs["served"]
         await served.ready()
-        line = served.endpoint.line()
+        questions = served.endpoint.questions()
 
         def on_trace(trace: Any) -> None:
-            line.add(trace.id)
+            questions.add(trace.id)
 
         play: Coroutine[Any, Any, Any] = self._theirs["env"].run_episode(theirs, served.context(), on_trace=on_trace)
         episode = asyncio.create_task(play)
-        episode.add_done_callback(lambda _: line.end())
+        episode.add_done_callback(lambda _: questions.end())
         conversation = VerifiersConversation(task.id, task.messages, chat)
         try:
-            while (question := await line.next()) is not None:
+            while (question := await questions.next()) is not None:
                 body, answer = question
                 completion = await conversation.reply(body)
                 if not answer.done():
                     answer.set_result(completion)
             return _outcome(task.id, await episode)
         finally:
-            line.close()
+            questions.close()
             episode.cancel()
             await asyncio.wait({episode})
             if not episode.cancelled():
-                episode.exception()  # looked at, whatever it is: what failed first is what counts
+                episode.exception()  # retrieved, or asyncio would log it; the first error was raised above
 
     def _split(self, split: str) -> dict[str, Any]:
         if split not in self._tasks:
@@ -115,21 +115,21 @@ class Verifiers:
         vf = _library(self.id)
         settings = {**self.env, "taskset": {**self.env.get("taskset", {}), **taskset, "id": self.id}}
         kind = vf.env_config_type(self.id, self.env.get("id", ""))
-        seats = [name for name, each in kind.model_fields.items() if isinstance(each.default, vf.AgentConfig)]
-        if len(seats) != 1:
+        agents = [name for name, each in kind.model_fields.items() if isinstance(each.default, vf.AgentConfig)]
+        if len(agents) != 1:
             raise SpecError(
-                f"environment.name = 'verifiers:{self.id}': it has {len(seats)} agents ({', '.join(seats)}), and a "
-                "Chat is one conversation; run it against `tandem gateway`, which records many"
+                f"environment.name = 'verifiers:{self.id}': it has {len(agents)} agents ({', '.join(agents)}), and "
+                "this adapter plays one; run it against `tandem gateway`, which records several"
             )
-        (seat,) = seats
-        agent: dict[str, Any] = {"runtime": {"type": "subprocess"}, **self.env.get(seat, {})}
-        if "harness" not in agent and vf.default_harness_id(self.id) == "bash":  # the taskset brings none of its own
+        (agent_name,) = agents
+        agent: dict[str, Any] = {"runtime": {"type": "subprocess"}, **self.env.get(agent_name, {})}
+        if "harness" not in agent and vf.default_harness_id(self.id) == "bash":  # the taskset has no harness
             agent["harness"] = {"id": HARNESS}
-        return vf.resolve_env_config({**settings, seat: agent})
+        return vf.resolve_env_config({**settings, agent_name: agent})
 
 
 class _VerifiersRuntime:
-    """What their episodes need around them, for as long as the event loop runs: started by the first of them."""
+    """The endpoint and servers that episodes need; the first episode on an event loop starts them."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -148,7 +148,7 @@ class _VerifiersRuntime:
     def context(self) -> Any:
         vf: Any = importlib.import_module("verifiers.v1")
         headers = {SECRET: self.endpoint.secret}
-        # A variable that is never set: no key of the operator goes anywhere.
+        # A variable that is never set, so that no API key of the user is sent.
         client = vf.EvalClientConfig(base_url=self.endpoint.url, api_key_var="TANDEM_NO_KEY", headers=headers)
         return vf.ModelContext(model=_MODEL, client=client)
 
@@ -156,8 +156,8 @@ class _VerifiersRuntime:
         try:
             async with self.endpoint.serving(), self._env.serving():
                 ready.set_result(None)
-                await asyncio.get_running_loop().create_future()  # until the loop ends, and cancels it
-        except Exception as error:  # noqa: BLE001 - theirs, told to the episode that waits
+                await asyncio.get_running_loop().create_future()  # until the event loop ends and cancels it
+        except Exception as error:  # noqa: BLE001 - passed to the waiting episode
             if not ready.done():
                 ready.set_exception(error)
 
@@ -169,13 +169,13 @@ def _library(taskset: str) -> Any:
         vf = importlib.import_module("verifiers.v1")
     except ImportError as error:
         raise SpecError(f"environment.name = 'verifiers:{taskset}': verifiers 0.4 is needed: {error}") from error
-    if HARNESS not in sys.modules:  # they find a harness by the name of a module at the top
+    if HARNESS not in sys.modules:  # verifiers finds a harness by a top-level module name
         sys.modules[HARNESS] = importlib.import_module("tandem.env.adapters.verifiers_harness")
     return vf
 
 
 def _held_out(tasks: list[Any]) -> list[Any]:
-    """One in eight, by a digest of their keys: always the same ones."""
+    """Hold out one task in eight by a digest of its key, so that it is always the same ones."""
     return sorted(tasks, key=lambda theirs: hashlib.blake2b(theirs.key.encode()).digest())[: max(1, len(tasks) // 8)]
 
 

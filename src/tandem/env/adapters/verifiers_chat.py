@@ -1,8 +1,7 @@
-"""A model's endpoint for verifiers, behind which is a Chat: what their rollout asks for is said by our policy, and
-recorded token by token.
+"""An OpenAI-compatible endpoint on loopback for verifiers' client, answered by a Chat that records tokens.
 
-An OpenAI-compatible server on loopback, as their client wants one. It answers nothing itself: each question is handed
-to the episode that it belongs to (by the session's header, which is their trace's id), and that episode asks its Chat.
+The server passes each request to its episode, found by the session header (the id of verifiers' trace), and the
+episode asks its Chat for the reply.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ SESSION, SECRET = "X-Session-ID", "X-Tandem-Secret"
 _MAX_BODY = 64 * 2**20
 
 Answer = asyncio.Future[dict[str, Any] | None]
-"""None: the episode is over."""
+"""The completion; None if the episode has ended."""
 
 
 class VerifiersConversation:
-    """One Chat, asked with the whole conversation each time, as OpenAI's API has it. History cannot be changed."""
+    """Answer OpenAI requests, which hold the whole conversation, from one Chat. Requests cannot change the history."""
 
     def __init__(self, task_id: str, opening: Sequence[Message], chat: Chat) -> None:
         self._task_id, self._chat = task_id, chat
@@ -43,8 +42,8 @@ class VerifiersConversation:
         if asked[:known] != self._seen or any(message["role"] == "assistant" for message in asked[known:]):
             raise EpisodeFailed(
                 "raised",
-                f"task {self._task_id}: the harness asked with another history than it had (a summary, a second "
-                "agent?); a Chat is one conversation that only grows. `tandem gateway` records branches",
+                f"task {self._task_id}: the harness sent another history than before (a summary, a second "
+                "agent?); a Chat is one growing conversation. `tandem gateway` records branches",
             )
         self._offer(body.get("tools") or [])
         self._chat.say(*asked[known:])
@@ -67,7 +66,7 @@ class VerifiersConversation:
         spoken: dict[str, Any] = {"role": "assistant", "content": reply.text}
         calls: list[dict[str, Any]] = []
         for call in reply.tool_calls:
-            # One that cannot be read is handed on as it was written: the harness finds that it is no JSON, and says so.
+            # An unreadable call is passed on as written: the harness finds the invalid JSON and tells the model.
             arguments = call.raw if call.error else json.dumps(dict(call.arguments), ensure_ascii=False)
             function = {"name": call.name or "unreadable", "arguments": arguments}
             calls.append({"id": f"call_{self._calls}", "type": "function", "function": function})
@@ -76,7 +75,7 @@ class VerifiersConversation:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a template reads of it, so that two ways to write one message are equal."""
+    """Return the parts of a message that a template reads, so that two forms of one message are equal."""
     plain: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"))}
     calls = cast("list[dict[str, Any]]", message.get("tool_calls") or [])
     if calls:
@@ -98,7 +97,7 @@ def _text(content: Any) -> str:
         return content or ""
     parts = cast("list[dict[str, Any]]", content)
     if any(part.get("type") != "text" for part in parts):
-        raise EpisodeFailed("raised", "a message holds something else than text; the policy reads only text")
+        raise EpisodeFailed("raised", "a message has a part that is not text; the policy reads only text")
     return "\n".join(part["text"] for part in parts)
 
 
@@ -111,21 +110,21 @@ def _completion(spoken: dict[str, Any], truncated: bool, model: str) -> dict[str
 
 
 class EpisodeQuestions:
-    """The questions of one episode."""
+    """The requests of one episode."""
 
-    def __init__(self, open_lines: dict[str, EpisodeQuestions]) -> None:
-        self._open_lines = open_lines
+    def __init__(self, by_session: dict[str, EpisodeQuestions]) -> None:
+        self._by_session = by_session
         self._sessions: list[str] = []
         self._queue: asyncio.Queue[tuple[dict[str, Any], Answer] | None] = asyncio.Queue()
         self._waiting: set[Answer] = set()
 
     def add(self, session: str) -> None:
-        """Questions of this session are this episode's."""
+        """Pass requests of this session to this episode."""
         self._sessions.append(session)
-        self._open_lines[session] = self
+        self._by_session[session] = self
 
     def end(self) -> None:
-        """There will be no more questions."""
+        """Note that no more requests will come."""
         self._queue.put_nowait(None)
 
     async def next(self) -> tuple[dict[str, Any], Answer] | None:
@@ -142,7 +141,7 @@ class EpisodeQuestions:
 
     def close(self) -> None:
         for session in self._sessions:
-            self._open_lines.pop(session, None)
+            self._by_session.pop(session, None)
         for answer in self._waiting:
             if not answer.done():
                 answer.set_result(None)
@@ -150,18 +149,18 @@ class EpisodeQuestions:
 
 @dataclass
 class Endpoint:
-    """Serves as long as its `serving()` lasts."""
+    """The HTTP server; it runs inside `serving()`."""
 
     url: str = ""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    _lines: dict[str, EpisodeQuestions] = field(default_factory=dict[str, EpisodeQuestions])
+    _by_session: dict[str, EpisodeQuestions] = field(default_factory=dict[str, EpisodeQuestions])
 
-    def line(self) -> EpisodeQuestions:
-        return EpisodeQuestions(self._lines)
+    def questions(self) -> EpisodeQuestions:
+        return EpisodeQuestions(self._by_session)
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
-        web: Any = importlib.import_module("aiohttp.web")  # verifiers brings it
+        web: Any = importlib.import_module("aiohttp.web")  # a requirement of verifiers
 
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_post("/v1/chat/completions", self._answer)
@@ -181,9 +180,9 @@ class Endpoint:
 
         if not secrets.compare_digest(request.headers.get(SECRET, ""), self.secret):
             return web.json_response({"error": {"message": "unauthorized"}}, status=401)
-        line = self._lines.get(request.headers.get(SESSION, ""))
+        questions = self._by_session.get(request.headers.get(SESSION, ""))
         body = await request.json()
-        completion = await line.ask(body) if line is not None else None
+        completion = await questions.ask(body) if questions is not None else None
         if completion is None:
             return web.json_response({"error": {"message": "no episode of this session is being played"}}, status=404)
         if not body.get("stream"):
@@ -196,7 +195,7 @@ class Endpoint:
 
 
 def _chunk(completion: dict[str, Any]) -> dict[str, Any]:
-    """The whole answer as the only piece of a stream."""
+    """Return the completion as the only chunk of a stream."""
     choice = completion["choices"][0]
     calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls", []))]
     delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}

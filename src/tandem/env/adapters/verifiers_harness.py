@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""A harness of verifiers that runs in this process: a chat with the task's tools, until nothing more is asked of them.
+"""A harness for verifiers that runs in this process: a chat with the task's tools until the model calls none.
 
-Theirs are programs, each started by `uv` with packages of its own: a process and a download for every episode, where
-the loop is all that is wanted. The contract is theirs: each model call goes through the rollout's endpoint, which
-enforces limits and stops, and writes the trace.
+verifiers' own harnesses are programs that `uv` starts with their packages: a process and a download per episode. This
+one keeps their contract: each model call goes through the rollout's endpoint, which enforces limits and stops, and
+writes the trace.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import httpx
-import mcp.client.streamable_http  # noqa: F401 - by theirs only when it is used, and then it holds the event loop
+import mcp.client.streamable_http  # noqa: F401 - imported early: a later import would block the event loop
 from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-_MAX_CHARS = 16_000  # of a tool's answer
+_MAX_CHARS = 16_000  # most characters of a tool's answer
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -50,14 +50,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         async with AsyncExitStack() as stack:
             servers = {name: {"url": url, "timeout": limit_s} for name, url in mcp_urls.items()}
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
-            # Their deadlines and ours end a question by cancelling it.
+            # No timeout here: deadlines of verifiers and Tandem cancel the request.
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
             while True:
                 body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 response = await client.post(
                     f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
                 )
-                if response.is_error:  # a limit, or a stop; what else there is, their session knows
+                if response.is_error:  # a limit or a stop; verifiers' session records other errors
                     return ProgramResult(exit_code=1, stdout="", stderr=response.text[-2_000:])
                 message = response.json()["choices"][0]["message"]
                 messages.append(message)
@@ -70,7 +70,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
 
 def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """As a conversation begins: what their task says, in OpenAI's form."""
+    """Return the task's opening messages in OpenAI's form."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]
@@ -78,7 +78,7 @@ def opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
 
 
 async def _called(connections: Any, dispatch: Any, function: dict[str, str], limit_s: float) -> Any:
-    """What the tool says; what goes wrong with it is told to the model."""
+    """Call a tool and return its answer; an error becomes the answer."""
     name = function["name"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -91,7 +91,7 @@ async def _called(connections: Any, dispatch: Any, function: dict[str, str], lim
     try:
         async with asyncio.timeout(limit_s):
             content = await call_mcp(connections, dispatch, name, arguments)
-    except Exception as error:  # noqa: BLE001 - a tool is user code
+    except Exception as error:  # noqa: BLE001 - a tool's errors are answers to the model
         return f"error: {type(error).__name__}: {error}"[:_MAX_CHARS]
     return content[:_MAX_CHARS] if isinstance(content, str) else content
 

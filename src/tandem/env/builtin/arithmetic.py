@@ -1,4 +1,4 @@
-"""Two numbers and an operation: one turn, and the last number of the reply is the answer."""
+"""Built-in environment: compute with two numbers in one turn; the reply's last number is the answer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tandem.errors import SpecError
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
-NUM_PROBLEMS = 50_000  # draws for both splits together; fewer problems where they repeat
+NUM_PROBLEMS = 50_000  # draws for both splits; fewer problems if they repeat
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """`12+34` is answered by `46`. A held-out pair is not in training the other way round either."""
+    """`12+34` is answered by `46`. A held-out pair is not in training in either order."""
 
     largest: int = 99
     """Both numbers lie between 0 and this."""
@@ -29,12 +29,12 @@ class Arithmetic:
     demo_right: float = 0.5
     """Share of demonstrations that are right; the others miss by one or by ten."""
     prompt: str = "{problem}"
-    """What the model is shown; `What is {problem}?` asks a chat model for something."""
+    """The prompt; for a chat model use `What is {problem}?`."""
 
     def __post_init__(self) -> None:
         check_params(self, largest=(9, 10**9), demo_right=(0, 1))
         if "{problem}" not in self.prompt:
-            raise SpecError(f"environment.params.prompt = '{self.prompt}': say where the problem goes, by {{problem}}")
+            raise SpecError(f"environment.params.prompt = '{self.prompt}': it must contain {{problem}}")
 
     def tasks(self, split: str) -> Sequence[Task]:
         rng = random.Random("arithmetic")

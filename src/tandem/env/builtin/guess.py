@@ -1,4 +1,4 @@
-"""Guess a number, told higher or lower after each miss: several turns. The last number of a reply is the guess."""
+"""Built-in environment: guess a number in several turns, with "higher" or "lower" after each wrong guess."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.types import Message, Outcome, Task
 
 @dataclass(frozen=True)
 class Guess:
-    """`guess 10-41` hides a number of that range. Held out: pairs of a range and its secret."""
+    """`guess 10-41` hides a number of that range; a reply's last number is a guess. Held out: (range, number) pairs."""
 
     numbers: int = 32
     """Size of a range; every range lies between 0 and 99."""
@@ -28,7 +28,7 @@ class Guess:
 
     def tasks(self, split: str) -> Sequence[Task]:
         games = [(low, secret) for low in range(101 - self.numbers) for secret in range(low, low + self.numbers)]
-        random.Random("guess").shuffle(games)  # so that any first few are of all ranges
+        random.Random("guess").shuffle(games)  # so that any prefix covers all ranges
         return [self._task(*game) for game in games if in_split(split, str(game))]
 
     def _task(self, low: int, secret: int) -> Task:
@@ -39,7 +39,7 @@ class Guess:
         for turn in range(1, self.turns + 1):
             guess = last_number((await chat.reply()).text)
             if guess is None or guess not in range(100):
-                break  # not a guess: lost
+                break  # not a guess: the game is lost
             if guess == task.payload["secret"]:
                 return Outcome(1.0, {"correct": 1.0, "turns": turn})
             if turn < self.turns:  # the last guess gets no answer

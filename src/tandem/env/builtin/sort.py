@@ -1,4 +1,4 @@
-"""Sort the letters of a word: one turn, and the last word of the reply is the answer, or all of it must be."""
+"""Built-in environment: sort the letters of a word in one turn; the reply's last word is the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.env.builtin.split import check_params, in_split
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
-NUM_WORDS = 50_000  # of both splits together; fewer where short words repeat
+NUM_WORDS = 50_000  # for both splits; fewer if short words repeat
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Sort:
     demo_right: float = 0.35
     """Share of demonstrations that are sorted; the others copy the word unchanged."""
     exact: bool = False
-    """Only a reply that is nothing but the answer is right; else its last word is enough."""
+    """Whether the whole reply must be the answer; otherwise its last word is enough."""
 
     def __post_init__(self) -> None:
         check_params(self, letters=(2, 32), demo_right=(0, 1))
 
     def tasks(self, split: str) -> Sequence[Task]:
-        # By the sorted letters, so that anagrams stay together.
+        # Split by the sorted letters, so that anagrams are in one split.
         return [self._task(word, answer) for word, answer in _answers(self.letters).items() if in_split(split, answer)]
 
     def _task(self, word: str, answer: str) -> Task:
@@ -50,7 +50,7 @@ class Sort:
 
 @cache
 def _answers(letters: int) -> Mapping[str, str]:
-    """By the word. A run asks for its tasks three times."""
+    """Return answers by word. Cached, because a run asks for its tasks three times."""
     rng = random.Random("sort")
     words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=letters)) for _ in range(NUM_WORDS))
     return {word: "".join(sorted(word)) for word in words}

@@ -1,4 +1,4 @@
-"""Which tasks are held out, and the check of parameters: what the built-in environments share."""
+"""Helpers of the environments: choose held-out tasks, and check parameter ranges."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ SPLITS = ("train", "eval")
 
 
 def in_split(split: str, key: str) -> bool:
-    """Whether tasks of this key belong to the split. One key in eight is held out: the same ones in every process.
+    """Whether tasks of this key belong to the split. One key in eight is held out, the same in every
+    process.
 
-    Tasks that give each other's answer away must have the same key.
+    Tasks that reveal each other's answer must have the same key.
     """
     held_out = hashlib.blake2b(key.encode()).digest()[0] % 8 == 0
     if split not in SPLITS:

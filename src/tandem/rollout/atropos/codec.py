@@ -1,12 +1,12 @@
-"""The Atropos form of a group (`ScoredData`): checked once, kept as it came, given back without being encoded again.
+"""The Atropos form of a group (`ScoredData`): check a post once, store its bytes, return them without encoding again.
 
-For a trainer that speaks Atropos a group is stored as `b"TAT1"`, the version that the trainer had (int64, little
-endian) and a JSON object that has all 14 keys, null where the post had none: it gets the objects one after another. For
-a trainer that speaks our own protocol `to_group` translates a post, and it is stored in our own form. A post carries no
-versions: where nothing proves which one sampled a token, it is UNKNOWN_VERSION.
+For an Atropos trainer a group is stored as `b"TAT1"`, the trainer's version (int64, little endian) and a JSON object
+with all 14 keys, null where the post had none; the trainer gets these objects one after another. For a native trainer
+`to_group` translates a post, and it is stored in the native form. A post carries no versions: a token whose version
+absent_column proves has UNKNOWN_VERSION.
 
-Numbers are read once, by msgspec, which also holds ids to their range and refuses what is no number. NaN and infinity
-are not JSON; numbers beyond float64, lone surrogates, bytes that are not UTF-8 and nesting without end are refused too.
+msgspec reads the numbers once, checks the range of ids and refuses what is not a number. Also refused: NaN and
+infinity, numbers beyond float64, lone surrogates, bytes that are not UTF-8, and endless nesting.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tandem.types import MAX_NUMBER, NO_VERSION, UNKNOWN_VERSION, Group, Traject
 
 MAGIC = b"TAT1"
 MASKED = -100
-"""In `masks`: the loss does not count this token. Where it counts, `masks` repeats the token's id."""
+"""In `masks`: this token is not trained. For a trained token `masks` repeats the id."""
 MASKED_LOGPROB = 1.0
 MAX_ID = 2**20 - 1
-"""Above every vocabulary there is."""
+"""Above every known vocabulary."""
 MAX_GROUP = 4096
 _ABOVE_ONE = 1e-3
-"""By how much a logprob may exceed 0: engines round."""
+"""How far a logprob may exceed 0 by rounding."""
 _PREFIX = struct.Struct("<4sq")
 
 Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 Label: TypeAlias = Annotated[int, msgspec.Meta(ge=MASKED, le=MAX_ID)]
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-"""What a trainer can add up."""
+"""Small enough for sums over a batch."""
 Text: TypeAlias = dict[str, Any]
 
 
@@ -75,9 +75,9 @@ class Scored:
     """A checked post of one group."""
 
     posted: memoryview
-    """The JSON object but for its closing brace,"""
+    """The posted JSON object without its closing brace."""
     rest: bytes
-    """and that, after the keys that it lacks: 14 in all."""
+    """The keys that it lacks, as null, and the closing brace: together all 14 keys."""
     data: ScoredData
 
     @property
@@ -100,7 +100,7 @@ class Scored:
         return b"".join((self.posted, self.rest))
 
     def stored(self, version: int, environment: int) -> WireGroup:
-        """As the queue keeps it for a trainer that speaks Atropos; `version` is the trainer's."""
+        """Return the form that the queue stores for an Atropos trainer; `version` is the trainer's."""
         lengths = self.lengths
         heads = [
             TrajectoryHead(length, reward=score, spans=[(version, length)])
@@ -112,26 +112,26 @@ class Scored:
 
 
 def read_one(body: bytes) -> Scored:
-    """The body of a `/scored_data`; GroupRefused with the field otherwise."""
+    """Read the body of a `/scored_data`; GroupRefused names the wrong field."""
     return _read(body, "")
 
 
 def read_list(body: bytes, max_groups: int = MAX_GROUP) -> list[Scored]:
-    """The body of a `/scored_data_list`."""
-    posts = _apart(body)
+    """Read the body of a `/scored_data_list`."""
+    posts = _split_list(body)
     if posts is None:
         try:
             posts = [bytes(post) for post in _raw_list.decode(body)]
-        except Exception as error:  # noqa: BLE001 - RecursionError, UnicodeDecodeError: what a parser says to bad bytes
+        except Exception as error:  # noqa: BLE001 - RecursionError, UnicodeDecodeError: parser errors on bad bytes
             raise why_refused(error, body) from None
     if len(posts) > max_groups:
         raise GroupRefused("body", f"{len(posts)} groups in one post; {max_groups} at most")
     return [_read(post, f"{index}.") for index, post in enumerate(posts)]
 
 
-def _apart(body: bytes) -> list[bytes] | None:
-    """The objects of a list, found by their braces, where these are the only ones; else None. Reading the list to find
-    them would take as long as reading what is in it."""
+def _split_list(body: bytes) -> list[bytes] | None:
+    """Split a list into its objects by their braces, if no object is nested; otherwise None. Parsing the list only to
+    split it would take as long as parsing the objects."""
     posts, end = list[bytes](), 0
     while (start := body.find(b"{", end)) >= 0:
         before = b"," if posts else b"["
@@ -150,11 +150,11 @@ def _read(body: bytes, place: str) -> Scored:
     except msgspec.ValidationError as error:
         if "unknown field" not in str(error):
             raise why_refused(error, body, place) from None
-        return _read(_rewritten(body, place), place)  # theirs ignores what it does not know
+        return _read(_rewritten(body, place), place)  # Atropos ignores unknown fields
     except Exception as error:  # noqa: BLE001 - as above
         raise why_refused(error, body, place) from None
     if any(getattr(data, name) == [] for name in _BY_SEQUENCE):
-        # Their own collector sends [] for "nobody had any", and their own trainer then indexes into it.
+        # Atropos environments send [] for "none had any", and the Atropos trainer then indexes into it.
         return _read(_rewritten(body, place, empty=True), place)
     _check(data, place)
     absent = "".join(f',"{name}":null' for name in KEYS if getattr(data, name) is UNSET)
@@ -163,7 +163,7 @@ def _read(body: bytes, place: str) -> Scored:
 
 
 def _rewritten(body: bytes, place: str, *, empty: bool = False) -> bytes:
-    """The same object without keys that are not ours, or without lists that are empty."""
+    """Return the object without unknown keys, or without empty lists."""
     try:
         raw = _raw_object.decode(body)
     except Exception as error:  # noqa: BLE001 - as above
@@ -176,13 +176,13 @@ def _rewritten(body: bytes, place: str, *, empty: bool = False) -> bytes:
     return b"{" + b",".join(kept) + b"}"
 
 
-# --- what numbers must fit together
+# --- checks across fields
 
 
 def _check(data: ScoredData, place: str) -> None:
     size = len(data.tokens)
     if not 1 <= size <= MAX_GROUP:
-        raise GroupRefused(f"{place}tokens", f"a group of {size} sequences; 1 to {MAX_GROUP} are one")
+        raise GroupRefused(f"{place}tokens", f"a group of {size} sequences; must be 1 to {MAX_GROUP}")
     for name in ("masks", "scores", *_BY_SEQUENCE):
         given = getattr(data, name)
         if given is not UNSET and given is not None and len(given) != size:
@@ -210,16 +210,16 @@ def _same_length(field: str, row: Sequence[Any], ids: list[int]) -> None:
 
 
 def _check_labels(field: str, labels: list[int], ids: list[int]) -> int:
-    """How many are masked. Nearly always those at the beginning, which slices compare at once."""
+    """Return how many labels are masked. Nearly always these are the first ones, so slices compare fast."""
     if not ids:
-        raise GroupRefused(field.replace("masks", "tokens"), "is empty; a sequence has tokens")
+        raise GroupRefused(field.replace("masks", "tokens"), "is empty; a sequence needs tokens")
     _same_length(field, labels, ids)
     count = labels.count(MASKED)
     if labels[count:] != ids[count:]:
         if set(labels) <= {0, 1}:
             raise GroupRefused(
                 field,
-                f"is of 0 and 1; where the loss counts it must hold the token's id, elsewhere {MASKED}. In the "
+                f"holds 0 and 1; it must hold the token's id where it is trained, and {MASKED} elsewhere. In the "
                 f"environment: masks = [id if one else {MASKED} for id, one in zip(tokens, masks)]",
             )
         for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
@@ -229,7 +229,7 @@ def _check_labels(field: str, labels: list[int], ids: list[int]) -> int:
 
 
 def _check_logprobs(field: str, logprobs: list[float], labels: list[int], masked: int) -> None:
-    """A masked token's may be its true one as well: whoever masks part of what was sampled need not rewrite it."""
+    """Check logprobs. A masked token may keep its true logprob, so that masking needs no rewriting."""
     _same_length(field, logprobs, labels)
     begins = labels[:masked].count(MASKED) == masked
     if begins and logprobs[:masked].count(MASKED_LOGPROB) == masked and max(logprobs[masked:], default=0) <= 0:
@@ -262,7 +262,7 @@ def _check_overrides(data: ScoredData, place: str) -> None:
 
 
 def _check_numbers(value: Any, field: str) -> None:
-    """None of more than 64 bits, which nobody who reads it later has to take."""
+    """Refuse whole numbers of more than 64 bits: later readers may not support them."""
     if isinstance(value, int):
         check_whole(value, field)
     elif isinstance(value, dict | list):
@@ -279,7 +279,7 @@ def _check_distilled(data: ScoredData, place: str) -> None:
     ids, logprobs = data.distill_token_ids or None, data.distill_logprobs or None
     if (ids is None) != (logprobs is None):
         missing = "distill_token_ids" if ids is None else "distill_logprobs"
-        raise GroupRefused(f"{place}{missing}", "distill_token_ids and distill_logprobs come together")
+        raise GroupRefused(f"{place}{missing}", "is missing: distill_token_ids and distill_logprobs must both be set")
     if ids is None or logprobs is None:
         return
     for index, (ids_TK, logprobs_TK) in enumerate(zip(ids, logprobs, strict=True)):
@@ -291,7 +291,7 @@ def _check_distilled(data: ScoredData, place: str) -> None:
                 raise GroupRefused(field, f"has {len(their)} entries for {len(few)} ids")
 
 
-# --- what a parser's error means, in the terms of the post
+# --- parser errors in terms of the post
 
 _PATH = re.compile(r"`\$([^`]*)`\s*$")
 _NAMED = re.compile(r"field `([^`]*)`")
@@ -302,16 +302,16 @@ _DEEP = 64
 
 
 def why_refused(error: Exception, body: bytes, place: str = "", keys: Sequence[str] = KEYS) -> GroupRefused:
-    """A parser's error as the client is told: the field that it is about, and what is wrong with it."""
+    """Turn a parser's error into one for the client: the field, and what is wrong with it."""
     text = str(error)
 
     def field_at(offset: int) -> str:
-        """The key that was written last before it."""
+        """Return the last key before the offset."""
         at, name = max((body.rfind(b'"%s"' % key.encode(), 0, offset), key) for key in keys)
         return place + (name if at >= 0 else "body")
 
     if isinstance(error, RecursionError):
-        return GroupRefused(field_at(_depth_at(body)), "is nested without end")
+        return GroupRefused(field_at(_depth_at(body)), "is nested too deeply")
     if isinstance(error, msgspec.ValidationError):
         path = found.group(1) if (found := _PATH.search(text)) else ""
         named = found.group(1) if (found := _NAMED.search(text)) else ""
@@ -345,7 +345,7 @@ def _depth_at(body: bytes) -> int:
     return len(body)
 
 
-# --- out again
+# --- conversion
 
 
 def is_scored(frame: bytes | memoryview) -> bool:
@@ -353,15 +353,15 @@ def is_scored(frame: bytes | memoryview) -> bool:
 
 
 def as_posted(frame: bytes | memoryview) -> memoryview:
-    """The JSON object of a stored group."""
+    """Return the JSON object of a stored group."""
     return memoryview(frame)[_PREFIX.size :]
 
 
 def to_group(data: ScoredData) -> Group:
-    """The same in our own terms. No version is known, and logprobs that the post lacks are 0."""
-    nothing = [None] * len(data.tokens)
+    """Convert a post to a native group. Versions are unknown; logprobs that the post lacks are 0."""
+    absent_column = [None] * len(data.tokens)
     columns = tuple(
-        each or nothing for each in (data.inference_logprobs, data.messages, data.overrides, data.advantages)
+        each or absent_column for each in (data.inference_logprobs, data.messages, data.overrides, data.advantages)
     )
     return [_trajectory(*row) for row in zip(data.tokens, data.masks, data.scores, *columns, strict=True)]
 
@@ -387,19 +387,19 @@ def _trajectory(
 
 
 def native(frame: bytes, environment: int) -> bytes:
-    """Whatever is stored as a frame of our own wire form."""
+    """Return a stored group as a frame of the native wire form."""
     if not is_scored(frame):
         return frame
     return bytes(encode(to_group(_one.decode(as_posted(frame))), environment=environment).frame)
 
 
 def posted(frame: bytes | memoryview, env_id: int | None) -> bytes | memoryview:
-    """Whatever is stored as an object of theirs."""
+    """Return a stored group as an Atropos JSON object."""
     return as_posted(frame) if is_scored(frame) else from_group(decode(frame), env_id)
 
 
 def from_group(group: Group, env_id: int | None) -> bytes:
-    """A native group as a compatible trainer reads it."""
+    """Convert a native group to an Atropos JSON object."""
     data = ScoredData(
         tokens=[each.ids for each in group],
         masks=[

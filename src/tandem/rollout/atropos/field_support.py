@@ -1,4 +1,4 @@
-"""What of an Atropos post a trainer of ours trains on, what it must refuse, and what it leaves unused and counts."""
+"""Which fields of an Atropos post a native trainer uses, which it refuses, and which it ignores and counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.errors import GroupRefused
 from tandem.rollout.atropos.codec import ScoredData
 
 SampledAt: TypeAlias = frozenset[tuple[Any, ...]]
-"""Temperature, top_p and top_k of a group's tokens; None where nothing says."""
+"""Temperature, top_p and top_k of a group's tokens; None where the post does not say."""
 
 NO_LOGPROBS = (
     "is missing, and a trainer of Tandem needs it: let the environment post what the server reported "
@@ -18,8 +18,8 @@ NO_LOGPROBS = (
 )
 
 _REFUSED = {
-    "images": "the trainer of this run reads text alone, and would train on half a prompt; use a text environment",
-    "distill_token_ids": "the trainer of this run distils from a teacher of its own: set algorithm.kind = 'distill' "
+    "images": "the trainer of this run reads only text, and would train on half a prompt; use a text environment",
+    "distill_token_ids": "the trainer of this run distils from its own teacher: set algorithm.kind = 'distill' "
     "and algorithm.teacher in its spec, and leave distill_token_ids and distill_logprobs out",
 }
 _UNUSED = ("ref_logprobs",)
@@ -28,27 +28,27 @@ _NEUTRAL = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (0, -1)}
 
 
 def check(data: ScoredData, place: str) -> None:
-    """GroupRefused where a trainer of ours would learn something else than the environment meant."""
+    """Raise GroupRefused if a native trainer would learn something else than the environment intended."""
     for name, why in _REFUSED.items():
         if getattr(data, name):
             raise GroupRefused(f"{place}{name}", why)
 
 
 def unused(data: ScoredData) -> Iterator[str]:
-    """Fields that say something and change nothing here."""
+    """Yield the fields that are set but have no effect here."""
     return (name for name in _UNUSED if getattr(data, name))
 
 
-def samplings_said(data: ScoredData) -> SampledAt:
-    """How the group was sampled, where the post itself says so."""
+def posted_samplings(data: ScoredData) -> SampledAt:
+    """Return how the group was sampled, as far as the post says."""
     each = [data.generation_params, data.group_overrides, *(data.overrides or ())]
-    said = [tuple(params.get(name) for name in _SAMPLING) for params in each if params]
-    return frozenset(one for one in said if any(value is not None for value in one))
+    posted = [tuple(params.get(name) for name in _SAMPLING) for params in each if params]
+    return frozenset(one for one in posted if any(value is not None for value in one))
 
 
 def check_samplings(samplings: SampledAt, trainer: Mapping[str, Any], place: str) -> None:
-    """The trainer computes logprobs again, under its own sampling: those of another one cannot be compared with it.
-    `trainer`: what it registered beside its spec."""
+    """Raise GroupRefused if the group was sampled otherwise than the trainer samples. The trainer recomputes logprobs
+    under its own sampling, and those of another cannot be compared. `trainer`: its registered `extra`."""
     if not isinstance(own := cast("dict[str, float] | None", trainer.get("sampling")), dict):
         return
     for sampling in samplings:

@@ -1,16 +1,15 @@
-"""The Atropos protocol over the rollout queue: what its clients mean by their calls. No HTTP.
+"""The Atropos protocol over the rollout queue, without HTTP: translate Atropos calls to queue calls.
 
 consumes: posts of groups, a registration, polls for batches      waits for: the disk (all), a batch's last byte
 produces: batches of exactly `batch_size` sequences
 
-Its clients say nothing of leases, versions or keys; these are derived. A batch is a lease that the next fetch
-acknowledges, if the one before was handed over to its last byte: otherwise it is the same batch again. The version is
-the number of batches acknowledged. Equal bytes within two minutes are one post: its clients send again what was not
-answered in time. Its environments count from 0, and on over resets: a post that comes late is not taken for one of an
-environment that came since.
+Atropos clients send no leases, versions or keys, so this module derives them. A batch is a lease. The next fetch
+acknowledges it if its last byte was sent; otherwise the next fetch returns the same batch. The version is the number of
+acknowledged batches. Equal bodies within two minutes are one post, because clients resend after a timeout. Environment
+ids start at 0 and continue over resets, so that a late post is not attributed to a newer environment.
 
-For a trainer of ours a post is translated at once, and the gateway that its environment sampled from says which
-version made each token.
+For a native trainer a post is translated at once, and the gateway that the environment sampled from says which version
+sampled each token.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ import msgspec
 from tandem.errors import GroupRefused, NotKnown, StoreError, StoreTimeout
 from tandem.io import atomic_write
 from tandem.io.request_key import RequestKey
-from tandem.rollout.atropos import codec
-from tandem.rollout.atropos import field_support as fit
+from tandem.rollout.atropos import codec, field_support
 from tandem.rollout.atropos.codec import Scored
 from tandem.rollout.atropos.version_lookup import GatewayStamps
 from tandem.rollout.queue.queue import RolloutQueue
@@ -45,18 +43,18 @@ _log = logging.getLogger(__name__)
 
 SAME_POST_S = 120.0
 LAPSE_S = 60.0
-"""Its environments ask for their status ten times a second."""
+"""Atropos environments ask for their status ten times a second."""
 MIN_WEIGHT = 0.01
 LEASE_S = 86400.0
-"""Whoever asks for a status renews it; it ends with the next fetch, or with the next registration."""
+"""Each status request renews it; it ends with the next fetch or registration."""
 _INLINE_BYTES, _HASHED_INLINE_BYTES = 4 << 20, 1 << 20
 _COUNTED_S = 0.1
-_FIRST = 1  # of the queue's environments
+_FIRST = 1  # the queue's first environment id; Atropos starts at 0
 _NAMELESS = "nameless"
 
 
 class TrainerRegistration(msgspec.Struct, frozen=True):
-    """What a trainer registers."""
+    """An Atropos trainer's registration."""
 
     batch_size: int
     max_token_len: int
@@ -69,22 +67,22 @@ class TrainerRegistration(msgspec.Struct, frozen=True):
 
 
 class AtroposRecords(msgspec.Struct):
-    """What the queue does not know of, kept in a file of its own."""
+    """State beyond the queue's, stored in `atropos.json`."""
 
     run: int = 0
-    """Counts resets."""
+    """Number of resets."""
     registration: TrainerRegistration | None = None
     epoch: int = 0
     started: bool = False
-    """A trainer asked for a batch."""
+    """Whether a trainer has asked for a batch."""
     lease: int = 0
     groups: list[int] = []
-    """Of the lease."""
+    """Ids of the lease's groups."""
     step: int = 0
-    """That the lease makes once it is acknowledged."""
+    """The step that acknowledging the lease completes."""
     handed_over: bool = False
     nameless: int = -1
-    """The environment of those that name none."""
+    """The environment for posts that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +102,21 @@ class Atropos:
 
     def __init__(self, queue: RolloutQueue, directory: Path, gateway: GatewayStamps | None = None) -> None:
         self.queue, self._path = queue, directory / "atropos.json"
-        self.notes = (
+        self.records = (
             msgspec.json.decode(self._path.read_bytes(), type=AtroposRecords)
             if self._path.exists()
             else AtroposRecords()
         )
-        self.counts = queue.watch.totals
-        """Of ours in it: `duplicate_posts`, `batches_again`, `tokens_stamped`, `tokens_unknown` (of those that a
-        trainer of ours trains on), `unstamped_posts` (the gateway did not answer), `ignored_` and a field's name."""
+        self.counts = queue.stats.totals
+        """This module adds `duplicate_posts`, `batches_again`, `tokens_stamped` and `tokens_unknown` (for a native
+        trainer), `unstamped_posts` (the gateway did not answer), and `ignored_` with a field's name."""
         self._gateway = gateway
-        self._odd: Counter[int] = Counter()
-        """By environment: sequences in groups of another size than it registered."""
+        self._odd_sequences: Counter[int] = Counter()
+        """By environment: sequences in groups of another size than registered."""
         self._latest: bytes | None = None
-        self._counted: tuple[float, list[dict[str, Any]]] = (-1.0, [])
-        self._told_why_no_batch = ""
-        self._turn, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._status_rows: tuple[float, list[dict[str, Any]]] = (-1.0, [])
+        self._logged_why_no_batch = ""
+        self._lock, self._writing = asyncio.Lock(), asyncio.Lock()
         self._handing_over = 0
 
     @property
@@ -127,27 +125,27 @@ class Atropos:
 
     @property
     def trainer(self) -> TrainerRegistration | None:
-        """Whoever trains; one that speaks our own protocol is told of in the terms of this one."""
-        spec = self.queue.trainer
-        if spec is None or self._is_ours:
-            return self.notes.registration if spec else None
+        """The registered trainer; a native one is described in Atropos terms."""
+        spec = self.queue.trainer_spec
+        if spec is None or self._is_atropos_trainer:
+            return self.records.registration if spec else None
         size = max([1, *(int(self._spec(row).extra.get("group_size", 1)) for row in self._rows())])
         sequences = spec.sequences_per_step or spec.groups_per_step * size
         return TrainerRegistration(sequences, spec.max_tokens or -1, spec.run_id, "tandem", num_steps=2**31 - 1)
 
     @property
-    def _is_ours(self) -> bool:
-        """The trainer registered here, and batches are asked for here."""
-        return self.queue.trainer is not None and self.queue.trainer.run_id == f"atropos-{self.notes.run}"
+    def _is_atropos_trainer(self) -> bool:
+        """Whether the trainer registered by this protocol and so fetches batches by it."""
+        return self.queue.trainer_spec is not None and self.queue.trainer_spec.run_id == f"atropos-{self.records.run}"
 
-    # --- who takes part
+    # --- registration
 
     async def register(self, registration: TrainerRegistration) -> None:
-        """Again: a trainer that was started again. What was handed to it and not acknowledged returns."""
-        async with self._turn:
-            seat = await self.queue.register_trainer(
+        """Register the trainer. A repeated registration is a restarted trainer: its unacknowledged groups return."""
+        async with self._lock:
+            handle = await self.queue.registration.register_trainer(
                 TrainerSpec(
-                    run_id=f"atropos-{self.notes.run}",
+                    run_id=f"atropos-{self.records.run}",
                     sequences_per_step=registration.batch_size,
                     max_lag=-1,
                     version=max(self.step, registration.starting_step),
@@ -157,76 +155,78 @@ class Atropos:
                     extra={"atropos": msgspec.to_builtins(registration)},
                 )
             )
-            self.notes.registration, self.notes.epoch = registration, seat.epoch
-            self.notes.lease, self.notes.groups, self.notes.handed_over = 0, [], False
-            await self._save()
+            self.records.registration, self.records.epoch = registration, handle.epoch
+            self.records.lease, self.records.groups, self.records.handed_over = 0, [], False
+            await self.save()
 
     async def register_environment(
         self, name: str, *, weight: float, group_size: int, max_token_length: int, min_share: float
     ) -> tuple[int, str]:
-        """Its id, and its name with a number. NotRegistered until a trainer has asked for a batch."""
-        if not self.trainer or (self._is_ours and not self.notes.started):
+        """Return the environment's id and unique name. NotRegistered until a trainer has asked for a batch."""
+        if not self.trainer or (self._is_atropos_trainer and not self.records.started):
             raise NotRegistered("wait for trainer to start")
         name = name or "environment"
         plain = "e" * (not (name[0].isalnum() and name[0].isascii())) + re.sub(r"[^A-Za-z0-9._-]", "_", name[:100])
         taken = sum(row["min_share"] for row in self.queue.status()["environments"] if row["connected"])
         spec = RegisteredEnvironment(
             plain,
-            weight=min(max(weight, 1e-3), 1e3) if weight > 0 else 1.0,  # -1 is its way of saying: leave me out of this
+            weight=min(max(weight, 1e-3), 1e3) if weight > 0 else 1.0,  # -1 means: no weight of its own
             min_share=min(min_share, max(1.0 - taken, 0.0)),
             lapse_s=LAPSE_S,
             extra={"group_size": group_size, "max_token_length": max_token_length},
         )
-        seat = await self.queue.register_environment(spec)
+        handle = await self.queue.registration.register_environment(spec)
         self.forget_counts()
-        return seat.id - _FIRST, name + seat.name.removeprefix(plain)
+        return handle.id - _FIRST, name + handle.name.removeprefix(plain)
 
     async def reset(self) -> None:
-        """Wipes everything, as far as anybody who speaks this protocol can see."""
-        async with self._turn:
-            await self.queue.reset()
-            self.notes = AtroposRecords(run=self.notes.run + 1)
+        """Clear everything that Atropos clients can see."""
+        async with self._lock:
+            await self.queue.registration.reset()
+            self.records = AtroposRecords(run=self.records.run + 1)
             self.forget_counts()
-            self._odd.clear()
+            self._odd_sequences.clear()
             self._latest = None
-            await self._save()
+            await self.save()
 
     def id_of(self, env_id: int) -> int:
-        """The queue's number of one of theirs."""
+        """Return the queue's id of an Atropos environment."""
         return env_id + _FIRST
 
     def _environment(self, env_id: int, field: str = "env_id") -> RegisteredEnvironment:
         try:
-            return self.queue.environment(self.id_of(env_id))
+            return self.queue.environment_spec(self.id_of(env_id))
         except NotKnown:
-            raise GroupRefused(field, f"{env_id} is no environment that registered here") from None
+            raise GroupRefused(field, f"{env_id}: no environment with this id is registered") from None
 
     async def _nameless(self) -> int:
-        if self.notes.nameless < 0:
-            async with self._turn:
-                if self.notes.nameless < 0:
-                    seat = await self.queue.register_environment(RegisteredEnvironment(_NAMELESS, lapse_s=LAPSE_S))
-                    self.notes.nameless = seat.id - _FIRST
-                    await self._save()
-        return self.notes.nameless
+        if self.records.nameless < 0:
+            async with self._lock:
+                if self.records.nameless < 0:
+                    handle = await self.queue.registration.register_environment(
+                        RegisteredEnvironment(_NAMELESS, lapse_s=LAPSE_S)
+                    )
+                    self.records.nameless = handle.id - _FIRST
+                    await self.save()
+        return self.records.nameless
 
     # --- posts
 
     async def post(self, body: bytes, *, many: bool) -> dict[str, Any]:
-        """The reply to `/scored_data` or `/scored_data_list`."""
-        aside = asyncio.get_running_loop().run_in_executor  # hashing lets others run; reading, in the main, does not
-        digesting = aside(None, _digest, body) if len(body) > _HASHED_INLINE_BYTES else None
+        """Store a post and return the reply to `/scored_data` or `/scored_data_list`."""
+        in_executor = asyncio.get_running_loop().run_in_executor  # hashing releases the GIL; parsing mostly does not
+        digesting = in_executor(None, _digest, body) if len(body) > _HASHED_INLINE_BYTES else None
         read = codec.read_list if many else _read_alone
         try:
-            scored = await aside(None, read, body) if len(body) > _INLINE_BYTES else read(body)
+            scored = await in_executor(None, read, body) if len(body) > _INLINE_BYTES else read(body)
             digest = _digest(body) if digesting is None else await digesting
-            once = RequestKey(f"atropos-{self.notes.run}-{many}-{digest}", b"", SAME_POST_S)
+            once = RequestKey(f"atropos-{self.records.run}-{many}-{digest}", b"", SAME_POST_S)
             if (before := await self.queue.answer(once)) is not None:
                 self.counts["duplicate_posts"] += 1
                 return {"status": "received", "groups_processed": len(before)} if many else {"status": "received"}
             return await self._put(scored, once, many=many)
         except GroupRefused as refused:
-            await self.queue.quarantine(None, refused.field, refused.text, body)
+            await self.queue.environments.quarantine(None, refused.field, refused.text, body)
             raise
 
     async def _put(self, scored: Sequence[Scored], once: RequestKey, *, many: bool) -> dict[str, Any]:
@@ -239,33 +239,35 @@ class Atropos:
             self._check_fits(each, place)
             if each.size != spec.extra.get("group_size", each.size):
                 odd.append((env_id, each.size))
-            if self._is_ours:
+            if self._is_atropos_trainer:
                 groups.append(each.stored(self.step, self.id_of(env_id)))
             else:
-                groups.append(await self._translated(each, self.id_of(env_id), place))
+                groups.append(await self._translate(each, self.id_of(env_id), place))
         if groups:
-            await self.queue.put(groups, once=once)
+            await self.queue.environments.put(groups, once=once)
             self._latest = scored[-1].as_posted()
         for env_id, size in odd:
-            self._odd[env_id] += size
+            self._odd_sequences[env_id] += size
         return self._reply(scored, odd, many=many)
 
-    async def _translated(self, scored: Scored, environment: int, place: str) -> WireGroup:
-        """As a trainer of ours takes it."""
-        trainer = self.queue.trainer
-        fit.check(scored.data, place)
-        self.counts.update(f"ignored_{name}" for name in fit.unused(scored.data))
+    async def _translate(self, scored: Scored, environment: int, place: str) -> WireGroup:
+        """Translate a post for a native trainer."""
+        trainer = self.queue.trainer_spec
+        field_support.check(scored.data, place)
+        self.counts.update(f"ignored_{name}" for name in field_support.unused(scored.data))
         group, has_logprobs = codec.to_group(scored.data), scored.has_logprobs
-        samplings = fit.samplings_said(scored.data)
+        samplings = field_support.posted_samplings(scored.data)
         if self._gateway is not None:
             stamped = await self._gateway.stamp(group, has_logprobs=has_logprobs)
             group, has_logprobs, samplings = stamped.group, stamped.has_logprobs, samplings | stamped.samplings
             self.counts["unstamped_posts"] += not stamped.answered
             if not (has_logprobs or stamped.answered):
-                raise StoreTimeout("the gateway, which has the logprobs that this post lacks, does not answer")
+                raise StoreTimeout(
+                    "this post has no logprobs, and the gateway, which has them, does not answer; send it again"
+                )
         if not has_logprobs:
-            raise GroupRefused(f"{place}inference_logprobs", fit.NO_LOGPROBS)
-        fit.check_samplings(samplings, trainer.extra if trainer else {}, place)
+            raise GroupRefused(f"{place}inference_logprobs", field_support.NO_LOGPROBS)
+        field_support.check_samplings(samplings, trainer.extra if trainer else {}, place)
         made = encode(group, environment=environment)
         self.counts["tokens_unknown"] += made.unknown
         self.counts["tokens_stamped"] += sum(each.num_trained for each in group) - made.unknown
@@ -284,7 +286,7 @@ class Atropos:
             )
 
     def _reply(self, scored: Sequence[Scored], odd: Sequence[tuple[int, int]], *, many: bool) -> dict[str, Any]:
-        """`buffered`: of another size than registered. It is queued all the same, and combined when a batch is made."""
+        """Return Atropos's reply. `buffered`: the group has another size than registered; it is queued all the same."""
         size = self._buffered(odd[-1][0]) if odd else 0
         if not many:
             return {"status": "buffered", "buffer_size": size} if odd else {"status": "received"}
@@ -292,102 +294,104 @@ class Atropos:
         return reply | ({"buffered": len(odd), "last_buffer_size": size} if odd else {})
 
     def _buffered(self, env_id: int) -> int:
-        """What their buffer would hold: sequences that do not yet add up to a group of the registered size."""
-        return self._odd[env_id] % max(int(self._environment(env_id).extra.get("group_size", 1)), 1)
+        """Return what Atropos's own buffer would hold: sequences that do not fill a group of the registered size."""
+        return self._odd_sequences[env_id] % max(int(self._environment(env_id).extra.get("group_size", 1)), 1)
 
     # --- batches
 
     async def batch(self) -> AtroposBatch | None:
-        """None while there are not enough. Acknowledges the batch before, if that was handed over."""
-        registration = self.notes.registration
-        if registration is None or not self._is_ours:
+        """Return a batch, or None while groups are too few. Acknowledge the one before, if it was sent in full."""
+        registration = self.records.registration
+        if registration is None or not self._is_atropos_trainer:
             raise NotRegistered("Trainer not registered. Call /register first.")
-        async with self._turn:
-            if self._handing_over:  # somebody reads it at this moment; he may hang up yet
+        async with self._lock:
+            if self._handing_over:  # a client is reading it now, and may still disconnect
                 return None
-            if not self.notes.started:
-                self.notes.started = True
-                await self._save()
-            if self.notes.lease and not self.notes.handed_over:
-                return await self._again()
-            if self.notes.lease:
+            if not self.records.started:
+                self.records.started = True
+                await self.save()
+            if self.records.lease and not self.records.handed_over:
+                return await self._same_batch()
+            if self.records.lease:
                 await self._acknowledge()
             lease = await self._take(registration.batch_size)
             if lease is None:
                 return None
-            self.notes.lease, self.notes.groups = lease.id, [each.id for each in lease.groups]
-            self.notes.step, self.notes.handed_over = self.step + 1, False
-            await self._save()
+            self.records.lease, self.records.groups = lease.id, [each.id for each in lease.groups]
+            self.records.step, self.records.handed_over = self.step + 1, False
+            await self.save()
             return self._as_batch(lease.id, lease.groups)
 
     async def _take(self, sequences: int) -> Lease | None:
-        """The key makes it the same lease when this process died before it noted which."""
-        once = RequestKey(f"atropos-batch-{self.notes.run}-{self.notes.epoch}-{self.step}", b"")
-        return await self.queue.take(self.notes.epoch, sequences=sequences, once=once)
+        """Take a lease. The key returns the same lease if this process died before it recorded the lease."""
+        once = RequestKey(f"atropos-batch-{self.records.run}-{self.records.epoch}-{self.step}", b"")
+        return await self.queue.trainer.take(self.records.epoch, sequences=sequences, once=once)
 
     def why_no_batch(self) -> str:
-        """For a trainer that waits: whether it waits in vain."""
+        """Say why a waiting trainer can never get a batch; empty if it can."""
         why = self.queue.why_no_batch
-        if why and why != self._told_why_no_batch:
+        if why and why != self._logged_why_no_batch:
             _log.warning("%s", why)
-        self._told_why_no_batch = why
+        self._logged_why_no_batch = why
         return why
 
-    async def _again(self) -> AtroposBatch:
+    async def _same_batch(self) -> AtroposBatch:
         self.counts["batches_again"] += 1
-        return self._as_batch(self.notes.lease, [await self.queue.group(each) for each in self.notes.groups])
+        return self._as_batch(self.records.lease, [await self.queue.group(each) for each in self.records.groups])
 
     def _as_batch(self, lease: int, groups: Sequence[Any]) -> AtroposBatch:
         posted = tuple(codec.posted(each.frame, each.environment - _FIRST) for each in groups)
         return AtroposBatch(lease, posted, sum(each.size for each in groups))
 
     async def _acknowledge(self) -> None:
-        """In an order in which every part may happen twice: this process may die between any two."""
-        await self.queue.ack(self.notes.epoch, groups=self.notes.groups)  # also if the lease lapsed: it has them
-        once = RequestKey(f"atropos-release-{self.notes.run}-{self.notes.lease}", b"")
-        await self.queue.release(self.notes.epoch, len(self.notes.groups), once=once)
-        await self.queue.announce_version(self.notes.epoch, self.notes.step)
-        self.notes.lease, self.notes.groups, self.notes.handed_over = 0, [], False
-        await self._save()
+        """Acknowledge the batch. Each step may run twice, because this process may die between any two."""
+        await self.queue.trainer.ack(
+            self.records.epoch, groups=self.records.groups
+        )  # also if the lease lapsed: it has them
+        once = RequestKey(f"atropos-release-{self.records.run}-{self.records.lease}", b"")
+        await self.queue.trainer.release(self.records.epoch, len(self.records.groups), once=once)
+        await self.queue.trainer.announce_version(self.records.epoch, self.records.step)
+        self.records.lease, self.records.groups, self.records.handed_over = 0, [], False
+        await self.save()
 
     def handing_over(self, batch: AtroposBatch) -> None:
         self._handing_over = batch.lease
 
     async def handed_over(self, batch: AtroposBatch, yes: bool = True) -> None:
-        """All but its last bytes are with the trainer; durable before these are sent. Not `yes`, should they not be
-        sent after all, whatever became of the first note."""
-        if self.notes.lease == batch.lease and self.notes.handed_over != yes:
-            self.notes.handed_over = yes
-            await self._save()
+        """Record durably, before the last bytes are sent, that the trainer has all others. Call it with `yes` = False
+        if the last bytes could not be sent after all."""
+        if self.records.lease == batch.lease and self.records.handed_over != yes:
+            self.records.handed_over = yes
+            await self.save()
 
-    def let_go(self, batch: AtroposBatch) -> None:
+    def end_handing_over(self, batch: AtroposBatch) -> None:
         if self._handing_over == batch.lease:
             self._handing_over = 0
 
     @property
     def busy(self) -> bool:
-        """A batch is on its way to a trainer."""
+        """Whether a batch is being sent to a trainer."""
         return self._handing_over != 0
 
-    async def _save(self) -> None:
-        """One after the other, each what holds by then; to its end, whatever becomes of the caller."""
+    async def save(self) -> None:
+        """Save the records, one write at a time; finish even if the caller is cancelled."""
         await asyncio.shield(self._write())
 
     async def _write(self) -> None:
         async with self._writing:
-            await asyncio.to_thread(atomic_write.write_bytes, self._path, msgspec.json.encode(self.notes))
+            await asyncio.to_thread(atomic_write.write_bytes, self._path, msgspec.json.encode(self.records))
 
-    # --- what can be asked
+    # --- status
 
     async def status(self) -> dict[str, Any]:
-        if self.notes.lease:
+        if self.records.lease:
             with contextlib.suppress(StoreError):
-                await self.queue.renew(self.notes.epoch, self.notes.lease)
+                await self.queue.trainer.renew(self.records.epoch, self.records.lease)
         return {"current_step": self.step, "queue_size": self.queue.queued if self.trainer else 0}
 
     def environment_status(self, env_id: int) -> dict[str, Any]:
         spec = self._environment(env_id)
-        self.queue.seen(self.id_of(env_id))
+        self.queue.environments.heartbeat(self.id_of(env_id))
         rows = self._rows()
         mine = next(row for row in rows if row["id"] == self.id_of(env_id))
         live = [row for row in rows if row["connected"] and not row["silent"]]
@@ -409,28 +413,28 @@ class Atropos:
         }
 
     def _weight(self, env_id: int, live: Sequence[dict[str, Any]]) -> float:
-        """Its part of the sampling, as theirs has it: by weight and by length."""
+        """Return its sampling weight as Atropos computes it: by weight and by length."""
         mass = {
             row["id"]: row["weight"] * max(int(self._spec(row).extra.get("max_token_length", 1)), 1) for row in live
         }
         return mass.get(self.id_of(env_id), 0.0) / sum(mass.values()) if mass else 0.0
 
     def _spec(self, row: dict[str, Any]) -> RegisteredEnvironment:
-        return self.queue.environment(row["id"]) if row["connected"] else RegisteredEnvironment("")
+        return self.queue.environment_spec(row["id"]) if row["connected"] else RegisteredEnvironment("")
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Of all environments; counted again at most ten times a second, however many ask."""
+        """Return the status rows of all environments, computed at most ten times a second."""
         now = time.monotonic()
-        if now - self._counted[0] > _COUNTED_S:
-            self._counted = (now, self.queue.status()["environments"])
-        return self._counted[1]
+        if now - self._status_rows[0] > _COUNTED_S:
+            self._status_rows = (now, self.queue.status()["environments"])
+        return self._status_rows[1]
 
     def forget_counts(self) -> None:
-        """The next question is answered by counting."""
-        self._counted = (-1.0, [])
+        """Make the next status request compute anew."""
+        self._status_rows = (-1.0, [])
 
     def latest(self) -> bytes | None:
-        """The group that was posted last, as long as this process remembers."""
+        """Return the last group posted to this process."""
         return self._latest
 
 

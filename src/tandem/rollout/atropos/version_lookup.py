@@ -1,9 +1,9 @@
-"""Asks a gateway which versions sampled what an environment posts without any.
+"""Ask a gateway which versions sampled the tokens of an Atropos post.
 
 consumes: groups of an Atropos environment     waits for: the gateway, for `_PATIENCE_S` at most
-produces: the same with versions; with logprobs and samplings, too, where the gateway recorded them
+produces: the groups with versions, and with logprobs and samplings where the gateway recorded them
 
-A gateway that does not answer costs exactness and no group: its tokens keep UNKNOWN_VERSION, and are counted.
+If the gateway does not answer, the group is still accepted: its tokens keep UNKNOWN_VERSION, and are counted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _WITHOUT = "without_logprobs"
 
 
 class Stamp(msgspec.Struct):
-    """What the gateway says of one trajectory."""
+    """The gateway's answer for one trajectory."""
 
     spans: list[tuple[int, int]]
     samplings: list[tuple[float, float, int]] = []
-    """Temperature, top_p and top_k of what it recognised."""
+    """Temperature, top_p and top_k of the turns that it recognised."""
     logprobs: list[float] | None = None
-    """Where the trajectory came without: of all that is trained, or none."""
+    """For a trajectory without logprobs: those of all trained tokens, or None."""
 
 
 class Stamps(msgspec.Struct):
@@ -49,11 +49,11 @@ class Stamped:
     samplings: frozenset[tuple[float, float, int]]
     has_logprobs: bool
     answered: bool
-    """The gateway answered."""
+    """Whether the gateway answered."""
 
 
 def stamp_frame(record: SessionRecord, body: bytes) -> bytes:
-    """The gateway's answer to a frame of trajectories."""
+    """Return the gateway's answer to a frame of trajectories."""
     (frame,) = codec.read_frames(body, max_groups=1)
     without = bool(frame.head.extra.get(_WITHOUT))
     found: list[Stamp] = []
@@ -73,7 +73,7 @@ class GatewayStamps:
         try:
             found = [stamp for part in _parts(group) for stamp in await self._ask(part, has_logprobs)]
         except TandemError as error:
-            _log.warning("a group is taken with unknown versions, for the gateway did not say them: %s", error)
+            _log.warning("a group is accepted with unknown versions, because the gateway did not answer: %s", error)
             return Stamped(group, frozenset(), has_logprobs, False)
         stamped = [_with(each, stamp) for each, stamp in zip(group, found, strict=True)]
         samplings = frozenset(sampling for stamp in found for sampling in stamp.samplings)
@@ -97,7 +97,7 @@ def _with(each: Trajectory, stamp: Stamp) -> Trajectory:
 
 
 def _parts(group: Group) -> Iterator[list[Trajectory]]:
-    """Siblings that one request takes."""
+    """Split the siblings into requests of bounded size."""
     part: list[Trajectory] = []
     tokens = 0
     for each in group:

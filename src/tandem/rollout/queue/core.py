@@ -1,4 +1,4 @@
-"""What all calls of the rollout queue share: its memory, its disk, and the steps that several of them take."""
+"""The rollout queue's shared core: its state in memory, its disk, its clock, and steps that several calls use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from tandem.errors import Conflict, Fenced, NotKnown, StoreError
 from tandem.io.append_only_segments import SegmentPlace, Segments
 from tandem.io.sqlite_store import Durable
-from tandem.rollout.queue import tables as rows
+from tandem.rollout.queue import tables
 from tandem.rollout.queue.idempotency import IdempotentCalls
 from tandem.rollout.queue.state import EnvironmentState, QueueEntry, WaitingEnvironment
 from tandem.rollout.queue.stats import QueueStats
@@ -24,190 +24,195 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.5
 
 
-class Core:
+class QueueCore:
+    """One per queue. The calls of environments, of the trainer and of registration each hold a reference to it."""
+
     def __init__(
         self, directory: Path, limits: QueueLimits | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Owns the directory, and finds in it what was left there; StoreOwned if another process does."""
-        self.limits, self.directory, self._clock = limits or QueueLimits(), directory, clock
-        self._segments = Segments(directory / "segments", reserve_bytes=self.limits.reserve_bytes)
-        self._db = Durable(directory, rows.SCHEMA, files=self._segments)
-        self._state = rows.read_state(self._db, clock())
-        self._segments.keep_only(rows.places(self._state))
-        self.watch = QueueStats(clock)
-        self._news = asyncio.Event()
-        self._run = 0
-        """Goes up when everything is forgotten."""
-        self._waiting = 0
-        """Takes that wait for groups."""
-        self._calls = IdempotentCalls(self._db, self.limits.answers_kept_s)
+        """Lock the directory and read back the state in it. StoreOwned if another process has locked it."""
+        self.limits, self.directory, self.clock = limits or QueueLimits(), directory, clock
+        self.segments = Segments(directory / "segments", reserve_bytes=self.limits.reserve_bytes)
+        self.db = Durable(directory, tables.SCHEMA, files=self.segments)
+        self.state = tables.read_state(self.db, clock())
+        self.segments.keep_only(tables.places(self.state))
+        self.stats = QueueStats(clock)
+        self.changed = asyncio.Event()
+        self.run_number = 0
+        """Counts how often everything was cleared for another run."""
+        self.waiting_takes = 0
+        """Number of `take` calls that wait for groups."""
+        self.calls = IdempotentCalls(self.db, self.limits.answers_kept_s)
         self._ticking: asyncio.Task[None] | None = None
         self._swept = 0.0
 
     @property
     def broken(self) -> str:
-        """Why nothing is stored any more; empty while all is well."""
-        return self._db.broken
-
-    def seen(self, environment: int) -> None:
-        """It lives: every other call of an environment says so too. NotKnown if it is not registered."""
-        each = self._environment(environment)
-        each.seen = self._clock()
-        if each.silent:
-            each.silent = False
-            self._state.share_out()
-            self._go_on()
+        """Why the disk takes no more writes; empty while it does."""
+        return self.db.broken
 
     # --- time
 
     async def tick(self) -> None:
-        """What only time brings about. It runs by itself twice a second once anybody called."""
-        state, now = self._state, self._clock()
+        """Expire leases, silent environments and overdue tickets. It runs twice a second after the first call."""
+        state, now = self.state, self.clock()
         if lapsed := [lease.id for lease in state.leases.values() if lease.expires <= now]:
-            self._return(lapsed)
-            self._calls.later(lambda db: rows.take_back(db, lapsed))
-            _log.warning("leases %s lapsed: their groups are handed out again", lapsed)
-        fallen = [e for e in state.environments.values() if e.live and now - e.seen > e.spec.lapse_s and not e.asking]
-        for each in fallen:
+            self.return_leases(lapsed)
+            self.calls.write_later(lambda db: tables.return_leases(db, lapsed))
+            _log.warning("leases %s expired without renewal; their groups return to the queue", lapsed)
+        silent = [e for e in state.environments.values() if e.live and now - e.seen > e.spec.lapse_s and not e.waiters]
+        for each in silent:
             each.silent = True
-        if fallen:
-            self._lapse({each.id for each in fallen}, "lapsed")
+        if silent:
+            self.drop_tickets({each.id for each in silent}, "lapsed")
         late = now - self.limits.max_play_s
-        overdue = [entry for entry in state.playing.values() if entry.since < late and not entry.busy]
-        self._leave_out(overdue, "overdue")
+        overdue = [entry for entry in state.playing.values() if entry.since < late and not entry.writing]
+        self.drop_later(overdue, "overdue")
         if lapsed or overdue:
-            self._go_on()
+            self.notify()
         if now - self._swept > 5:
             self._swept = now
             self._forget_environments()
-            self._calls.later(rows.forget_answers)
+            self.calls.write_later(tables.forget_answers)
 
     def _forget_environments(self) -> None:
-        """Those that left, and of whom nothing is left: a worker that is started again is another one each time."""
-        state = self._state
-        left = {each.id for each in state.environments.values() if not (each.connected or each.writing or each.asking)}
+        """Forget disconnected environments without groups. A restarted worker registers as a new environment each time,
+        so the list would grow for ever."""
+        state = self.state
+        left = {each.id for each in state.environments.values() if not (each.connected or each.writes or each.waiters)}
         if left and (left := left - {entry.environment for entry in state.entries.values()}):
             for id in left:
                 del state.environments[id]
-                del self.watch.taken_by[id]
-            self._calls.later(lambda db: rows.forget_environments(db, left))
+                del self.stats.taken_by[id]
+            self.calls.write_later(lambda db: tables.forget_environments(db, left))
 
-    def _wake(self) -> None:
-        """The first call finds an event loop to tick on."""
+    def start_ticking(self) -> None:
+        """Start the ticking task at the first call: only then is an event loop running."""
         if self._ticking is None:
             self._ticking = asyncio.create_task(self._tick_for_ever(), name="rollout-queue")
-            self._go_on()
+            self.notify()
 
     async def _tick_for_ever(self) -> None:
         while not self.broken:
             await asyncio.sleep(_TICK_S)
             await self.tick()
 
-    def _go_on(self) -> None:
-        """Something changed: slots may be free, groups may be ready."""
-        self._leave_out(self._state.let_in(), "stale")
-        self._news.set()
+    def notify(self) -> None:
+        """Admit groups to free slots and wake the waiting `take` calls: call it after every change."""
+        self.drop_later(self.state.admit_waiting(), "stale")
+        self.changed.set()
 
-    async def _frames(self, entries: Sequence[QueueEntry]) -> list[bytes | StoreError]:
+    async def read_frames(self, entries: Sequence[QueueEntry]) -> list[bytes | StoreError]:
         def one(place: SegmentPlace | None) -> bytes | StoreError:
             assert place is not None
             try:
-                return self._segments.read(place)
+                return self.segments.read(place)
             except (OSError, StoreError) as error:
                 _log.error("%s", error)
                 return StoreError(str(error))
 
         return await asyncio.to_thread(lambda: [one(entry.place) for entry in entries])
 
-    def _taken(self, entries: Sequence[QueueEntry], frames: Sequence[bytes | StoreError]) -> list[Taken]:
+    def to_taken(self, entries: Sequence[QueueEntry], frames: Sequence[bytes | StoreError]) -> list[Taken]:
         taken: list[Taken] = []
         for e, frame in zip(entries, frames, strict=True):
             if isinstance(frame, StoreError):
                 raise frame
-            taken.append(Taken(e.id, e.order, e.environment, e.size, e.tokens, self._state.lag(e), frame))
+            taken.append(Taken(e.id, e.order, e.environment, e.size, e.tokens, self.state.lag(e), frame))
         return taken
 
-    def _return(self, leases: Iterable[int]) -> None:
-        found = [self._state.leases.pop(id) for id in leases if id in self._state.leases]
+    def return_leases(self, leases: Iterable[int]) -> None:
+        """Put the groups of these leases back into the queue, in memory."""
+        found = [self.state.leases.pop(id) for id in leases if id in self.state.leases]
         back = [entry for lease in found for entry in lease.entries]
-        self._state.come_back(back)
+        self.state.requeue(back)
 
-    def _lapse(self, environments: Set[int], reason: str) -> None:
-        """Drop the tickets of environments that left or fell silent, and share their slots out: once for all of them,
-        for each sharing looks at every environment."""
-        playing = self._state.playing.values()
-        self._leave_out([e for e in playing if e.environment in environments and not e.busy], reason)
-        self._state.share_out()
-        self._go_on()
+    def drop_tickets(self, environments: Set[int], reason: str) -> None:
+        """Drop the tickets of environments that left or fell silent, and give their share to the others. One call for
+        all of them, because computing shares reads every environment."""
+        playing = self.state.playing.values()
+        self.drop_later([e for e in playing if e.environment in environments and not e.writing], reason)
+        self.state.update_shares()
+        self.notify()
 
-    def _leave_out(self, entries: Sequence[QueueEntry], reason: str) -> None:
-        """Drops that nobody asked for, and nobody waits for."""
+    def drop_later(self, entries: Sequence[QueueEntry], reason: str) -> None:
+        """Drop entries now in memory and later on disk. No caller waits for it."""
         if entries:
-            self._dropped(entries, reason)
-            self._calls.later(self._dropping(entries, reason), then=lambda: self._forget(entries))
+            self.drop_in_memory(entries, reason)
+            self.calls.write_later(self.drop_on_disk(entries, reason), then=lambda: self.delete_payloads(entries))
 
-    def _dropping(self, entries: Sequence[QueueEntry], reason: str) -> Callable[[sqlite3.Connection], None]:
+    def drop_on_disk(self, entries: Sequence[QueueEntry], reason: str) -> Callable[[sqlite3.Connection], None]:
         counted = Counter((entry.environment, reason) for entry in entries)
         ids = [entry.id for entry in entries]
 
         def change(db: sqlite3.Connection) -> None:
-            rows.remove(db, ids)
-            rows.count(db, counted)
+            tables.remove(db, ids)
+            tables.count(db, counted)
 
         return change
 
-    def _dropped(self, entries: Sequence[QueueEntry], reason: str) -> None:
+    def drop_in_memory(self, entries: Sequence[QueueEntry], reason: str) -> None:
         for entry in entries:
-            self._state.free(entry)
-            if entry.environment in self._state.environments:
-                self._state.environments[entry.environment].counts[reason] += 1
-        self.watch.count("dropped", len(entries), reason=reason)
+            self.state.remove(entry)
+            if entry.environment in self.state.environments:
+                self.state.environments[entry.environment].counts[reason] += 1
+        self.stats.count("dropped", len(entries), reason=reason)
 
-    def _forget(self, entries: Iterable[QueueEntry]) -> None:
-        """Their bytes; the index says on the disk that they are not wanted."""
-        self._segments.forget([entry.place for entry in entries if entry.place is not None])
+    def delete_payloads(self, entries: Iterable[QueueEntry]) -> None:
+        """Delete the bytes of groups that the index on disk no longer lists."""
+        self.segments.forget([entry.place for entry in entries if entry.place is not None])
 
-    def _ungrant(self, asking: WaitingEnvironment) -> None:
-        for entry in asking.granted:
-            self._state.free(entry)
-        asking.granted.clear()
-        self._go_on()
+    def revoke_tickets(self, waiter: WaitingEnvironment) -> None:
+        """Take back tickets that their environment never received."""
+        for entry in waiter.granted:
+            self.state.remove(entry)
+        waiter.granted.clear()
+        self.notify()
 
-    async def _begin_again(self) -> None:
-        state, places = self._state, rows.places(self._state)
-        self._run += 1
+    async def forget_run(self) -> None:
+        """Forget groups, leases and environments, in memory and on disk: another run begins."""
+        state, places = self.state, tables.places(self.state)
+        self.run_number += 1
         for each in state.environments.values():
-            each.line.clear()
-            while each.asking:
-                if not (answer := each.asking.popleft().answer).done():
+            each.backlog.clear()
+            while each.waiters:
+                if not (answer := each.waiters.popleft().answer).done():
                     answer.set_result(None)
-        for held in (state.entries, state.flight, state.playing, state.leases, state.acked, state.environments):
+        for held in (state.entries, state.in_flight, state.playing, state.leases, state.acked, state.environments):
             held.clear()
-        state.in_lines, state.holding = 0, deque()
+        state.in_backlogs, state.unreleased = 0, deque()
         state.first_environment = first = state.next_environment
-        self.watch.taken_by.clear()
-        # After what was submitted before, and nothing new comes in between.
-        await self._calls.write(lambda db: rows.wipe(db, first))
-        self._segments.forget(places)
+        self.stats.taken_by.clear()
+        # The disk runs writes in order: earlier writes are done before the wipe, and no new one comes in between.
+        await self.calls.write(lambda db: tables.wipe(db, first))
+        self.segments.forget(places)
 
-    def _environment(self, environment: int) -> EnvironmentState:
-        each = self._state.environments.get(environment)
+    def environment(self, environment: int) -> EnvironmentState:
+        each = self.state.environments.get(environment)
         if each is None or not each.connected:
             raise NotKnown(f"environment {environment} is not registered here; register it again", field="environment")
         return each
 
-    def _environment_lives(self, environment: int) -> bool:
-        return environment in self._state.environments and self._state.environments[environment].connected
+    def is_connected(self, environment: int) -> bool:
+        return environment in self.state.environments and self.state.environments[environment].connected
 
-    def _trainer(self) -> TrainerSpec:
-        if self._state.trainer is None:
-            raise Conflict("no trainer has registered yet; try again when one has")
-        return self._state.trainer
+    def trainer_spec(self) -> TrainerSpec:
+        if self.state.trainer is None:
+            raise Conflict("no trainer has registered yet; try again once one has")
+        return self.state.trainer
 
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch != self._state.epoch or self._state.trainer is None:
+    def check_epoch(self, epoch: int) -> None:
+        if epoch != self.state.epoch or self.state.trainer is None:
             raise Fenced(
-                f"epoch {epoch} is not the trainer's: the last registration has {self._state.epoch}, and whoever holds "
-                "that one is the trainer now",
+                f"epoch {epoch} is outdated: the last registration has epoch {self.state.epoch}; only its calls count",
                 field="epoch",
             )
+
+    async def close(self) -> None:
+        """Finish the running calls, then close the disk."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        await self.calls.finish()
+        await asyncio.to_thread(self.db.close)
+        self.segments.close()

@@ -1,93 +1,106 @@
-"""The rollout queue: groups from many environments to one trainer, durable, each trained on once.
+"""The durable rollout queue: groups from many environments to one trainer, each trained on once.
 
-consumes: groups, from whoever registered       waits for: slots (admit), the oldest start (take), the disk (all)
+consumes: groups from registered environments   waits for: slots (admit), the oldest start (take), the disk (all)
 produces: leases of groups, oldest started first
 
-The semantics are those of `tandem.rollout.store.MemoryStore`: a slot is held from `admit` to `release` or `drop`, and
-that bounds staleness. To them it adds what happens between processes: everything survives a kill, a lease that is not
-acknowledged returns, environments have shares and may fall silent, and every call may come twice.
+The semantics are those of `tandem.rollout.store.MemoryStore`: a group holds a slot from `admit` to `release` or `drop`,
+and that bounds staleness. The queue adds what several processes need: everything survives a kill, a lease that is not
+acknowledged returns, environments have shares and may fall silent, and a client may repeat every call.
 
-Every call runs on one event loop, and nothing returns before it is on the disk. What a call decides it decides in
-memory and at once; then it is written; only then do others see what it made.
+Every call runs on one event loop, in this order: decide in memory, without awaiting; write to disk; apply the result in
+memory, where other calls see it; return.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
+from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from tandem.errors import NotKnown
 from tandem.io.request_key import RequestKey
-from tandem.rollout.queue import tables as rows
-from tandem.rollout.queue import validation as checks
-from tandem.rollout.queue.environment_calls import Intake
-from tandem.rollout.queue.trainer_calls import HandOut
-from tandem.rollout.queue.types import RegisteredEnvironment, Taken, TrainerSpec
+from tandem.rollout.queue import tables, validation
+from tandem.rollout.queue.core import QueueCore
+from tandem.rollout.queue.environment_calls import EnvironmentCalls
+from tandem.rollout.queue.registration import Registration
+from tandem.rollout.queue.trainer_calls import TrainerCalls
+from tandem.rollout.queue.types import QueueLimits, RegisteredEnvironment, Taken, TrainerSpec
 
 
-class RolloutQueue(Intake, HandOut):
-    """`once`, where a call takes it, makes a repeated call the same call: see `RequestKey`. An environment's calls are
-    in `Intake`, a trainer's in `HandOut`, registration in `Seats`."""
+class RolloutQueue:
+    """One object for each party's calls, over one core. `once`, where a call takes it, makes a repeated call the same
+    call: see `RequestKey`."""
+
+    def __init__(
+        self, directory: Path, limits: QueueLimits | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Lock the directory and read back the state in it. StoreOwned if another process has locked it."""
+        self.core = QueueCore(directory, limits, clock=clock)
+        self.registration = Registration(self.core)
+        self.environments = EnvironmentCalls(self.core)
+        self.trainer = TrainerCalls(self.core)
+        self.limits, self.stats = self.core.limits, self.core.stats
 
     @property
-    def trainer(self) -> TrainerSpec | None:
-        return self._state.trainer
+    def broken(self) -> str:
+        """Why the disk takes no more writes; empty while it does."""
+        return self.core.broken
+
+    @property
+    def trainer_spec(self) -> TrainerSpec | None:
+        return self.core.state.trainer
 
     @property
     def epoch(self) -> int:
-        return self._state.epoch
+        return self.core.state.epoch
 
     @property
     def version(self) -> int:
-        return self._state.version
+        return self.core.state.version
 
     @property
     def queued(self) -> int:
-        """Groups that wait to be taken."""
-        return self._state.queued
+        """Number of groups that wait to be taken."""
+        return self.core.state.queued
 
-    def environment(self, environment: int) -> RegisteredEnvironment:
-        return self._environment(environment).spec
+    def environment_spec(self, environment: int) -> RegisteredEnvironment:
+        return self.core.environment(environment).spec
 
     def environment_status(self, environment: int) -> dict[str, Any]:
-        """`queued`, `playing`, `counts`, `weight`, `share` that is due to it, `admitted`, `silent_s`."""
-        return self.watch.environments([self._environment(environment)], self._state)[0]
+        """Return the environment's row of `status`: `queued`, `playing`, `counts`, `weight`, `share`, `silent_s` ..."""
+        return self.core.stats.environments([self.core.environment(environment)], self.core.state)[0]
 
     @property
     def why_no_batch(self) -> str:
-        """Why groups of the sizes that come never make a batch; empty if they can."""
-        return checks.why_no_batch(self._state)
+        """Why groups of the sizes seen so far can never make a batch; empty if they can."""
+        return validation.why_no_batch(self.core.state)
 
     def status(self) -> dict[str, Any]:
-        """Everything that `tandem rollouts top` shows."""
-        stored = {"bytes": self._segments.size_bytes, "broken": self.broken}
-        return self.watch.status(self._state, self.limits, stored)
+        """Return everything that `tandem rollouts top` shows."""
+        stored = {"bytes": self.core.segments.size_bytes, "broken": self.core.broken}
+        return self.core.stats.status(self.core.state, self.core.limits, stored)
 
     def quarantined(self, most: int = 100) -> list[dict[str, Any]]:
-        return rows.quarantined(self._db, most)
+        return tables.quarantined(self.core.db, most)
 
     def groups(self, most: int = 20) -> list[int]:
-        """Ids of what came last and is not forgotten yet."""
-        there = (entry.id for entry in reversed(self._state.entries.values()) if entry.place is not None)
-        return list(islice(there, most))[::-1]
+        """Return the ids of the latest groups that are still stored."""
+        stored = (entry.id for entry in reversed(self.core.state.entries.values()) if entry.place is not None)
+        return list(islice(stored, most))[::-1]
 
     async def group(self, group: int) -> Taken:
-        """One that is queued or under lease, to look at."""
-        entry = self._state.entries.get(group)
+        """Return a group that is queued or under lease, for inspection."""
+        entry = self.core.state.entries.get(group)
         if entry is None or entry.place is None:
-            raise NotKnown(f"group {group} is not here; it was trained on, was dropped, or never was", field="id")
-        return self._taken([entry], await self._frames([entry]))[0]
+            raise NotKnown(f"group {group} is not stored: it was trained on or dropped, or never existed", field="id")
+        return self.core.to_taken([entry], await self.core.read_frames([entry]))[0]
 
     async def answer(self, once: RequestKey) -> Any:
-        """What the key was answered before, or None; KeyReused if that was for another body."""
-        return rows.answered(self._db, once)
+        """Return the earlier reply to the key, or None; KeyReused if that request had another body."""
+        return tables.answered(self.core.db, once)
 
     async def close(self) -> None:
-        """What is under way ends first."""
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
-        await self._calls.end()
-        await asyncio.to_thread(self._db.close)
-        self._segments.close()
+        """Finish the running calls, then close the disk."""
+        await self.core.close()

@@ -1,4 +1,4 @@
-"""What the rollout queue tells people about itself: counts, rates, how old the groups were that were trained on."""
+"""Statistics of the rollout queue for people: counts, rates, and the lag of the groups handed out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class QueueStats:
         self.dropped: Counter[str] = Counter()
         """By reason."""
         self.lags: Counter[int] = Counter()
-        """Groups handed out, by how many versions old they were."""
+        """Groups handed out, by lag in versions."""
         self.taken_by: Counter[int] = Counter()
         self._recent: deque[tuple[int, Counter[str]]] = deque(maxlen=_WINDOW_S)
 
@@ -43,7 +43,7 @@ class QueueStats:
         self.taken_by[group.environment] += 1
 
     def rates(self) -> dict[str, float]:
-        """A second, over the last minute."""
+        """Return counts per second over the last minute."""
         now = int(self._clock())
         recent = [(second, counts) for second, counts in self._recent if second > now - _WINDOW_S]
         seconds = max(1, now - recent[0][0] + 1) if recent else 1
@@ -53,16 +53,16 @@ class QueueStats:
         return {f"{what}_per_s": round(total[what] / seconds, 3) for what in ("put", "taken", "dropped", "tokens")}
 
     def environments(self, which: Iterable[EnvironmentState], state: QueueState) -> list[dict[str, Any]]:
-        """Everything that is queued is looked at once, however many are asked about."""
+        """Return a row for each environment in `which`. One pass over the queue serves all of them."""
         playing: Counter[int] = Counter(entry.environment for entry in state.playing.values())
         ready: dict[int, list[int]] = {}
-        for entry in state.flight.values():
+        for entry in state.in_flight.values():
             if entry.place is not None:
                 ready.setdefault(entry.environment, []).append(entry.size)
         return [self._environment(each, ready.get(each.id, []), playing[each.id]) for each in which]
 
     def _environment(self, each: EnvironmentState, ready: list[int], playing: int) -> dict[str, Any]:
-        sizes = [*(e.size for e in each.line), *ready]
+        sizes = [*(e.size for e in each.backlog), *ready]
         return {
             "id": each.id,
             "name": each.name,
@@ -83,7 +83,7 @@ class QueueStats:
 
     def status(self, state: QueueState, limits: QueueLimits, stored: Mapping[str, Any]) -> dict[str, Any]:
         trainer = state.trainer
-        lags = Counter(state.lag(entry) for entry in state.flight.values() if entry.place is not None)
+        lags = Counter(state.lag(entry) for entry in state.in_flight.values() if entry.place is not None)
         return {
             "trainer": None
             if trainer is None

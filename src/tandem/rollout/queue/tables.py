@@ -1,4 +1,4 @@
-"""The rollout queue on the disk: its tables, what is written to them, and how a queue is read back."""
+"""The rollout queue's SQLite tables: write changes to them, and read the whole state back."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ACKED = -1  # in place of a lease's version
 # --- writing
 
 
-def say(db: Db, **facts: Any) -> None:
+def set_facts(db: Db, **facts: Any) -> None:
     db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", [(k, json.dumps(v)) for k, v in facts.items()])
 
 
@@ -85,23 +85,23 @@ def remove(db: Db, ids: Iterable[int]) -> None:
     db.executemany("DELETE FROM groups WHERE id=?", [(id,) for id in ids])
 
 
-def lend(db: Db, lease: LeaseState) -> None:
+def add_lease(db: Db, lease: LeaseState) -> None:
     db.execute("INSERT INTO leases VALUES (?, ?)", (lease.id, lease.version))
     rows = [(lease.id, entry.order, entry.id) for entry in lease.entries]
     db.executemany("UPDATE groups SET lease=?, ord=?, holds=1 WHERE id=?", rows)
 
 
-def take_back(db: Db, leases: Iterable[int]) -> None:
+def return_leases(db: Db, leases: Iterable[int]) -> None:
     rows = [(lease,) for lease in leases]
     db.executemany("UPDATE groups SET lease=0, holds=0 WHERE lease=?", rows)
     db.executemany(f"DELETE FROM leases WHERE id=? AND version<>{_ACKED}", rows)
 
 
-def note_acked(db: Db, leases: Iterable[int]) -> None:
+def mark_acked(db: Db, leases: Iterable[int]) -> None:
     db.executemany(f"UPDATE leases SET version={_ACKED} WHERE id=?", [(lease,) for lease in leases])
 
 
-def stop_holding(db: Db, ids: Iterable[int]) -> None:
+def release_slots(db: Db, ids: Iterable[int]) -> None:
     db.executemany("UPDATE groups SET holds=0 WHERE id=?", [(id,) for id in ids])
 
 
@@ -118,7 +118,7 @@ def add_environment(db: Db, state: EnvironmentState) -> None:
 
 
 def forget_environments(db: Db, ids: Iterable[int]) -> None:
-    """Those of which nothing is left."""
+    """Delete those environments that have no groups left."""
     for id in ids:
         left = db.execute("SELECT EXISTS (SELECT 1 FROM groups WHERE environment=?)", (id,)).fetchone()[0]
         if not left:
@@ -138,14 +138,15 @@ def add_quarantine(db: Db, environment: int | None, field: str, reason: str, bod
 
 
 def wipe(db: Db, next_environment: int) -> None:
-    """But for answers: those to environments' registrations name numbers below the first of what begins now."""
+    """Delete everything except answers. Old answers to registrations name ids below `next_environment`, so they are
+    recognised as outdated."""
     for table in ("groups", "leases", "environments", "counts"):
         db.execute(f"DELETE FROM {table}")
-    say(db, first_environment=next_environment, next_environment=next_environment)
+    set_facts(db, first_environment=next_environment, next_environment=next_environment)
 
 
 def forget_answers(db: Db) -> None:
-    """Some at a time: whoever waits for the disk meanwhile does not notice."""
+    """Delete some expired answers. Few at a time, so that other writes do not wait long."""
     db.execute("DELETE FROM answers WHERE key IN (SELECT key FROM answers WHERE until < ? LIMIT 2000)", (time.time(),))
 
 
@@ -153,7 +154,7 @@ def forget_answers(db: Db) -> None:
 
 
 def answered(store: Durable, once: RequestKey) -> Any:
-    """The reply that the key was given before, or None."""
+    """Return the earlier reply to the key, or None. KeyReused if that request had another body."""
     rows = store.read("SELECT digest, reply FROM answers WHERE key=? AND until > ?", (once.key, time.time()))
     if not rows:
         return None
@@ -171,7 +172,7 @@ def quarantined(store: Durable, most: int) -> list[dict[str, Any]]:
 
 
 def read_state(store: Durable, now: float) -> QueueState:
-    """As it was committed last. Time starts anew: who was alive then has its whole lapse to show that it still is."""
+    """Return the state as last committed. Timers restart: a live environment has its full `lapse_s` to call again."""
     state = QueueState()
     facts = {name: json.loads(value) for name, value in store.read("SELECT name, value FROM facts")}
     state.trainer = TrainerSpec(**facts["trainer"]) if facts.get("trainer") else None
@@ -195,10 +196,10 @@ def read_state(store: Durable, now: float) -> QueueState:
             state.acked.add(id)
         else:
             state.leases[id] = LeaseState(id, version, [], now + lease_s)
-    state.holding.extend([None] * facts.get("holding_acked", 0))
+    state.unreleased.extend([None] * facts.get("holding_acked", 0))
     _read_groups(store, state, now)
     state.next_order = max([facts.get("next_order", 1), *(entry.order + 1 for entry in state.entries.values())])
-    state.share_out()
+    state.update_shares()
     return state
 
 
@@ -212,12 +213,12 @@ def _read_groups(store: Durable, state: QueueState, now: float) -> None:
         if lease:
             state.leases[lease].entries.append(entry)
             if holds:
-                state.holding.append(entry)
+                state.unreleased.append(entry)
         elif order < 0:
-            state.environments[environment].line.append(entry)
-            state.in_lines += 1
+            state.environments[environment].backlog.append(entry)
+            state.in_backlogs += 1
         else:
-            state.flight[order] = entry
+            state.in_flight[order] = entry
             if entry.place is None:
                 state.playing[order] = entry
 

@@ -1,4 +1,4 @@
-"""What goes into the rollout queue and what comes out of it: plain data, no behaviour."""
+"""Plain data that the rollout queue takes and returns: limits, specs, handles, leases."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What one service takes before it says no."""
+    """What one service accepts before it refuses."""
 
     max_queued: int = 20_000
-    """Groups that wait, all environments together."""
+    """Groups that wait to be taken, summed over all environments."""
     max_environments: int = 4096
     max_groups_per_post: int = 4096
     max_wait_s: float = 60.0
-    """Of a long poll."""
+    """The longest that a long poll waits."""
     max_play_s: float = 3600.0
-    """From a ticket to its group; then it is dropped, so that one lost episode does not hold up every batch."""
+    """From a ticket to its group. Then the queue drops the ticket: one lost episode must not block every batch."""
     answers_kept_s: float = 7 * 86400.0
-    """How long an idempotency key is remembered."""
+    """How long the queue remembers an idempotency key."""
     quarantine_rows: int = 1000
     quarantine_bytes: int = 65536
-    """Of a refused body: how much of it is kept."""
+    """How many bytes of a refused body are kept."""
     reserve_bytes: int = 32 * 2**20
-    """What payloads leave free on the disk."""
+    """Disk space that payloads leave free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,22 @@ class TrainerSpec:
 
     run_id: str
     groups_per_step: int = 0
-    """Slots are (max_lag + 1) times this. 0: batches are counted in sequences, and slots are made as they are asked."""
+    """There are (max_lag + 1) times this many slots. 0: batches are counted in sequences, and slots are unlimited."""
     sequences_per_step: int = 0
-    """Where batches are counted in sequences: how many. A larger group could never leave, and is refused."""
+    """Sequences in a batch, where batches are counted in sequences. A larger group would never fit and is refused."""
     max_lag: int = 0
-    """Groups older than this are dropped when their turn comes; -1 takes any."""
+    """Groups older than this many versions are dropped before they are handed out; -1 accepts any age."""
     version: int = 0
-    """What the trainer holds now: 0, or a checkpoint's."""
+    """The trainer's version now: 0, or that of the checkpoint it resumed from."""
     num_ids: int = 0
     max_tokens: int = 0
     tokenizer: str = ""
-    """A digest of it. Environments that name another are refused."""
+    """Digest of the tokenizer. An environment that names another is refused."""
     max_dropped: int = 256
-    """Groups dropped in a row, before `take` says Starved; 0 for never."""
+    """After so many drops in a row `take` raises Starved; 0 for never."""
     lease_s: float = 600.0
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The trainer's own; given to environments that ask."""
+    """Free-form values from the trainer; environments can read them."""
 
     @property
     def slots(self) -> int:
@@ -57,8 +57,8 @@ class TrainerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSeat:
-    """`epoch` goes with every call of the trainer; a later registration makes an earlier one's calls Fenced."""
+class TrainerHandle:
+    """A trainer's registration. It sends `epoch` with every call; a later registration fences the calls of this one."""
 
     run_id: str
     epoch: int
@@ -70,28 +70,30 @@ class TrainerSeat:
 class RegisteredEnvironment:
     name: str
     weight: float = 1.0
-    """Its part of what is trained on, against the weights of the others."""
+    """Its share of the trained groups, relative to the weights of the other environments."""
     min_share: float = 0.0
-    """At least this part of it, whatever the weights."""
+    """Its lowest share, whatever the weights."""
     group_size: int = 0
-    """Exactly so many siblings; 0 for any number."""
+    """Siblings in each of its groups; 0 for any number."""
     max_tokens: int = 0
     lapse_s: float = 300.0
-    """Silent for so long, its tickets lapse and its share goes to the others, until it speaks again."""
+    """After so long without a call its tickets lapse and its share goes to the others, until its next call."""
     tokenizer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
-class EnvironmentSeat:
+class EnvironmentHandle:
+    """An environment's registration."""
+
     id: int
     name: str
-    """The name that was asked for, and a number that makes it this one's: `maths_0`."""
+    """The requested name and a number that makes it unique: `maths_0`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of a group that was put: `queued`, or dropped at once because it is `stale`."""
+    """The outcome of a group that was put: `queued`, or dropped at once as `stale` or `undone`."""
 
     id: int
     outcome: str
@@ -99,7 +101,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A group in a trainer's hands."""
+    """A group that was handed to the trainer."""
 
     id: int
     order: int
@@ -107,17 +109,17 @@ class Taken:
     size: int
     tokens: int
     lag: int
-    """Versions between its oldest trained token and the trainer; one of an unknown version counts from when it came."""
+    """The trainer's version less that of its oldest trained token; unknown versions count from the group's arrival."""
     frame: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Groups that are the trainer's until it acknowledges them, or until `seconds` pass without `renew`."""
+    """Groups that the trainer holds until it acknowledges them, or until `seconds` pass without `renew`."""
 
     id: int
     version: int
-    """The trainer's, when they were handed out."""
+    """The trainer's version when they were handed out."""
     seconds: float
     groups: tuple[Taken, ...]
 

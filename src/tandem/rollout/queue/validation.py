@@ -1,4 +1,4 @@
-"""What the rollout queue refuses, and how it says so."""
+"""Checks of what callers send to the rollout queue, and the errors that refuse it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _REASON = re.compile(r"[a-z0-9][a-z0-9_./-]{0,63}")
 
 def check_name(field: str, name: str) -> None:
     if not _NAME.fullmatch(name):
-        may_be = "1 to 128 of letters, digits, '.', '_' and '-', a letter or a digit first"
-        raise GroupRefused(field, f"{name[:128]!r} is none: {may_be}")
+        rule = "use 1 to 128 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        raise GroupRefused(field, f"{name[:128]!r} is not allowed: {rule}")
 
 
 def check_reason(reason: str) -> str:
     if not _REASON.fullmatch(reason):
-        raise GroupRefused("reason", "1 to 64 of a-z, digits, '_', '.', '/' and '-': it is counted under this name")
+        raise GroupRefused("reason", "use 1 to 64 of a-z, digits, '_', '.', '/' and '-': drops are counted by it")
     return reason
 
 
@@ -36,32 +36,30 @@ def check_trainer(spec: TrainerSpec) -> None:
         raise GroupRefused("groups_per_step", "a step is counted in groups or in sequences: set one of the two")
     for field in ("groups_per_step", "sequences_per_step", "version", "num_ids", "max_tokens", "max_dropped"):
         if getattr(spec, field) < 0:
-            raise GroupRefused(field, f"{getattr(spec, field)} is below 0")
+            raise GroupRefused(field, f"{getattr(spec, field)}: must be 0 or above")
     if spec.max_lag < -1:
-        raise GroupRefused("max_lag", f"{spec.max_lag}; 0 and above bound it, -1 does not")
+        raise GroupRefused("max_lag", f"{spec.max_lag}: must be 0 or above, or -1 for no bound")
     if spec.groups_per_step and spec.max_lag < 0:
         raise GroupRefused(
             "max_lag", "-1 with groups_per_step: slots are (max_lag + 1) * groups_per_step; set 0 or above"
         )
     if spec.slots < 0 or spec.slots > 1_000_000:
-        raise GroupRefused(
-            "max_lag", f"(max_lag + 1) * groups_per_step = {spec.slots} slots; 1 to 1000000 are possible"
-        )
+        raise GroupRefused("max_lag", f"(max_lag + 1) * groups_per_step = {spec.slots} slots: must be 1 to 1000000")
     check_plain(spec.extra, "extra")
     if not 1 <= spec.lease_s <= 86400:
-        raise GroupRefused("lease_s", f"{spec.lease_s:g}; 1 to 86400 seconds are possible")
+        raise GroupRefused("lease_s", f"{spec.lease_s:g}: must be 1 to 86400 seconds")
 
 
 def check_left(state: QueueState, now: float, waiting: bool) -> None:
-    """The trainer of another run has gone: it neither waits for groups nor holds any under lease."""
-    sitting = state.trainer
-    if sitting is None or "atropos" in sitting.extra:  # whose lease lasts for a day, whoever is there
+    """Raise Conflict while the registered trainer waits for groups (`waiting`) or holds some under lease."""
+    current = state.trainer
+    if current is None or "atropos" in current.extra:  # an Atropos lease lasts for a day even if its trainer is gone
         return
-    left_s = min(sitting.lease_s, max([lease.expires - now for lease in state.leases.values()], default=0.0))
+    left_s = min(current.lease_s, max([lease.expires - now for lease in state.leases.values()], default=0.0))
     if waiting or left_s > 0:
         does = "waits for groups" if waiting else f"holds groups under lease for another {math.ceil(left_s)} s"
         raise Conflict(
-            f"run '{sitting.run_id}' sits there and {does}; end it, and register when its lease has lapsed",
+            f"run '{current.run_id}' is registered and {does}; end that run, and register once its lease has lapsed",
             field="run_id",
         )
 
@@ -71,44 +69,44 @@ def check_environment(
 ) -> None:
     check_name("name", spec.name)
     if trainer is None:
-        raise Conflict("no trainer has registered yet; try again when one has")
+        raise Conflict("no trainer has registered yet; try again once one has")
     if not (math.isfinite(spec.weight) and 1e-3 <= spec.weight <= 1e3):
-        raise GroupRefused("weight", f"{spec.weight}; 0.001 to 1000 are possible")
+        raise GroupRefused("weight", f"{spec.weight}: must be 0.001 to 1000")
     if not 0 <= spec.min_share <= 1:
-        raise GroupRefused("min_share", f"{spec.min_share}; 0 to 1 are possible")
+        raise GroupRefused("min_share", f"{spec.min_share}: must be 0 to 1")
     if spec.group_size < 0 or spec.max_tokens < 0:
-        raise GroupRefused("group_size" if spec.group_size < 0 else "max_tokens", "below 0")
+        raise GroupRefused("group_size" if spec.group_size < 0 else "max_tokens", "must be 0 or above")
     check_plain(spec.extra, "extra")
     if not 1 <= spec.lapse_s <= 86400:
-        raise GroupRefused("lapse_s", f"{spec.lapse_s}; 1 to 86400 seconds are possible")
+        raise GroupRefused("lapse_s", f"{spec.lapse_s}: must be 1 to 86400 seconds")
     if spec.tokenizer and trainer.tokenizer and spec.tokenizer != trainer.tokenizer:
-        raise GroupRefused("tokenizer", f"{spec.tokenizer}; the trainer's is {trainer.tokenizer}: ids mean other text")
+        raise GroupRefused("tokenizer", f"{spec.tokenizer}: the trainer's is {trainer.tokenizer}; ids differ")
     live = [each for each in known if each.live]
     if (shares := sum(each.spec.min_share for each in live) + spec.min_share) > 1 + 1e-9:
         raise Conflict(
-            f"min_share {spec.min_share:g} does not fit: those of all environments would add up to {shares:g}",
+            f"min_share {spec.min_share:g} does not fit: all min_share together would be {shares:g}, above 1",
             field="min_share",
         )
     if len(live) >= limits.max_environments:
-        raise QueueFull(f"{len(live)} environments are registered, and that is the most")
+        raise QueueFull(f"{len(live)} environments are registered, and that is the limit")
 
 
 def check_take(trainer: TrainerSpec, count: int, sequences: int) -> None:
     if (count > 0) == (sequences > 0):
-        raise GroupRefused("groups", "say how many groups, or how many sequences: one of the two, above 0")
+        raise GroupRefused("groups", "set groups or sequences, one of the two, above 0")
     if trainer.slots and sequences:
-        raise GroupRefused("sequences", "this trainer registered groups_per_step: its batches are counted in groups")
+        raise GroupRefused("sequences", "this trainer registered groups_per_step: set groups instead")
     if trainer.slots and count > trainer.slots:
-        raise GroupRefused("groups", f"take({count}) can never be served by {trainer.slots} slots")
+        raise GroupRefused("groups", f"take({count}) can never succeed: there are only {trainer.slots} slots")
     if max(count, sequences) > 2**16:
-        raise GroupRefused("groups" if count else "sequences", f"{2**16} is the most at a time")
+        raise GroupRefused("groups" if count else "sequences", f"at most {2**16} in one call")
 
 
 def why_no_batch(state: QueueState) -> str:
-    """Why no batch can ever be made of the groups that come, where it is counted in sequences; empty if one can."""
+    """Say why no batch of `sequences_per_step` can be made of the group sizes seen so far; empty if one can."""
     wanted = state.trainer.sequences_per_step if state.trainer else 0
-    said = {each.usual_size for each in state.environments.values() if each.live}
-    sizes = sorted((said | {entry.size for entry in state.entries.values()}) - {0})
+    declared = {each.declared_size for each in state.environments.values() if each.live}
+    sizes = sorted((declared | {entry.size for entry in state.entries.values()}) - {0})
     if not wanted or not sizes:
         return ""
     sums = 1  # bit n: groups of these sizes add up to n
@@ -130,34 +128,34 @@ def why_no_batch(state: QueueState) -> str:
 
 
 def check_ticket(state: QueueState, environment: int, ticket: int, field: str = "ticket") -> QueueEntry:
-    """The ticket's entry, if its group may still come."""
+    """Return the entry of a ticket whose group has not arrived; Conflict for any other ticket."""
     entry = state.playing.get(ticket)
     if entry is None or entry.environment != environment:
         raise Conflict(
-            f"ticket {ticket} of environment {environment} is not being played; its group was put or dropped before, "
-            "or it lapsed",
+            f"ticket {ticket} of environment {environment} is not being played: its group was put or dropped before, "
+            "or the ticket lapsed",
             field=field,
         )
-    if entry.busy:
-        raise Conflict(f"ticket {ticket} is being put or dropped at this moment", field=field)
+    if entry.writing:
+        raise Conflict(f"another request is putting or dropping ticket {ticket} now", field=field)
     return entry
 
 
 def check_groups(
     groups: Sequence[WireGroup], environment: int | None, trainer: TrainerSpec, state: QueueState
 ) -> list[int]:
-    """The environment of each; refused at the first that breaks a rule."""
-    makers: list[int] = []
+    """Return the environment of each group. The first group that breaks a rule refuses them all."""
+    environments: list[int] = []
     tickets: set[int] = set()
     for number, group in enumerate(groups):
         field = f"groups.{number}"
-        maker = group.head.environment if group.head.environment is not None else environment
-        if maker is None or environment not in (None, maker):
-            raise GroupRefused(f"{field}.environment", "name the environment that made it, as registration gave it")
-        each = state.environments.get(maker)
+        made_by = group.head.environment if group.head.environment is not None else environment
+        if made_by is None or environment not in (None, made_by):
+            raise GroupRefused(f"{field}.environment", "set it to the id that registration returned")
+        each = state.environments.get(made_by)
         if each is None or not each.connected:
             raise NotKnown(
-                f"environment {maker} is not registered here; register it again", field=f"{field}.environment"
+                f"environment {made_by} is not registered here; register it again", field=f"{field}.environment"
             )
         longest = [most for most in (trainer.max_tokens, each.spec.max_tokens) if most]
         check(group, Rules(trainer.num_ids, min(longest, default=0), each.spec.group_size), field)
@@ -166,12 +164,12 @@ def check_groups(
                 f"{field}.trajectories", f"{group.size} siblings never fit a batch of {trainer.sequences_per_step}"
             )
         if (ticket := group.head.ticket) is not None:
-            check_ticket(state, maker, ticket, f"{field}.ticket")
+            check_ticket(state, made_by, ticket, f"{field}.ticket")
             if ticket in tickets:
-                raise GroupRefused(f"{field}.ticket", f"ticket {ticket} comes twice in this post")
+                raise GroupRefused(f"{field}.ticket", f"ticket {ticket} appears twice in this post")
             tickets.add(ticket)
-        makers.append(maker)
-    return makers
+        environments.append(made_by)
+    return environments
 
 
 def check_starved(trainer: TrainerSpec, state: QueueState) -> None:

@@ -1,6 +1,6 @@
-"""Asking a rollout service: every write has a key of its own, and is repeated under it until it is answered.
+"""HTTP client of a rollout service: it sends each write with its own key and retries until it gets a reply.
 
-So a service that is started again, a connection that breaks, and an answer that is lost cost time and nothing else.
+So a restarted service, a broken connection or a lost reply costs only time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _BUSY = frozenset({408, 425, 429, 500, 502, 503, 504, 507})
 _MOST_WAIT_S, _CONNECT_S, _READ_S = 10.0, 5.0, 60.0
-_TELL_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 
 
 class ServiceClient:
@@ -39,38 +39,38 @@ class ServiceClient:
         url_option: str = "rollouts.url",
         token_option: str = "rollouts.token_file",
     ) -> None:
-        """`patience_s`: for a service that does not answer, or has no room; then StoreTimeout. `url_option` and
-        `token_option`: what errors call the two."""
+        """`patience_s`: how long to retry a service that does not answer or has no room, before StoreTimeout.
+        `url_option`, `token_option`: the names of these options in errors."""
         import httpx
 
         self.url, self._token_file, self._patience_s = url.rstrip("/"), token_file, patience_s
-        self._url_option, self._token_option, self._was_let_in = url_option, token_option, False
+        self._url_option, self._token_option, self._was_accepted = url_option, token_option, False
         if not url.startswith(("http://", "https://")):
             raise SpecError(
-                f"{url_option} = '{url}' is no URL; give what `tandem rollouts serve` says: http://HOST:PORT"
+                f"{url_option} = '{url}' is not a URL; give the one that `tandem rollouts serve` prints: http://HOST:PORT"
             )
         self._client = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
             follow_redirects=False,
-            trust_env=False,  # no proxy of the environment: the token is for this service alone
+            trust_env=False,  # no proxy from environment variables: it would see the token
         )
-        self._silent_since = self._told_at = float("-inf")
+        self._logged_at = float("-inf")
 
-    async def meet(self) -> None:
-        """Waits for whoever is not there yet. SpecError if it is there and is no rollout service, or if the token is
-        another one's: no repetition mends these."""
+    async def check_service(self) -> None:
+        """Wait until the service answers. SpecError if it is not a rollout service or refuses the token: retries would
+        not help."""
         answer = await self._answer("GET", "/limits", None, {}, 0.0)
         if answer.status_code == 401:
             raise SpecError(
-                f"{self._token_option} = '{self._token_file}' holds another service's token: {self.url} refuses it; "
-                "the right one is in its data directory"
+                f"{self._token_option} = '{self._token_file}' holds a token that {self.url} refuses; "
+                "use the token file in that service's data directory"
             )
         if answer.status_code != 200 or b'"queued_groups"' not in answer.content:
             raise SpecError(
-                f"{self._url_option} = '{self.url}': something else answers there than a rollout service (GET /limits: "
-                f"{answer.status_code}); give the URL that `tandem rollouts serve` says"
+                f"{self._url_option} = '{self.url}': the server there is not a rollout service (GET /limits: "
+                f"{answer.status_code}); give the URL that `tandem rollouts serve` prints"
             )
 
     async def get(self, path: str) -> dict[str, Any]:
@@ -85,14 +85,14 @@ class ServiceClient:
         wait_s: float = 0.0,
         key: str = "",
     ) -> dict[str, Any]:
-        """`wait_s`: how long the service itself may wait before it answers. `key`: where one outlives this process. The
-        answer, or the error that it names."""
+        """Post and return the reply, or raise the error that it names. `wait_s`: how long the service may wait before
+        it replies. `key`: an idempotency key that must outlive this process."""
         content = body if isinstance(body, bytes) else json.dumps(body, allow_nan=False).encode()
         headers = {"Content-Type": content_type, "Idempotency-Key": key or uuid.uuid4().hex}
         return _object(await self._ask("POST", path, content, headers, wait_s))
 
     async def post_for_bytes(self, path: str, body: Mapping[str, Any], accept: str, *, wait_s: float = 0.0) -> bytes:
-        """Empty where the service had nothing within `wait_s`."""
+        """Post and return the reply's bytes; empty if the service had nothing within `wait_s`."""
         headers = {"Content-Type": "application/json", "Accept": accept, "Idempotency-Key": uuid.uuid4().hex}
         return (await self._ask("POST", path, json.dumps(body, allow_nan=False).encode(), headers, wait_s)).content
 
@@ -107,7 +107,7 @@ class ServiceClient:
     async def _answer(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], wait_s: float
     ) -> httpx.Response:
-        """Whatever is more than a sign to ask again."""
+        """Retry until the reply is final, whether good or bad."""
         import httpx
 
         since, attempt = time.monotonic(), 0
@@ -119,35 +119,35 @@ class ServiceClient:
             except (httpx.TransportError, OSError) as error:
                 why, pause_s = f"{type(error).__name__}: {error}".rstrip(": "), 0.0
             else:
-                self._was_let_in |= answer.status_code != 401
+                self._was_accepted |= answer.status_code != 401
                 if answer.status_code not in _BUSY:
                     return answer
                 why = f"answered {answer.status_code}: {_message(answer)}"
                 pause_s = retry_after_s(answer.headers.get("retry-after", "")) or 0.0
             if time.monotonic() - since > self._patience_s:
                 raise StoreTimeout(f"rollouts: {self.url} did not answer within {self._patience_s:g} s: {why}")
-            self._tell(why)
+            self._log_retry(why)
             attempt += 1
             grown_s = min(0.1 * 2 ** min(attempt, 10), _MOST_WAIT_S) * random.uniform(0.5, 1.0)
             await asyncio.sleep(max(min(pause_s, _MOST_WAIT_S), grown_s))
 
     def _token(self) -> str:
-        """Read every time: a service made anew has a new one. Its file may be gone for a moment then, but not before
-        it was ever of use: that is a typing error, which no repetition mends."""
+        """Read the token for each request: a recreated service has a new one, and its file may be missing for a moment.
+        Before the first accepted request a missing file is a wrong path, which raises SpecError."""
         try:
             return read_token(self._token_file, self._token_option)
         except OSError as error:
-            if self._was_let_in:
+            if self._was_accepted:
                 raise
             raise SpecError(
                 f"{self._token_option} = '{self._token_file}': {error.strerror}; it must be the file that holds the "
                 f"token of {self.url} (a service writes it when it starts)"
             ) from error
 
-    def _tell(self, why: str) -> None:
-        if time.monotonic() - self._told_at > _TELL_EVERY_S:
-            self._told_at = time.monotonic()
-            _log.warning("rollouts: %s is asked again: %s", self.url, why)
+    def _log_retry(self, why: str) -> None:
+        if time.monotonic() - self._logged_at > _LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            _log.warning("rollouts: retrying %s: %s", self.url, why)
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:
@@ -171,18 +171,18 @@ def _object(answer: httpx.Response) -> dict[str, Any]:
     try:
         body = answer.json()
     except ValueError as error:
-        raise StoreError(f"rollouts: {answer.url.path} answered what is no JSON: {error}") from error
+        raise StoreError(f"rollouts: {answer.url.path} answered with invalid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise StoreError(f"rollouts: {answer.url.path} answered what is no JSON object")
+        raise StoreError(f"rollouts: {answer.url.path} answered with JSON that is not an object")
     return cast("dict[str, Any]", body)
 
 
 def _error(answer: httpx.Response) -> dict[str, Any]:
     try:
-        told = answer.json()["error"]
+        error = answer.json()["error"]
     except (ValueError, LookupError, TypeError):
         return {}
-    return cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    return cast("dict[str, Any]", error) if isinstance(error, dict) else {}
 
 
 def _message(answer: httpx.Response) -> str:

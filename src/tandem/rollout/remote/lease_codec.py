@@ -1,4 +1,4 @@
-"""The native wire form of a lease: what a trainer is handed.
+"""The native wire form of a lease: groups that the service hands to a trainer.
 
     b"TLS1"  u32 size of the head                little endian
     head                                         msgpack, a `LeaseHead`
@@ -31,7 +31,7 @@ class TakenHead(msgspec.Struct, array_like=True):
     tokens: int
     lag: int
     bytes: int
-    """Of its frame."""
+    """Size of its frame."""
 
 
 class LeaseHead(msgspec.Struct):
@@ -82,7 +82,7 @@ def decode_lease(body: codec.Bytes) -> Lease:
         groups.append(Taken(e.id, e.order, e.environment, e.size, e.tokens, e.lag, frame))
         start += e.bytes
     if start != len(view):
-        raise GroupRefused("lease", f"its head says {start} bytes, and it has {len(view)}")
+        raise GroupRefused("lease", f"the head gives {start} bytes, but the body has {len(view)}")
     return Lease(head.lease, head.version, head.seconds, tuple(groups))
 
 
@@ -98,7 +98,7 @@ def groups_to_json(groups: Sequence[Taken]) -> list[GroupInLease]:
 
 
 def _group_to_json(frame: codec.Bytes) -> msgspec.Raw:
-    """One trajectory after another: encoding holds up every other thread, and a batch may be a hundred megabytes."""
+    """Encode one trajectory at a time: encoding holds the GIL, and a batch may be a hundred megabytes."""
     group = codec.to_json(frame)
     siblings = [msgspec.Raw(msgspec.json.encode(each)) for each in group.trajectories]
     head = {"environment": group.environment, "ticket": group.ticket, "extra": group.extra}

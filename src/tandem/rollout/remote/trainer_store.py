@@ -1,10 +1,9 @@
-"""The trainer's end of a rollout service, as its store: groups come from there, whoever plays them.
+"""The trainer's store on a rollout service: take leases of groups from it and acknowledge them.
 
 consumes: leases of groups       waits for: the service, and in it the oldest start
-produces: groups, once each      what is not acknowledged returns there when this process is gone
+produces: groups, once each      unacknowledged groups return to the service when this process dies
 
-A service that is started again costs time and nothing else. A lease is renewed for as long as its groups are not in a
-checkpoint.
+A restart of the service costs only time. The store renews a lease until a checkpoint contains its groups.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 from tandem.errors import NotKnown, StoreError, StoreTimeout, TandemError
 from tandem.io import atomic_write
-from tandem.rollout.group_metrics import of_groups
+from tandem.rollout.producer import group_metrics
 from tandem.rollout.queue.types import Lease, TrainerSpec
 from tandem.rollout.remote import lease_codec
 from tandem.rollout.remote.client import ServiceClient
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 
 def run_id_of(directory: Path, name: str) -> str:
-    """One that no other run directory has, also if it is of the same name; whoever resumes the run finds it again."""
+    """Return the run's id at the service: unique for the run directory, and the same after a resume."""
     path = directory / _RUN_ID_FILE
     if not path.exists():
         atomic_write.write_json(path, {"run_id": f"{name[:100]}-{uuid.uuid4().hex[:12]}"})
@@ -44,7 +43,7 @@ def run_id_of(directory: Path, name: str) -> str:
 
 
 class RemoteStore:
-    """Also what stands for the producers, who are elsewhere: it keeps its leases, and tells what was taken."""
+    """A RolloutStore, and the loop's Producer too: it renews leases, and reports metrics of the groups taken."""
 
     def __init__(
         self,
@@ -55,25 +54,25 @@ class RemoteStore:
         take_timeout_s: float,
         fresh: bool,
     ) -> None:
-        """`version`: the trainer's, whenever it is asked. `fresh`: groups of another run may be dropped."""
+        """`version`: returns the trainer's version. `fresh`: the service may drop the groups of another run."""
         self._client, self._spec, self._version, self._fresh = client, spec, version, fresh
         self._take_timeout_s = take_timeout_s
         self._epoch: int | None = None
         self._held: dict[int, set[int]] = {}
-        """By lease: its groups that are not acknowledged."""
-        self._acking: set[int] = set()
-        """Leases of groups whose acknowledgement is under way: the service may have forgotten them already."""
+        """By lease: its unacknowledged groups."""
+        self._acks_in_flight: set[int] = set()
+        """Leases whose acknowledgement is in flight: the service may have closed them already."""
         self._ids: dict[int, tuple[int, int]] = {}
-        """By the identity of a group that was taken: its lease and its number."""
+        """By `id()` of a taken group: its lease and its number."""
         self._contained: list[int] = []
-        """Numbers of groups that are in the checkpoint this run goes on from: never to be trained on again."""
+        """Numbers of the groups in the checkpoint that this run resumed from: they must not be trained again."""
         self._taken: list[Group] = []
         self._lags: list[int] = []
         self._registering = asyncio.Lock()
-        self._asking: set[asyncio.Future[Any]] = set()
+        self._requests: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
 
-    # --- of a RolloutStore
+    # --- RolloutStore
 
     async def admit(self) -> Ticket:
         raise StoreError("store: environments play for the rollout service; this trainer asks for no tickets")
@@ -90,13 +89,13 @@ class RemoteStore:
         while True:
             wait_s = min(_POLL_S, max(0.0, until - time.monotonic()))
             body = {"epoch": epoch, "groups": count, "version": self._version(), "wait_s": wait_s}
-            asking = self._client.post_for_bytes("/v2/leases", body, codec.BINARY, wait_s=wait_s)
-            if content := await self._unless_failed(asking):
-                return self._opened(await asyncio.to_thread(lease_codec.decode_lease, content))
+            request = self._client.post_for_bytes("/v2/leases", body, codec.BINARY, wait_s=wait_s)
+            if content := await self._unless_failed(request):
+                return self._decode(await asyncio.to_thread(lease_codec.decode_lease, content))
             if time.monotonic() >= until:
                 raise StoreTimeout(
                     f"store: {self._client.url} had no {count} groups for {self._take_timeout_s:g} s "
-                    "(train.group_timeout_s); `tandem rollouts top` shows who plays"
+                    "(train.group_timeout_s); `tandem rollouts top` shows the environments"
                 )
 
     async def release(self, count: int) -> None:
@@ -106,9 +105,9 @@ class RemoteStore:
     async def ack(self, groups: Sequence[Group]) -> None:
         numbers = [self._ids.pop(id(group)) for group in groups]
         body = {"epoch": await self._registered(), "groups": [number for _, number in numbers]}
-        self._acking = {lease for lease, _ in numbers}
+        self._acks_in_flight = {lease for lease, _ in numbers}
         await self._unless_failed(self._client.post("/v2/ack", body))
-        self._acking = set()
+        self._acks_in_flight = set()
         for lease, number in numbers:
             self._held[lease].discard(number)
             if not self._held[lease]:
@@ -116,20 +115,21 @@ class RemoteStore:
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        for asking in self._asking:
-            asking.cancel()
+        for request in self._requests:
+            request.cancel()
 
     def state(self) -> dict[str, Any]:
-        """Whatever was taken and not acknowledged has been trained on by now."""
+        """Return the groups for a checkpoint: those taken and not acknowledged are trained by then."""
         return {"contained": [*self._contained, *(number for _, number in self._ids.values())]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._contained = list(state["contained"])
 
-    # --- of a Producer
+    # --- Producer
 
     async def run(self) -> None:
-        """Renews. A lease that lapsed all the same was somebody else's to train on: nothing of it may be learned."""
+        """Renew leases for ever. StoreError if one lapsed: the service hands its groups out again, so this run must not
+        train on them."""
         while True:
             epoch = await self._registered()
             await asyncio.sleep(self._spec.lease_s / 4)
@@ -137,14 +137,14 @@ class RemoteStore:
                 await self._renew(lease, epoch)
 
     async def close(self) -> None:
-        """Gives the seat back, so that this run or another may sit down at once; a service that does not answer keeps
-        it until the leases lapse."""
+        """Unregister, so that this run or another may register at once. If the service does not answer, it keeps the
+        registration until the leases lapse."""
         try:
             if self._epoch is not None:
                 async with asyncio.timeout(_LEAVE_S):
                     await self._client.post("/v2/trainer/leave", {"epoch": self._epoch})
         except (TandemError, TimeoutError) as error:
-            _log.info("the seat at %s is not given back: %s", self._client.url, error)
+            _log.info("could not unregister at %s: %s", self._client.url, error)
         finally:
             await self._client.close()
 
@@ -152,9 +152,9 @@ class RemoteStore:
         groups, self._taken = self._taken, []
         lags, self._lags = self._lags, []
         lag = {"lag/service_mean": sum(lags) / len(lags)} if lags else {}
-        return lag | of_groups(groups)
+        return lag | group_metrics(groups)
 
-    # --- the seat
+    # --- registration
 
     async def _registered(self) -> int:
         async with self._registering:
@@ -166,10 +166,10 @@ class RemoteStore:
                     "tokenizer": spec.tokenizer, "max_dropped": spec.max_dropped, "lease_s": spec.lease_s,
                     "fresh": self._fresh, "extra": dict(spec.extra),
                 }  # fmt: skip
-                await self._client.meet()
-                told = await self._client.post("/v2/trainer", body)
-                epoch = int(told["epoch"])
-                if self._contained:  # before anything is leased: whoever was killed held them, and they returned
+                await self._client.check_service()
+                reply = await self._client.post("/v2/trainer", body)
+                epoch = int(reply["epoch"])
+                if self._contained:  # before a new lease: the killed process held them, and they returned to the queue
                     await self._client.post("/v2/ack", {"epoch": epoch, "groups": self._contained})
                     self._contained = []
                 self._epoch = epoch
@@ -180,10 +180,10 @@ class RemoteStore:
         try:
             await self._client.post(f"/v2/leases/{lease}/renew", {"epoch": epoch})
         except NotKnown as error:
-            if lease in self._held.keys() - self._acking:  # or it was acknowledged meanwhile
+            if lease in self._held.keys() - self._acks_in_flight:  # otherwise it was acknowledged meanwhile
                 raise StoreError(f"store: {error}; was this process stopped?") from error
 
-    def _opened(self, lease: Lease) -> list[Group]:
+    def _decode(self, lease: Lease) -> list[Group]:
         held = {number for _, number in self._ids.values()}
         if again := [taken.id for taken in lease.groups if taken.id in held]:
             raise StoreError(
@@ -202,14 +202,14 @@ class RemoteStore:
         if self._error is not None:
             work.close()
             raise self._error
-        asking = asyncio.ensure_future(work)
-        self._asking.add(asking)
+        request = asyncio.ensure_future(work)
+        self._requests.add(request)
         try:
-            return await asking
+            return await request
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._error is not None and not (task and task.cancelling()):
                 raise self._error from None
             raise
         finally:
-            self._asking.discard(asking)
+            self._requests.discard(request)

@@ -1,9 +1,9 @@
-"""Every session of a gateway: which turn a request goes on from, what was sampled for it, and what it was worth.
+"""A gateway's open sessions: match requests to recorded turns, record completions, take rewards.
 
 consumes: requests, completions, rewards   waits for: nothing
-produces: places to sample from, and at last a session's trajectories: one a branch
+produces: points to sample from, and in the end a session's trajectories: one per branch
 
-Nothing here is asynchronous, so several requests of a session cannot come between each other's halves.
+Nothing here is asynchronous, so requests of one session cannot interleave inside a method.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tandem.types import Completion, Message, Sampling, Thought, Trajectory
 
 
 class SessionRenderer(Protocol):
-    """What sessions need of a renderer."""
+    """The renderer methods that sessions use."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -48,8 +48,8 @@ class SessionRenderer(Protocol):
     def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None: ...
 
 
-class Keeps(Protocol):
-    """What outlives this process. Nobody waits for it here."""
+class SessionSink(Protocol):
+    """Where changes of sessions are stored. Sessions does not wait for the writes."""
 
     def opened(self, session: Session) -> None: ...
     def turn(self, session: Session, turn: TurnNode) -> None: ...
@@ -59,20 +59,20 @@ class Keeps(Protocol):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     sessions: int = 10_000
-    """At a time; one that named no session gives way to a newer one."""
+    """Open at a time. At the limit an automatic session is closed for a newer one."""
     turns: int = 2_000
-    """Of one session."""
+    """In one session."""
     branches: int = 256
-    """Of one session."""
+    """In one session."""
     session_bytes: int = 64 * 2**20
     total_bytes: int = 2 * 2**30
     idle_s: float = 3600.0
-    """A session that was not asked for so long is forgotten."""
+    """A session without a request for so long is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a request goes on: n samples share it."""
+    """The point in a session's tree from which a request samples; its n samples share it."""
 
     session: Session
     parent: TurnNode | None
@@ -81,17 +81,17 @@ class Point:
     said: list[Message]
     context: list[int]
     prompt: list[int]
-    heard: bytes
-    """Chat: the digest of the request's conversation. Otherwise the prompt's bytes."""
-    heard_size: int
+    history: bytes
+    """For chat the digest of the request's conversation, otherwise the prompt's bytes."""
+    history_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTurn:
-    """A turn to be."""
+    """A turn that is being sampled."""
 
     point: Point
-    book: Sessions
+    sessions: Sessions
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
     @property
@@ -102,88 +102,88 @@ class PendingTurn:
     def prompt(self) -> list[int]:
         return self.point.prompt
 
-    def keep(self, completion: Completion, told: Message, sampling: Sampling) -> None:
-        self.book.add(self.point, self.id, completion, told, sampling)
+    def keep(self, completion: Completion, shown: Message, sampling: Sampling) -> None:
+        self.sessions.add(self.point, self.id, completion, shown, sampling)
 
 
 class Sessions:
     def __init__(
         self,
         renderer: SessionRenderer,
-        keeps: Keeps,
+        sink: SessionSink,
         bounds: Bounds | None = None,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.bounds, self.num_bytes = bounds or Bounds(), 0
         self.branched = self.expired = self.made = 0
-        self._renderer, self._keeps, self._clock = renderer, keeps, clock
-        self._open: OrderedDict[str, Session] = OrderedDict()
-        """The one that was asked last stands last."""
-        self._ends: dict[bytes, list[tuple[TurnNode, int]]] = {}
+        self.renderer, self._sink, self._clock = renderer, sink, clock
+        self._open_sessions: OrderedDict[str, Session] = OrderedDict()
+        """In order of use, the latest last."""
+        self.turns_by_digest: dict[bytes, list[tuple[TurnNode, int]]] = {}
         self._sizes: dict[tuple[str, Kind], Sizes] = {}
-        """Of conversations in text and in ids that go on from some turn."""
+        """Sizes of recorded conversations in text and in ids, to look up the prefixes of a prompt."""
         self.record = SessionRecord()
 
     # --- sessions
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open_sessions)
 
     def now(self) -> float:
         return self._clock()
 
     def all(self) -> list[Session]:
-        return list(self._open.values())
+        return list(self._open_sessions.values())
 
     def new(
         self, *, automatic: bool = False, group: str = "", group_size: int = 0, task_id: str = "", session_id: str = ""
     ) -> Session:
-        """One that is not open yet."""
+        """Return a new session that is not open yet."""
         now = self._clock()
         return Session(session_id or uuid.uuid4().hex, automatic, group, group_size, task_id, now, now)
 
     def open(self, session: Session) -> None:
         self._make_room()
-        self._open[session.id] = session
+        self._open_sessions[session.id] = session
         self.made += 1
-        self._keeps.opened(session)
+        self._sink.opened(session)
 
     def take_back(self, session: Session) -> None:
-        """One of an earlier process, with its turns."""
-        self._open[session.id] = session
+        """Reopen a session of an earlier process, with its turns."""
+        self._open_sessions[session.id] = session
         self.num_bytes += session.num_bytes
         for turn in session.turns.values():
             self._index(session, turn)
 
     def find(self, session_id: str) -> Session:
         self.expire()
-        session = self._open.get(session_id)
+        session = self._open_sessions.get(session_id)
         if session is None:
             raise NotKnown(
-                f"there is no open session '{session_id:.80}': it is finished, expired, or never was; POST /sessions"
+                f"no open session '{session_id:.80}': it is finished, expired, or never existed; POST /sessions"
             )
         self._touch(session)
         return session
 
     def drop(self, session: Session) -> None:
-        """Out of memory, and whatever outlives it."""
+        """Remove a session from memory and from disk."""
         self.forget(session)
-        self._keeps.dropped(session)
+        self._sink.dropped(session)
 
     def forget(self, session: Session) -> None:
-        """Out of memory alone."""
-        if self._open.pop(session.id, None) is None:
+        """Remove a session from memory only."""
+        if self._open_sessions.pop(session.id, None) is None:
             return
         self.num_bytes -= session.num_bytes
         for turn in session.turns.values():
             self.record.remove(turn)
             for digest, _ in turn.ends:
-                left = [each for each in self._ends.get(digest, ()) if each[0].session is not session]
+                left = [each for each in self.turns_by_digest.get(digest, ()) if each[0].session is not session]
                 if left:
-                    self._ends[digest] = left
+                    self.turns_by_digest[digest] = left
                 else:
-                    self._ends.pop(digest, None)
+                    self.turns_by_digest.pop(digest, None)
             for size in _sizes_of(turn):
                 self._sizes[session.scope, turn.kind].remove(size)
         if session.scope:
@@ -192,8 +192,8 @@ class Sessions:
 
     def expire(self) -> None:
         oldest = self._clock() - self.bounds.idle_s
-        while self._open:
-            session = next(iter(self._open.values()))
+        while self._open_sessions:
+            session = next(iter(self._open_sessions.values()))
             if session.used > oldest:
                 return
             if session.running or session.finishing:
@@ -202,31 +202,31 @@ class Sessions:
                 self.expired += 1
                 self.drop(session)
 
-    # --- where a request goes on
+    # --- match a request to a turn
 
     def chat(self, session: Session | None, messages: Sequence[Message], tools: Tools) -> Callable[[], Point]:
-        """Return what makes the point: that may take long, and touches no session."""
-        self._renderer.check_chars(message.get("content") or "" for message in messages)
+        """Return a function that makes the point. The function may take long and changes no session."""
+        self.renderer.check_chars(message.get("content") or "" for message in messages)
         self.expire()
         digests = chain(session.scope if session else "", tools, messages)
         for count in range(len(messages), 0, -1):
             known = [turn for turn, _ in self._known(digests[count], session) if same_thoughts(turn, messages)]
             if known:
                 ids = call_ids(messages[count - 1])
-                parent = max(known, key=lambda turn: call_ids(turn.told) == ids)  # the newest of those that fit best
-                context = partial(self._renderer.glue, messages[count:], parent.ids[-1], tools)
+                parent = max(known, key=lambda turn: call_ids(turn.told) == ids)  # the newest of the best matches
+                context = partial(self.renderer.glue, messages[count:], parent.ids[-1], tools)
                 break
         else:
-            count, parent, context = 0, None, partial(self._renderer.prompt, messages, tools)
+            count, parent, context = 0, None, partial(self.renderer.prompt, messages, tools)
         kept = len(parent.ids) if parent else 0
         return partial(
             self._point, session, parent, kept, "chat", list(messages[count:]), context, digests[-1], len(messages)
         )
 
     def text(self, session: Session | None, prompt: str | list[int]) -> Callable[[], Point]:
-        """As `chat` does."""
+        """Like `chat`, for a prompt as text or ids."""
         if isinstance(prompt, str):
-            self._renderer.check_chars([prompt])
+            self.renderer.check_chars([prompt])
         self.expire()
         kind: Kind = "text" if isinstance(prompt, str) else "ids"
         data = prompt.encode() if isinstance(prompt, str) else array("i", prompt).tobytes()
@@ -238,12 +238,12 @@ class Sessions:
                     assert not isinstance(prompt, str)
                     rest = partial(list[int], prompt[size // 4 :])
                     return partial(self._point, session, turn, kept, kind, [], rest, data, len(data))
-                if (seam := self._seam(turn, data[size:].decode())) is not None:
-                    kept, new = seam
+                if (continuation := self._continuation(turn, data[size:].decode())) is not None:
+                    kept, new = continuation
                     said: list[Message] = [{"role": "user", "content": new}]
-                    ids = partial(self._renderer.encode, new)
+                    ids = partial(self.renderer.encode, new)
                     return partial(self._point, session, turn, kept, kind, said, ids, data, len(data))
-        whole = partial(self._renderer.encode, prompt) if isinstance(prompt, str) else partial(list[int], prompt)
+        whole = partial(self.renderer.encode, prompt) if isinstance(prompt, str) else partial(list[int], prompt)
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
         return partial(self._point, session, None, 0, kind, said, whole, data, len(data))
 
@@ -255,22 +255,22 @@ class Sessions:
         if len(session.turns) + count > bounds.turns or session.num_bytes > bounds.session_bytes:
             raise Conflict(
                 f"session '{session.id}' is full: {len(session.turns)} turns, {session.num_bytes} bytes; "
-                f"{bounds.turns} and {bounds.session_bytes} are allowed. Give it its reward and open another"
+                f"{bounds.turns} and {bounds.session_bytes} are allowed. POST its reward and open another session"
             )
         replaces = point.parent is not None and not point.parent.children
         if leaves + count - replaces > bounds.branches:
             raise Conflict(f"session '{session.id}' has {leaves} branches, {bounds.branches} are allowed")
-        if session.id not in self._open:
+        if session.id not in self._open_sessions:
             self._make_room()
         return [PendingTurn(point, self) for _ in range(count)]
 
     @contextmanager
-    def under_way(self, session: Session) -> Generator[None]:
+    def in_progress(self, session: Session) -> Generator[None]:
         if session.finishing:
             raise Conflict(f"session '{session.id}' is being finished")
-        if session.id not in self._open:
+        if session.id not in self._open_sessions:
             if session.turns or not session.automatic:
-                self.find(session.id)  # it is gone since: says so
+                self.find(session.id)  # it was removed meanwhile: raises NotKnown
             self.open(session)
         session.running += 1
         try:
@@ -279,81 +279,82 @@ class Sessions:
             session.running -= 1
             self._touch(session)
 
-    def add(self, point: Point, turn_id: str, completion: Completion, told: Message, sampling: Sampling) -> None:
+    def add(self, point: Point, turn_id: str, completion: Completion, shown: Message, sampling: Sampling) -> None:
         session, kind = point.session, point.kind
-        if session.id not in self._open:
+        if session.id not in self._open_sessions:
             return
-        thought = self._renderer.thought(completion.ids, sampling.stop) if kind == "chat" else None
+        thought = self.renderer.thought(completion.ids, sampling.stop) if kind == "chat" else None
         turn = TurnNode(
-            turn_id, session, point.parent, point.kept, kind, point.said, told, array("i", point.context),
+            turn_id, session, point.parent, point.kept, kind, point.said, shown, array("i", point.context),
             array("i", completion.ids), array("d", completion.logprobs), completion.spans, completion.finish_reason,
             thought, sampling=(sampling.temperature, sampling.top_p, sampling.top_k),
         )  # fmt: skip
-        self._mark_ends(turn, point)
+        self._set_ends(turn, point)
         self.branched += bool(point.parent is not None and point.parent.children)
         before = session.num_bytes
         session.add(turn)
         self.num_bytes += session.num_bytes - before
         self._index(session, turn)
-        self._keeps.turn(session, turn)
+        self._sink.turn(session, turn)
 
-    # --- what it was worth
+    # --- rewards
 
     def judge(
         self, session: Session, reward: float, metrics: Mapping[str, float], branch: str = ""
     ) -> dict[str, tuple[float, dict[str, float]]]:
-        """The rewards of its branches once this one is taken in, by the turn that ends each."""
+        """Return the session's rewards with this one added, by the last turn of each branch."""
         leaves = [turn.id for turn in session.leaves]
         if session.running:
-            raise Conflict(f"session '{session.id}' has {session.running} requests under way; wait for them")
+            raise Conflict(f"session '{session.id}' has {session.running} requests in progress; wait for them")
         if session.finishing:
             raise Conflict(f"session '{session.id}' is being finished")
         if not leaves:
-            raise Conflict(f"session '{session.id}' has sampled nothing that could be rewarded")
+            raise Conflict(f"session '{session.id}' has no samples to reward")
         given = (reward, dict(metrics))
         if branch:
             if branch not in session.turns:
                 raise NotKnown(f"session '{session.id}' has no turn '{branch:.80}'", field="branch")
             if branch not in leaves:
-                raise Conflict(f"turn '{branch}' was gone on from; a branch is named by its last turn", field="branch")
+                raise Conflict(f"turn '{branch}' has later turns; name a branch by its last turn", field="branch")
             return {**session.rewards, branch: given}
         return {leaf: session.rewards.get(leaf, given) for leaf in leaves}
 
     def trajectories(
         self, session: Session, rewards: Mapping[str, tuple[float, dict[str, float]]]
     ) -> list[tuple[str, Trajectory]]:
-        """Of the branches that have a reward, oldest first, by the turn that ends each."""
+        """Return the rewarded branches as trajectories, oldest first, each with its last turn."""
         return [
             (turn.id, turn.trajectory(*rewards[turn.id], session.task_id))
             for turn in session.leaves
             if turn.id in rewards
         ]
 
-    # --- the rest
+    # --- internals
 
     def _known(self, digest: bytes, session: Session | None) -> list[tuple[TurnNode, int]]:
-        """Newest first."""
+        """Return the turns with this digest, newest first."""
         return [
             (turn, kept)
-            for turn, kept in reversed(self._ends.get(digest, ()))
+            for turn, kept in reversed(self.turns_by_digest.get(digest, ()))
             if turn.session is (session or turn.session) and not turn.session.finishing
         ]
 
     def _point(
         self, session: Session | None, parent: TurnNode | None, kept: int, kind: Kind, said: list[Message],
-        encoded: Callable[[], list[int]], heard: bytes, heard_size: int,
+        encoded: Callable[[], list[int]], history: bytes, history_size: int,
     ) -> Point:  # fmt: skip
         context = encoded()
         session = parent.session if parent else session or self.new(automatic=True)
         prompt = [*parent.prompt(kept), *context] if parent else context
-        return Point(session, parent, kept, kind, said, context, prompt, heard, heard_size)
+        return Point(session, parent, kept, kind, said, context, prompt, history, history_size)
 
-    def _seam(self, turn: TurnNode, rest: str) -> tuple[int, str] | None:
-        """How many of a turn's ids a text goes on from, and what of the text is new. A turn ends with what the client
-        was not shown: its end of turn, the string that stopped it. It says that again, or goes on without."""
-        ids, shown, decode = turn.ids.tolist(), str(turn.told["content"]), self._renderer.decode
+    def _continuation(self, turn: TurnNode, rest: str) -> tuple[int, str] | None:
+        """Return how many of a turn's ids the text continues, and the text's new part; None if it continues none. A
+        turn ends with text that the client did not see: the end-of-turn token or the stop string. The client's next
+        prompt may repeat that or omit it."""
+        ids, shown, decode = turn.ids.tolist(), str(turn.told["content"]), self.renderer.decode
         text = decode(ids)
-        if ids[-1] in self._renderer.end_ids or (text != shown and decode(ids[:-1]) == shown):
+        if ids[-1] in self.renderer.end_ids or (text != shown and decode(ids[:-1]) == shown):
             hidden = decode(ids[-1:], skip_special=False)
         else:
             hidden = text.removeprefix(shown)
@@ -367,17 +368,17 @@ class Sessions:
                 break
         return None
 
-    def _mark_ends(self, turn: TurnNode, point: Point) -> None:
+    def _set_ends(self, turn: TurnNode, point: Point) -> None:
         scope = point.session.scope
         if turn.kind == "chat":
-            turn.ends, turn.text_size = [(link(point.heard, turn.told), len(turn.ids))], point.heard_size + 1
+            turn.ends, turn.text_size = [(link(point.history, turn.told), len(turn.ids))], point.history_size + 1
             return
         if turn.kind == "text":
-            ends = [(point.heard + str(turn.told["content"]).encode(), len(turn.ids))]
+            ends = [(point.history + str(turn.told["content"]).encode(), len(turn.ids))]
         else:
-            ends = [(point.heard + turn.ids.tobytes(), len(turn.ids))]
-            if turn.ids[-1] in self._renderer.end_ids and len(turn.ids) > 1:
-                ends.append((point.heard + turn.ids[:-1].tobytes(), len(turn.ids) - 1))
+            ends = [(point.history + turn.ids.tobytes(), len(turn.ids))]
+            if turn.ids[-1] in self.renderer.end_ids and len(turn.ids) > 1:
+                ends.append((point.history + turn.ids[:-1].tobytes(), len(turn.ids) - 1))
         for data, kept in ends:
             ((size, digest),) = starts(scope, turn.kind, data, [len(data)])
             turn.ends.append((digest, kept))
@@ -386,27 +387,31 @@ class Sessions:
     def _index(self, session: Session, turn: TurnNode) -> None:
         self.record.add(turn)
         for digest, kept in turn.ends:
-            self._ends.setdefault(digest, []).append((turn, kept))
+            self.turns_by_digest.setdefault(digest, []).append((turn, kept))
         for size in _sizes_of(turn):
             self._sizes.setdefault((session.scope, turn.kind), Sizes()).add(size)
 
     def _touch(self, session: Session) -> None:
         session.used = self._clock()
-        if session.id in self._open:
-            self._open.move_to_end(session.id)
+        if session.id in self._open_sessions:
+            self._open_sessions.move_to_end(session.id)
 
     def _make_room(self) -> None:
-        """Sessions that nobody named give way, those unasked for longest first."""
+        """Drop idle automatic sessions, longest unused first, until the bounds hold."""
         bounds = self.bounds
-        if len(self._open) < bounds.sessions and self.num_bytes <= bounds.total_bytes:
+        if len(self._open_sessions) < bounds.sessions and self.num_bytes <= bounds.total_bytes:
             return
-        idle = (each for each in list(self._open.values()) if each.automatic and not (each.running or each.finishing))
-        while len(self._open) >= bounds.sessions or self.num_bytes > bounds.total_bytes:
+        idle = (
+            each
+            for each in list(self._open_sessions.values())
+            if each.automatic and not (each.running or each.finishing)
+        )
+        while len(self._open_sessions) >= bounds.sessions or self.num_bytes > bounds.total_bytes:
             oldest = next(idle, None)
             if oldest is None:
                 raise QueueFull(
-                    f"{len(self._open)} sessions of {self.num_bytes} bytes are open; {bounds.sessions} and "
-                    f"{bounds.total_bytes} are allowed. Give some their reward, or DELETE them"
+                    f"{len(self._open_sessions)} sessions of {self.num_bytes} bytes are open; {bounds.sessions} and "
+                    f"{bounds.total_bytes} are allowed. POST rewards for some, or DELETE them"
                 )
             self.expired += 1
             self.drop(oldest)

@@ -1,8 +1,8 @@
-"""What of a gateway's sessions outlives its process: open ones turn by turn, rewarded ones until they are delivered.
+"""A gateway's sessions on disk: open ones turn by turn, finished ones until they are delivered.
 
-consumes: what Sessions does, rewards      waits for: the disk, where somebody was promised that it is there
-produces: groups of trajectories           a group leaves once its sessions have finished; delivered again after a crash
-                                           under the same name, so whoever takes it sees it once
+consumes: changes of Sessions, rewards     waits for: the disk, before a reply that promises durability
+produces: groups of trajectories           a group is delivered once its sessions have finished; after a crash again
+                                           under the same name, so that the receiver can ignore the second one
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.types import Trajectory
 
 _log = logging.getLogger(__name__)
 
-_KEPT_S = 7 * 86400.0  # how long an idempotency key is remembered
+_KEPT_S = 7 * 86400.0  # how long an idempotency key is kept
 
 _SCHEMA = (
     """
@@ -45,32 +45,32 @@ _SCHEMA = (
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """A group whose sessions have finished."""
+class FinishedGroup:
+    """A group whose sessions have all finished."""
 
     name: str
     group: str
     rows: list[dict[str, Any]]
-    """Trajectories, as the rollout service takes them in JSON."""
+    """Trajectories in the rollout service's JSON form."""
 
 
-Deliver: TypeAlias = Callable[[Leaving], Awaitable[None]]
-"""Returns once a group is where it belongs; GroupRefused: nobody ever takes it. The same name twice is one group."""
+Deliver: TypeAlias = Callable[[FinishedGroup], Awaitable[None]]
+"""Deliver a group and return. GroupRefused: the receiver will never accept it. Equal names are one group."""
 
 
 class SessionStore:
-    """What Sessions keeps things by. A turn is written and not waited for: a power cut may cost the last of them, and
-    then a conversation goes on from the turn before."""
+    """The sink of Sessions. Turns are written without waiting: a power cut may lose the last ones, and a conversation
+    then continues from the turn before."""
 
     def __init__(self, directory: Path) -> None:
-        self._db = Durable(directory, _SCHEMA)
+        self.db = Durable(directory, _SCHEMA)
 
     @property
     def broken(self) -> str:
-        return self._db.broken
+        return self.db.broken
 
     def close(self) -> None:
-        self._db.close()
+        self.db.close()
 
     # --- open sessions
 
@@ -86,56 +86,56 @@ class SessionStore:
         self._submit(f"the end of session {session.id}", lambda db: _drop(db, session))
 
     def _submit(self, what: str, change: Change[Any]) -> None:
-        """Nobody waits for it; a failure is told of in the log."""
+        """Write without waiting; log a failure."""
 
-        def tell(written: Future[Any]) -> None:
+        def log_failure(written: Future[Any]) -> None:
             if not written.cancelled() and (error := written.exception()) is not None:
-                _log.error("%s is not on the disk: %s: %s", what, type(error).__name__, error)
+                _log.error("%s was not written to disk: %s: %s", what, type(error).__name__, error)
 
-        self._db.submit(change).add_done_callback(tell)
+        self.db.submit(change).add_done_callback(log_failure)
 
     def open_sessions(self, now: float) -> list[Session]:
-        """As they were left, but for turns that a full disk kept away, and what went on from those."""
+        """Return the stored sessions. Turns that a full disk lost are missing, and so are turns after them."""
         sessions: dict[str, Session] = {}
-        for row in self._db.read("SELECT * FROM sessions ORDER BY created"):
+        for row in self.db.read("SELECT * FROM sessions ORDER BY created"):
             id, automatic, group, group_size, task_id, created, rewards = row
             sessions[id] = Session(id, bool(automatic), group, group_size, task_id, created, now)
             sessions[id].rewards = {
                 branch: (reward, metrics) for branch, (reward, metrics) in json.loads(rewards).items()
             }
-        for id, row in self._db.read("SELECT session, row FROM turns ORDER BY number"):
+        for id, row in self.db.read("SELECT session, row FROM turns ORDER BY number"):
             turn = json.loads(row)
             if id not in sessions or (turn["parent"] and turn["parent"] not in sessions[id].turns):
-                _log.warning("turn %s of session %s is left out: what it goes on from is not there", turn["id"], id)
+                _log.warning("turn %s of session %s is left out: the turn before it was not stored", turn["id"], id)
                 continue
             sessions[id].add(turn_of(turn, sessions[id]))
         return list(sessions.values())
 
-    # --- writes that somebody waits for
+    # --- writes that callers wait for
 
     def answered(self, once: RequestKey | None) -> Any:
-        """The reply that the key was given before, or None."""
+        """Return the earlier reply to the key, or None. KeyReused if that request had another body."""
         if once is None:
             return None
-        rows = self._db.read("SELECT digest, reply FROM answers WHERE key=? AND until > ?", (once.key, time.time()))
+        rows = self.db.read("SELECT digest, reply FROM answers WHERE key=? AND until > ?", (once.key, time.time()))
         if not rows:
             return None
         if rows[0][0] != once.digest:
-            raise KeyReused(f"the idempotency key '{once.key:.80}' was used for another request; take a new key")
+            raise KeyReused(f"the idempotency key '{once.key:.80}' was used for another request; use a new key")
         return json.loads(rows[0][1])
 
     async def answered_open(self, session: Session, once: RequestKey | None, reply: Mapping[str, Any]) -> None:
-        """The session and the reply are on the disk, both or none."""
+        """Write the session and the reply in one transaction."""
 
         def change(db: sqlite3.Connection) -> None:
             _open(db, session)
             _remember(db, once, reply)
 
-        await self._db.write(change)
+        await self.db.write(change)
 
     async def answer(self, once: RequestKey | None, reply: Mapping[str, Any]) -> None:
-        """All that was written before is on the disk, and so is the reply."""
-        await self._db.write(lambda db: _remember(db, once, reply))
+        """Write the reply; return once it and all earlier writes are on disk."""
+        await self.db.write(lambda db: _remember(db, once, reply))
 
     async def rewarded(
         self, session: Session, rewards: Mapping[str, tuple[float, Mapping[str, float]]], once: RequestKey | None,
@@ -145,7 +145,7 @@ class SessionStore:
             db.execute("UPDATE sessions SET rewards=? WHERE id=?", (json.dumps(rewards), session.id))
             _remember(db, once, reply)
 
-        await self._db.write(change)
+        await self.db.write(change)
 
     async def finished(
         self,
@@ -154,7 +154,7 @@ class SessionStore:
         once: RequestKey | None,
         reply: Mapping[str, Any],
     ) -> None:
-        """Its trajectories take its place."""
+        """Replace a session by its trajectories."""
         rows = [{**trajectory_row(each), "extra": _origin(session, branch)} for branch, each in made]
 
         def change(db: sqlite3.Connection) -> None:
@@ -163,43 +163,43 @@ class SessionStore:
             db.execute("INSERT INTO finished VALUES (?,?,?,?,?)", values)
             _remember(db, once, reply)
 
-        await self._db.write(change)
+        await self.db.write(change)
 
     # --- groups
 
-    async def leaving(self) -> list[Leaving]:
-        """Groups that are complete; each keeps its name until it is gone."""
-        return await self._db.write(_leaving)
+    async def finished_groups(self) -> list[FinishedGroup]:
+        """Return the complete groups. Each keeps its name until it is delivered."""
+        return await self.db.write(_finished_groups)
 
-    async def gone(self, group: Leaving) -> None:
-        await self._db.write(lambda db: db.execute("DELETE FROM finished WHERE leaves_as=?", (group.name,)))
+    async def delivered(self, group: FinishedGroup) -> None:
+        await self.db.write(lambda db: db.execute("DELETE FROM finished WHERE leaves_as=?", (group.name,)))
 
-    async def set_aside(self, group: Leaving, reason: str) -> None:
-        """Nobody takes it as it is: it is kept with the reason, and is not delivered any more."""
+    async def set_aside(self, group: FinishedGroup, reason: str) -> None:
+        """Keep a refused group with the reason, and deliver it no more."""
 
         def change(db: sqlite3.Connection) -> None:
             values = (group.name, group.group, reason, json.dumps(group.rows), time.time())
             db.execute("INSERT OR REPLACE INTO refused VALUES (?,?,?,?,?)", values)
             db.execute("DELETE FROM finished WHERE leaves_as=?", (group.name,))
 
-        await self._db.write(change)
+        await self.db.write(change)
 
     def refused(self, last: int) -> list[dict[str, Any]]:
-        """Groups that were set aside, newest first."""
+        """Return the groups that were set aside, newest first."""
         asked = "SELECT name, group_id, reason, at FROM refused ORDER BY at DESC LIMIT ?"
-        return [dict(zip(("name", "group", "reason", "at"), row, strict=True)) for row in self._db.read(asked, (last,))]
+        return [dict(zip(("name", "group", "reason", "at"), row, strict=True)) for row in self.db.read(asked, (last,))]
 
     @property
     def num_refused(self) -> int:
-        return self._db.read("SELECT count(*) FROM refused")[0][0]
+        return self.db.read("SELECT count(*) FROM refused")[0][0]
 
     async def tidy(self) -> None:
-        await self._db.write(lambda db: db.execute("DELETE FROM answers WHERE until < ?", (time.time(),)))
+        await self.db.write(lambda db: db.execute("DELETE FROM answers WHERE until < ?", (time.time(),)))
 
     @property
-    def waiting(self) -> int:
-        """Finished sessions that are not delivered."""
-        return self._db.read("SELECT count(*) FROM finished")[0][0]
+    def num_undelivered(self) -> int:
+        """Number of finished sessions that are not delivered."""
+        return self.db.read("SELECT count(*) FROM finished")[0][0]
 
 
 def _origin(session: Session, branch: str) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _forget(db: sqlite3.Connection, session: Session) -> None:
 
 
 def _drop(db: sqlite3.Connection, session: Session) -> None:
-    """A group that was to be so large does not wait for it any more."""
+    """Drop a session; count it as finished and empty, so that its group does not wait for it."""
     _forget(db, session)
     if session.group_size:
         values = (session.id, session.group, session.group_size)
@@ -234,8 +234,9 @@ def _remember(db: sqlite3.Connection, once: RequestKey | None, reply: Mapping[st
         db.execute("INSERT OR REPLACE INTO answers VALUES (?,?,?,?)", values)
 
 
-def _leaving(db: sqlite3.Connection) -> list[Leaving]:
-    """A session without a group is one of its own. A group without a size is complete when none of it is open."""
+def _finished_groups(db: sqlite3.Connection) -> list[FinishedGroup]:
+    """Name the complete groups and return them. A session without a group is a group by itself. A group without a size
+    is complete once none of its sessions is open."""
     db.execute("UPDATE finished SET leaves_as = session WHERE group_id = '' AND leaves_as = ''")
     open_groups = {group for (group,) in db.execute("SELECT DISTINCT group_id FROM sessions")}
     waiting = db.execute(
@@ -244,8 +245,8 @@ def _leaving(db: sqlite3.Connection) -> list[Leaving]:
     for group, count, size, name in waiting:
         if count >= size if size else group not in open_groups:
             db.execute("UPDATE finished SET leaves_as = ? WHERE group_id = ? AND leaves_as = ''", (name, group))
-    groups: dict[str, Leaving] = {}
+    groups: dict[str, FinishedGroup] = {}
     columns = "SELECT leaves_as, group_id, rows FROM finished WHERE leaves_as != '' ORDER BY rowid"
     for name, group, rows in db.execute(columns):
-        groups.setdefault(name, Leaving(name, group, [])).rows.extend(json.loads(rows))
+        groups.setdefault(name, FinishedGroup(name, group, [])).rows.extend(json.loads(rows))
     return list(groups.values())

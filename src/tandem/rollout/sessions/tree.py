@@ -1,8 +1,8 @@
-"""What an agent did, as a tree of turns in token space: nothing that was sampled is ever tokenised again.
+"""A session as a tree of turns in token space: sampled tokens are never tokenised again.
 
-A turn is what the engine was given beyond its parent (`context`) and what it sampled (`ids`). A request goes on from
-the turn whose conversation, as the client was told it, is the longest beginning of what the client says now. What it
-said before and says differently now makes a branch; what begins like nothing that we told makes a root.
+A turn is what the engine was given beyond its parent (`context`) and what it sampled (`ids`). A request continues the
+turn whose conversation, as the client saw it, is the longest prefix of the request's. A conversation that differs from
+an earlier one starts a branch; one that matches no turn starts a root.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.types import NO_VERSION, FinishReason, Message, Span, Thought, Traje
 Kind: TypeAlias = Literal["chat", "text", "ids"]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
-_TURN_BYTES = 1000  # of a turn, beside its tokens and its text
+_TURN_BYTES = 1000  # overhead of a turn beyond its tokens and text
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +29,12 @@ class TurnNode:
     session: Session
     parent: TurnNode | None
     kept: int
-    """Of the parent's sampled ids, those that this turn follows; fewer than all where the client left out the end."""
+    """How many of the parent's sampled ids this turn follows; fewer than all if the client omitted the end."""
     kind: Kind
     said: list[Message]
-    """By the client, since the parent."""
+    """The client's messages since the parent."""
     told: Message
-    """To the client: what it is expected to say again."""
+    """The reply as the client saw it, and as its next request should repeat it."""
     context: array[int]
     ids: array[int]
     logprobs: array[float]
@@ -42,14 +42,14 @@ class TurnNode:
     finish_reason: FinishReason
     thought: Thought | None = None
     ends: list[tuple[bytes, int]] = field(default_factory=list[tuple[bytes, int]])
-    """Digests of conversations that go on from here, and how many of `ids` each follows."""
+    """Digests of the conversations that end here, and how many of `ids` each includes."""
     text_size: int = 0
-    """Of all that was said and told up to here: messages, bytes or ids."""
+    """Size of the conversation up to here: in messages, bytes or bytes of ids, by `kind`."""
     children: int = 0
     sampling: tuple[float, float, int] = (1.0, 1.0, 0)
-    """Temperature, top_p and top_k that its logprobs are of."""
+    """Temperature, top_p and top_k of its sampling."""
     found_by: tuple[int, bytes] = (0, b"")
-    """Size and digest of its prompt, where a record holds it."""
+    """Size and digest of its prompt in the SessionRecord."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class TurnNode:
         return _TURN_BYTES + 4 * (len(self.context) + len(self.ids)) + 8 * len(self.logprobs) + text
 
     def path(self) -> list[tuple[TurnNode, int]]:
-        """From the root to here, each with how many of its sampled ids count."""
+        """Return the turns from the root to here, each with how many of its sampled ids count."""
         found: list[tuple[TurnNode, int]] = []
         turn, kept = self, len(self.ids)
         while True:
@@ -67,7 +67,7 @@ class TurnNode:
             turn, kept = turn.parent, turn.kept
 
     def prompt(self, kept: int) -> list[int]:
-        """All ids up to here, with the first `kept` of those sampled last."""
+        """Return all ids up to here, with only the first `kept` of this turn's samples."""
         ids: list[int] = []
         for turn, count in self.path():
             ids += turn.context
@@ -75,11 +75,11 @@ class TurnNode:
         return ids
 
     def opening(self) -> list[int]:
-        """What the engine was given when it sampled this turn."""
+        """Return the prompt from which the engine sampled this turn."""
         return [*(self.parent.prompt(self.kept) if self.parent else ()), *self.context]
 
     def trajectory(self, reward: float, metrics: Mapping[str, float], task_id: str) -> Trajectory:
-        """What the engine was given and what it sampled, root to here."""
+        """Return the branch that ends here as a trajectory: prompts and samples from the root on."""
         made = Trajectory([], [], [], [], reward, metrics=dict(metrics), task_id=task_id)
         for turn, kept in self.path():
             glue = len(turn.context)
@@ -100,10 +100,10 @@ class TurnNode:
 class Session:
     id: str
     automatic: bool
-    """Made for a conversation that named none."""
+    """Opened for a conversation that named no session."""
     group: str = ""
     group_size: int = 0
-    """Sessions that make up the group; 0: those that were opened by the time the last of them finished."""
+    """Sessions in its group; 0: those opened before the last of them finished."""
     task_id: str = ""
     created: float = 0.0
     used: float = 0.0
@@ -114,11 +114,11 @@ class Session:
     rewards: dict[str, tuple[float, dict[str, float]]] = field(
         default_factory=dict[str, tuple[float, dict[str, float]]]
     )
-    """Of branches, by the turn that ends them."""
+    """Rewards of branches, by their last turn."""
 
     @property
     def scope(self) -> str:
-        """Whose conversations are looked through: this one's, or all that named no session."""
+        """Which conversations a request is matched with: this session's, or those of all automatic sessions."""
         return "" if self.automatic else self.id
 
     @property
@@ -133,7 +133,7 @@ class Session:
 
 
 class Sizes:
-    """Sizes in order, each as often as it was added."""
+    """A sorted multiset of sizes."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Sizes:
 
 
 def chain(scope: str, tools: Tools, messages: Sequence[Message]) -> list[bytes]:
-    """Entry k: a digest of the tools and the first k messages, as far as a client says them again unchanged."""
+    """Return digests: entry k is of the tools and the first k messages, in the parts that clients repeat unchanged."""
     digests = [_digest(b"", json.dumps([scope, "chat", list(tools)]).encode())]
     for message in messages:
         digests.append(link(digests[-1], message))
@@ -163,7 +163,7 @@ def chain(scope: str, tools: Tools, messages: Sequence[Message]) -> list[bytes]:
 
 
 def link(before: bytes, message: Message) -> bytes:
-    """Without the thought, which many clients drop, and without the ids of calls, which some rewrite."""
+    """Extend a digest by a message, without its thought, which many clients drop, and call ids, which some rewrite."""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]
         for call in cast("list[dict[str, Any]]", message.get("tool_calls") or [])
@@ -173,7 +173,7 @@ def link(before: bytes, message: Message) -> bytes:
 
 
 def starts(scope: str, kind: Kind, data: bytes, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
-    """Digests of the beginnings of `data` that have these sizes, which are in order."""
+    """Return digests of the prefixes of `data` with these sizes, which are sorted."""
     running, at = blake2b(f"{scope} {kind} ".encode(), digest_size=16), 0
     found: list[tuple[int, bytes]] = []
     for size in sizes:
@@ -186,7 +186,7 @@ def starts(scope: str, kind: Kind, data: bytes, sizes: Sequence[int]) -> list[tu
 
 
 def same_thoughts(turn: TurnNode, messages: Sequence[Message]) -> bool:
-    """Whether thoughts that the client does say again are those that it was told."""
+    """Whether the thoughts that the client repeats equal those that it saw."""
     at: TurnNode | None = turn
     while at is not None:
         again = messages[at.text_size - 1].get("reasoning_content")
@@ -205,7 +205,7 @@ def _digest(before: bytes, data: bytes) -> bytes:
 
 
 def _arguments(arguments: Any) -> Any:
-    """The same, however it was spaced, and whatever became of 1.0 in a language with one kind of number."""
+    """Normalise a call's arguments: spacing, and 1.0 that a JavaScript client writes as 1."""
     if isinstance(arguments, str):
         try:
             return _plain(json.loads(arguments))
@@ -249,7 +249,7 @@ def turn_row(turn: TurnNode) -> dict[str, Any]:
 
 
 def turn_of(row: Mapping[str, Any], session: Session) -> TurnNode:
-    """Its parent is there already."""
+    """Read a stored turn; its parent must be in the session."""
     thought, parent = row["thought"], row["parent"]
     return TurnNode(
         row["id"], session, session.turns[parent] if parent else None, row["kept"], row["kind"],
@@ -263,7 +263,7 @@ def turn_of(row: Mapping[str, Any], session: Session) -> TurnNode:
 
 
 def trajectory_row(made: Trajectory) -> dict[str, Any]:
-    """As the rollout service takes it in JSON."""
+    """Return a trajectory in the rollout service's JSON form."""
     spans: list[list[int]] = []
     for version in made.versions:
         if spans and spans[-1][0] == version:

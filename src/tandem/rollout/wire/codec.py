@@ -1,16 +1,16 @@
-"""The native wire form of a group: what a producer may send, checked once, and kept as it came.
+"""Encode and decode groups in the native wire form. A received group is checked once and stored as its bytes.
 
 A body of type `application/x-tandem-groups` is one frame after another, and a frame is one group:
 
     b"TGR1"  u32 size of the head  u64 size of the buffers        little endian
     head                                                          msgpack, a `GroupHead`
     ids       int32[N]                                            N: tokens of all trajectories, one after another
-    logprobs  float32[N]                                          0 where nothing was sampled
-    trained   uint8[N]                                            1 where the loss counts, else 0
+    logprobs  float32[N]                                          0 for tokens not sampled
+    trained   uint8[N]                                            1 for trained tokens, else 0
 
 The JSON form is `GroupJson`: the same heads, with `ids`, `logprobs` and `trained` in each trajectory. It is stored as
-a frame. Versions travel as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled, -2 one whose
-version is not known.
+a frame. Versions are sent as spans, `[[version, tokens], ...]`; -1 is a token that no policy sampled, -2 one of unknown
+version.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from tandem.types import Group, Trajectory
 
 BINARY = "application/x-tandem-groups"
 _TOKEN_BYTES = 9
-_AT_ONCE = 4 * 2**20
+_SMALL_BODY_BYTES = 4 * 2**20
 
 
 # --- reading
 
 
 def read_frames(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]:
-    """Every frame of a body, checked for all that needs no rules; GroupRefused with the field otherwise."""
+    """Read and check all frames of a body; GroupRefused names the wrong field. `check` adds the registered bounds."""
     view, found = memoryview(body), list[WireGroup]()
     while len(view):
         field = f"groups.{len(found)}"
@@ -64,16 +64,18 @@ def read_frames(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]
         found.append(group)
         view = view[len(group.frame) :]
     if not found:
-        raise GroupRefused("groups", "there is none")
+        raise GroupRefused("groups", "the body holds no group")
     return found
 
 
 def read_json(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]:
-    """The same of JSON, `{"groups": [...]}`: each group becomes a frame."""
-    small = len(body) <= _AT_ONCE  # of a large body one group at a time: lists take many times the room of their text
+    """Read a JSON body, `{"groups": [...]}`, and turn each group into a frame."""
+    small = (
+        len(body) <= _SMALL_BODY_BYTES
+    )  # large bodies are decoded one group at a time: lists need many times the memory of their text
     groups = decoded(_SMALL_POST if small else _POST, body, "").groups
     if not 1 <= len(groups) <= max_groups:
-        raise GroupRefused("groups", f"{len(groups)} in one post; 1 to {max_groups} are taken")
+        raise GroupRefused("groups", f"{len(groups)} in one post: must be 1 to {max_groups}")
     return [
         _from_json(each if small else _unpacked(each, f"groups.{number}"), f"groups.{number}")
         for number, each in enumerate(groups)
@@ -81,14 +83,15 @@ def read_json(body: Bytes, *, max_groups: int = MAX_GROUPS) -> list[WireGroup]:
 
 
 def check(group: WireGroup, rules: Rules, field: str = "") -> None:
-    """What depends on who sends it to whom."""
+    """Check a group against the bounds that trainer and environment registered."""
     if rules.num_ids and group.max_id >= rules.num_ids:
         unknown = _buffers(group)[0] >= rules.num_ids
         raise at_fault(group.head, unknown, field, "ids", f"id {group.max_id}, but the model has {rules.num_ids}")
     if rules.max_tokens and group.longest > rules.max_tokens:
         number = next(k for k, each in enumerate(group.head.trajectories) if each.length > rules.max_tokens)
         raise GroupRefused(
-            path_of(field, f"trajectories.{number}.ids"), f"{group.longest} tokens, but {rules.max_tokens} is the most"
+            path_of(field, f"trajectories.{number}.ids"),
+            f"{group.longest} tokens, but at most {rules.max_tokens} are allowed",
         )
     if rules.group_size and group.size != rules.group_size:
         raise GroupRefused(
@@ -100,7 +103,7 @@ def check(group: WireGroup, rules: Rules, field: str = "") -> None:
 
 
 def encode(group: Group, **head: Any) -> WireGroup:
-    """A frame of our own trajectories. `head`: environment, ticket, extra."""
+    """Encode trajectories as a frame. `head`: environment, ticket, extra."""
     heads = [
         TrajectoryHead(
             length=len(each.ids),
@@ -129,7 +132,7 @@ def encode(group: Group, **head: Any) -> WireGroup:
 
 
 def decode(frame: Bytes) -> Group:
-    """What a trainer trains on."""
+    """Decode a frame into trajectories."""
     group = _read_frame(memoryview(frame), "")
     parts = [split(group.head, buffer) for buffer in _buffers(group)]
     return [
@@ -153,7 +156,7 @@ def decode(frame: Bytes) -> Group:
 
 
 def to_json(frame: Bytes) -> GroupJson:
-    """For whoever reads JSON: `msgspec.json.encode` writes it."""
+    """Convert a frame to the JSON form, which `msgspec.json.encode` writes."""
     group = _read_frame(memoryview(frame), "")
     parts = [split(group.head, buffer) for buffer in _buffers(group)]
     trajectories = [
@@ -161,11 +164,11 @@ def to_json(frame: Bytes) -> GroupJson:
             ids=ids.tolist(),
             logprobs=logprobs.tolist(),
             trained=trained.tolist(),
-            **_said(head, TrajectoryHeader),
+            **_shared_fields(head, TrajectoryHeader),
         )
         for head, ids, logprobs, trained in zip(group.head.trajectories, *parts, strict=True)
     ]
-    return GroupJson(trajectories, **_said(group.head, SaidOfAll))
+    return GroupJson(trajectories, **_shared_fields(group.head, SaidOfAll))
 
 
 def assemble(
@@ -175,24 +178,24 @@ def assemble(
     trained: Sequence[Sequence[int | bool]],
     field: str = "",
 ) -> WireGroup:
-    """A checked frame from lists, one for each trajectory; their lengths are the head's."""
+    """Make a checked frame from lists, one per trajectory, with the lengths in the head."""
     try:
         encoded = msgspec.msgpack.encode(head)
     except OverflowError as error:
-        check_head(head, field)  # names it
+        check_head(head, field)  # raises with the field's name
         raise GroupRefused(field or "groups", str(error)) from None
     buffers = [
         *_packed("i", ids, path_of(field, "trajectories.{}.ids"), "an id is negative, or above 2^31 - 1"),
-        *_packed("f", logprobs, path_of(field, "trajectories.{}.logprobs"), "one is beyond a float32"),
-        *_packed("B", trained, path_of(field, "trajectories.{}.trained"), "only 0 and 1 (or false and true)"),
+        *_packed("f", logprobs, path_of(field, "trajectories.{}.logprobs"), "one is beyond float32"),
+        *_packed("B", trained, path_of(field, "trajectories.{}.trained"), "must be 0 or 1 (or false or true)"),
     ]
     prefix = PREFIX.pack(MAGIC, len(encoded), sum(map(len, buffers)))
     return _read_frame(memoryview(b"".join((prefix, encoded, *buffers))), field)
 
 
 def _packed(kind: str, lists: Sequence[Sequence[float]], field: str, text: str) -> Iterator[bytes]:
-    """Each list as little-endian numbers; `text` to whoever sent what they cannot hold. `struct` takes half the time
-    of an array from a list."""
+    """Pack each list as little-endian numbers; `text` is the error for values out of range. `struct` takes half the
+    time of making an array from a list."""
     for number, each in enumerate(lists):
         try:
             yield struct.pack(f"<{len(each)}{kind}", *each)
@@ -227,14 +230,14 @@ _GROUP_JSON = msgspec.json.Decoder(GroupJson)
 _GROUP_HEAD = msgspec.msgpack.Decoder(GroupHead)
 
 
-def _said(of: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """What both forms say in the same words."""
+def _shared_fields(of: msgspec.Struct, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of `kind`, which both forms share."""
     return {name: getattr(of, name) for name in kind.__struct_fields__}
 
 
 def _read_frame(view: memoryview, field: str) -> WireGroup:
     if len(view) < PREFIX.size:
-        raise GroupRefused(field, f"the body ends after {len(view)} bytes of a frame's beginning")
+        raise GroupRefused(field, f"the body ends after {len(view)} bytes of a frame's prefix")
     magic, head_bytes, buffer_bytes = PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise GroupRefused(field, f"a frame begins with {MAGIC!r}, not {bytes(magic)!r}")
@@ -242,8 +245,8 @@ def _read_frame(view: memoryview, field: str) -> WireGroup:
     if head_bytes > MAX_HEAD_BYTES or end > len(view):
         raise GroupRefused(
             field,
-            f"the frame says {head_bytes} + {buffer_bytes} bytes; {len(view) - PREFIX.size} follow, and a head has "
-            f"{MAX_HEAD_BYTES} at most",
+            f"the frame announces {head_bytes} + {buffer_bytes} bytes; {len(view) - PREFIX.size} follow, and a head "
+            f"may have {MAX_HEAD_BYTES}",
         )
     head: GroupHead = decoded(_GROUP_HEAD, view[PREFIX.size : PREFIX.size + head_bytes], field)
     tokens, longest, oldest, newest, unknown = check_head(head, field)
@@ -269,7 +272,7 @@ def _buffers(group: WireGroup) -> tuple[Array, Array, Array]:
 
 
 def _unpacked(raw: msgspec.Raw, field: str) -> GroupJson:
-    # Every value but the last has a comma behind it: what lists of them would take is known before they are made.
+    # Counting commas bounds the number of values before any list is made.
     if (values := bytes(raw).count(b",")) > MAX_TOKENS:
         raise GroupRefused(field, f"{values} values; send a group of this size in the binary form")
     return decoded(_GROUP_JSON, raw, field)
@@ -283,9 +286,11 @@ def _from_json(group: GroupJson, field: str) -> WireGroup:
                     path_of(field, f"trajectories.{number}.{name}"),
                     f"{len(getattr(each, name))} values for {len(each.ids)} ids",
                 )
-    heads = [TrajectoryHead(length=len(each.ids), **_said(each, TrajectoryHeader)) for each in group.trajectories]
+    heads = [
+        TrajectoryHead(length=len(each.ids), **_shared_fields(each, TrajectoryHeader)) for each in group.trajectories
+    ]
     return assemble(
-        GroupHead(heads, **_said(group, SaidOfAll)),
+        GroupHead(heads, **_shared_fields(group, SaidOfAll)),
         [each.ids for each in group.trajectories],
         [each.logprobs for each in group.trajectories],
         [each.trained for each in group.trajectories],

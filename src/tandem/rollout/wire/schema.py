@@ -1,4 +1,4 @@
-"""The shapes of `tandem.rollout.wire.codec`: heads as they travel, groups as the queue handles them."""
+"""Message types of the native wire form of groups, and their size limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tandem.types import TrajectoryStatus
 
 MAGIC = b"TGR1"
 MAX_GROUPS, MAX_SIBLINGS, MAX_TOKENS, MAX_HEAD_BYTES = 4096, 4096, 2**22, 8 * 2**20
-"""Of a body; of a group; of all trajectories of a group together (in JSON: values of a group); of what a group says
-beside its tokens."""
+"""Groups in a body; siblings in a group; tokens of a group (in JSON: values of a group); bytes of a group's head."""
 
 PREFIX = struct.Struct("<4sIQ")
 
@@ -25,7 +24,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 class TrajectoryHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """Of a trajectory, but for its tokens. The fields are those of `tandem.types.Trajectory`."""
+    """A trajectory without its tokens. The fields are those of `tandem.types.Trajectory`."""
 
     reward: float
     spans: list[tuple[int, int]]
@@ -33,20 +32,20 @@ class TrajectoryHeader(msgspec.Struct, forbid_unknown_fields=True, omit_defaults
     metrics: dict[str, float] = {}
     shaping: float = 0.0
     advantages: list[float] = []
-    """Of each token, instead of the algorithm's."""
+    """One per token, instead of the algorithm's."""
     thinking_tokens: int = 0
     unclosed: bool = False
     task_id: str = ""
     messages: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
-    """The producer's own; kept, and given back."""
+    """Free-form values of the producer; stored and returned."""
 
 
 class SaidOfAll(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     environment: int | None = None
-    """The id that registration gave."""
+    """The id that registration returned."""
     ticket: int | None = None
-    """The order of the ticket that it was played on; none: it was played without asking."""
+    """The order of its ticket; None for a group played without a ticket."""
     extra: dict[str, Any] = {}
 
 
@@ -70,33 +69,33 @@ class GroupJson(SaidOfAll):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a group is held to by those who made it and who want it. 0 where there is no bound of that kind."""
+    """Bounds that the trainer and the environment registered for groups. 0 means no bound."""
 
     num_ids: int = 0
-    """Ids are below it: the model's vocabulary."""
+    """Size of the model's vocabulary; ids are below it."""
     max_tokens: int = 0
-    """Of one trajectory, prompt included."""
+    """Most tokens of one trajectory, prompt included."""
     group_size: int = 0
-    """Exactly so many siblings."""
+    """Siblings of each group."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireGroup:
-    """A checked group, encoded, and what is worth knowing of it without decoding it again."""
+    """A checked and encoded group, with values that the queue needs without decoding it."""
 
     frame: Bytes
     head: GroupHead
     size: int
-    """Siblings."""
+    """Number of siblings."""
     tokens: int
     longest: int
     """Tokens of the longest trajectory."""
     max_id: int
     oldest: int
-    """The lowest version of any token; NO_VERSION where everything is recorded data."""
+    """The lowest version of any token; NO_VERSION for recorded data."""
     newest: int
     unknown: int = 0
-    """Tokens that something sampled, by an unknown version."""
+    """Sampled tokens of unknown version."""
 
 
 _WHERE = re.compile(r"(.*?)(?: - at `\$(.*)`)?$", re.DOTALL)
@@ -104,14 +103,14 @@ _NAMED = re.compile(r"field `([^`]*)`")
 
 
 def decoded(decoder: Any, body: Bytes, field: str, whole: str = "groups") -> Any:
-    """`whole`: the name of what has no name inside it. msgspec says where in a way of its own, which is not ours:
-    `Expected `int`, got `str` - at `$.trajectories[0].ids[3]``."""
+    """Decode a body; GroupRefused names the wrong field by a dotted path. `whole`: the name for errors without a path.
+    msgspec writes paths as in `Expected `int`, got `str` - at `$.trajectories[0].ids[3]``."""
     try:
         return decoder.decode(body)
     except RecursionError:
-        raise GroupRefused(field or whole, "nested too deep") from None
+        raise GroupRefused(field or whole, "is nested too deeply") from None
     except UnicodeDecodeError:
-        raise GroupRefused(field or whole, "some text in it is not UTF-8") from None
+        raise GroupRefused(field or whole, "holds text that is not UTF-8") from None
     except msgspec.DecodeError as error:
         found = _WHERE.match(str(error))
         text, where = (found.group(1), found.group(2) or "") if found else (str(error), "")

@@ -1,4 +1,4 @@
-"""The nursery of an environment (`env/forkserver.py`), as the process that plays sees it: started, asked, ended.
+"""Client of an environment's fork server (`env/forkserver.py`): start it, send it requests, end it.
 
 These calls block, each with a deadline.
 """
@@ -33,12 +33,12 @@ PASSED = (
     "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "XDG_DATA_HOME", "HF_HOME",
     "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS",
 )  # fmt: skip
-"""Of this process's environment variables: no key, token or password is among them."""
+"""Environment variables passed on to the fork server. They hold no key, token or password."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which environment, and what its processes may use."""
+    """Which environment to load, and the limits of its processes."""
 
     name: str
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -46,29 +46,29 @@ class Order:
     load_timeout_s: float = 600.0
     memory_bytes: int = 8 * 2**30
     pass_env: Sequence[str] = ()
-    """More environment variables by name."""
+    """Names of more environment variables to pass on."""
 
 
 class ForkServerClient:
-    """Raises SpecError or EnvironmentFailed where loading the environment would."""
+    """Start the fork server and load the environment. SpecError or EnvironmentFailed if loading fails."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        self.control, theirs = socket.socketpair()
-        owner, self._owned = os.pipe()
+        self.control, child_end = socket.socketpair()
+        owner, self._owner_pipe = os.pipe()
         program = [sys.executable, "-P", "-m", "tandem.env.forkserver"]
         passed = {*PASSED, *order.pass_env}
         try:
             self._leash = subprocess.Popen(
                 [sys.executable, "-I", leash.__file__, str(owner), *program],
-                stdin=theirs.fileno(), stdout=self._log, stderr=self._log, pass_fds=(owner,), start_new_session=True,
+                stdin=child_end.fileno(), stdout=self._log, stderr=self._log, pass_fds=(owner,), start_new_session=True,
                 env={key: value for key, value in os.environ.items() if key in passed or key.startswith("LC_")},
             )  # fmt: skip
         finally:
             os.close(owner)
-            theirs.close()
-        self._teller: socket.socket | None = None
+            child_end.close()
+        self._task_worker: socket.socket | None = None
         try:
             self.loaded = self._load()
         except BaseException:
@@ -76,59 +76,59 @@ class ForkServerClient:
             raise
 
     def start(self, number: int) -> socket.socket:
-        """A worker; what it says comes by this socket."""
-        ours, theirs = socket.socketpair()
+        """Fork a worker; return the socket to it."""
+        our_end, child_end = socket.socketpair()
         try:
             self.control.settimeout(_END_S)
-            json_frames.send(self.control, {"op": "start", "worker": number}, [theirs.fileno()])
+            json_frames.send(self.control, {"op": "start", "worker": number}, [child_end.fileno()])
         except OSError as error:
-            ours.close()
-            raise EnvironmentFailed(f"environment '{self._order.name}': {self._epitaph()}") from error
+            our_end.close()
+            raise EnvironmentFailed(f"environment '{self._order.name}': {self._exit_report()}") from error
         finally:
-            theirs.close()
-        return ours
+            child_end.close()
+        return our_end
 
     def kill(self, number: int, why: str) -> None:
-        with suppress(OSError):  # it has ended, and so have its workers
+        with suppress(OSError):  # the fork server has ended, and its workers with it
             self.control.settimeout(_END_S)
             json_frames.send(self.control, {"op": "kill", "worker": number, "why": why})
 
     def tasks(self, split: str) -> list[Task]:
-        """Without their payloads; which one it is stands in `payload`."""
-        teller = self._tell({"op": "tasks", "split": split})
+        """Return the tasks of a split. `payload` holds a task's split and index instead of its own payload."""
+        worker = self._ask_worker({"op": "tasks", "split": split})
         found: list[Task] = []
         more = True
         while more:
-            page = self._hear(teller, Tasks, f"tasks('{split}')")
+            page = self._receive(worker, Tasks, f"tasks('{split}')")
             more = page.more
-            for told in page.tasks:
+            for task in page.tasks:
                 where = {"split": split, "index": len(found)}
-                found.append(Task(told.id, tuple(message.plain() for message in told.messages), where))
+                found.append(Task(task.id, tuple(message.plain() for message in task.messages), where))
         return found
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """Draws from `rng` as the environment would here."""
-        teller = self._tell({"op": "demonstrate", **task.payload, "id": task.id, "state": rng.getstate()})
-        shown = self._hear(teller, Demonstrated, f"demonstrate(task '{task.id}')")
+        """Return a demonstration; `rng` advances as if the environment had run in this process."""
+        worker = self._ask_worker({"op": "demonstrate", **task.payload, "id": task.id, "state": rng.getstate()})
+        shown = self._receive(worker, Demonstrated, f"demonstrate(task '{task.id}')")
         try:
             version, state, gauss = shown.state
             rng.setstate((version, tuple(state), gauss))  # pyright: ignore[reportArgumentType]
         except (ValueError, TypeError) as error:
-            raise self._wrong(f"demonstrate(task '{task.id}') told no state of a generator: {error}") from error
+            raise self._wrong(f"demonstrate(task '{task.id}') returned an invalid generator state: {error}") from error
         return [message.plain() for message in shown.messages]
 
     def close(self) -> None:
-        """Every process of it is gone when this returns."""
-        if self._teller is not None:
-            self._teller.close()
-        self.control.close()  # it ends its workers, and itself
-        if self._owned >= 0:
-            os.close(self._owned)
-            self._owned = -1
+        """End the fork server and all its processes before returning."""
+        if self._task_worker is not None:
+            self._task_worker.close()
+        self.control.close()  # the fork server then ends its workers and itself
+        if self._owner_pipe >= 0:
+            os.close(self._owner_pipe)
+            self._owner_pipe = -1
         try:
             self._leash.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._leash.kill()  # it is stopped itself; the kernel takes the program along
+            self._leash.kill()  # the leash process is stopped; when it dies, the kernel kills the fork server
             self._leash.wait(_KILL_S)
         self._log.close()
 
@@ -139,44 +139,44 @@ class ForkServerClient:
             "name": order.name, "params": dict(order.params), "path": [path or os.getcwd() for path in sys.path],
             "episode_timeout_s": order.episode_timeout_s, "memory_bytes": order.memory_bytes,
         })  # fmt: skip
-        return self._hear(self.control, LoadedMessage, "loading it")
+        return self._receive(self.control, LoadedMessage, "loading it")
 
-    def _tell(self, question: Mapping[str, Any]) -> socket.socket:
-        if self._teller is None:
-            self._teller = self.start(0)
-            self._teller.settimeout(self._order.load_timeout_s)
-        with suppress(OSError):  # it is gone; whoever listens will hear nothing
-            json_frames.send(self._teller, question)
-        return self._teller
+    def _ask_worker(self, question: Mapping[str, Any]) -> socket.socket:
+        if self._task_worker is None:
+            self._task_worker = self.start(0)
+            self._task_worker.settimeout(self._order.load_timeout_s)
+        with suppress(OSError):  # it has ended; the next receive reports that
+            json_frames.send(self._task_worker, question)
+        return self._task_worker
 
-    def _hear(self, source: socket.socket, wanted: type[T], doing: str) -> T:
+    def _receive(self, source: socket.socket, wanted: type[T], doing: str) -> T:
         try:
             frame = json_frames.receive(source)
         except TimeoutError as error:
             raise self._wrong(f"{doing} took longer than {self._order.load_timeout_s:g} s") from error
         except (OSError, json_frames.BadFrame) as error:
-            raise self._wrong(f"{doing}: {error}; {self._epitaph()}") from error
+            raise self._wrong(f"{doing}: {error}; {self._exit_report()}") from error
         if not frame:
-            raise self._wrong(f"{doing} ended its process: {self._epitaph()}")
+            raise self._wrong(f"{doing} ended its process: {self._exit_report()}")
         try:
-            told = FROM_LOADER.validate_json(frame)
+            message = FROM_LOADER.validate_json(frame)
         except ValidationError as error:
             raise self._wrong(f"{doing}: {error.errors()[0]['msg']}") from error
-        if isinstance(told, RefusedMessage):
-            raise SpecError(told.text) if told.kind == "spec" else EnvironmentFailed(told.text)
-        if not isinstance(told, wanted):
-            raise self._wrong(f"{doing} was answered by '{told.op}'")
-        return told
+        if isinstance(message, RefusedMessage):
+            raise SpecError(message.text) if message.kind == "spec" else EnvironmentFailed(message.text)
+        if not isinstance(message, wanted):
+            raise self._wrong(f"{doing} was answered by '{message.op}'")
+        return message
 
     def _wrong(self, text: str) -> EnvironmentFailed:
         return EnvironmentFailed(f"environment.name = '{self._order.name}': {text}")
 
-    def _epitaph(self) -> str:
+    def _exit_report(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self._leash.wait(1.0)
         code = self._leash.poll()
         how = (
-            "its process runs on"
+            "its process still runs"
             if code is None
             else f"its process ended by signal {code - 128}"
             if code > 128

@@ -1,10 +1,11 @@
-"""An environment that is played in processes of its own, so that whatever it does costs its own episode.
+"""Play an environment in a pool of worker processes, so that its failures cost only its own episodes.
 
-consumes: episodes                       waits for: a free worker, then what it says, until the episode's deadline
-produces: outcomes, or failures by kind  a worker that hangs or died is replaced
+consumes: episodes                       waits for: a free worker, then its messages, until the episode's deadline
+produces: outcomes, or failures by kind  a worker that hangs or dies is replaced
 
-What a worker says comes by `env/worker_messages.py`: text and rewards. The recorder and its tokens stay in this
-process.
+Order of messages in an episode: this process sends `play`; the worker sends `offer`, `reply` and `judge` requests, each
+answered here, and at last `done` or `failed`. They hold text and rewards (`env/worker_messages.py`); the recorder and
+its tokens stay in this process.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ _log = logging.getLogger(__name__)
 
 Question = Callable[[], Coroutine[Any, Any, dict[str, Any]]]
 
-GRACE_S = 1.0  # for what a cancelled episode still has to close
-_EPITAPH_S = 2.0
+GRACE_S = 1.0  # for cleanup in a cancelled episode
+_EXIT_REPORT_S = 2.0
 _RELOADS = 3
 
 
 class WorkerEnvironment:
-    """An Environment. `workers` episodes are played at once; whoever comes later waits, on nobody's time."""
+    """An Environment in worker processes. At most `workers` episodes run at once; while others wait for a worker, their
+    deadlines are suspended."""
 
     def __init__(self, order: Order, workers: int) -> None:
-        self._nursery = ForkServerClient(order)
-        self._pool = _Pool(order, self._nursery, workers)
+        self._fork_server = ForkServerClient(order)
+        self._pool = _Pool(order, self._fork_server, workers)
         self._splits: dict[str, list[Task]] = {}
-        if threads := self._nursery.loaded.threads:
+        if threads := self._fork_server.loaded.threads:
             _log.warning("environment: loading it started %d threads; its workers are forks, and have none", threads)
-        if self._nursery.loaded.demonstrates:
+        if self._fork_server.loaded.demonstrates:
             self.demonstrate = self._demonstrate
 
     @property
     def restarts(self) -> Counter[str]:
-        """Workers that were replaced, by why."""
+        """Replaced workers by reason."""
         return self._pool.restarts
 
     def tasks(self, split: str) -> list[Task]:
         if split not in self._splits:
-            self._splits[split] = self._pool.nursery.tasks(split)
+            self._splits[split] = self._pool.fork_server.tasks(split)
         return self._splits[split]
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
@@ -66,13 +68,13 @@ class WorkerEnvironment:
         try:
             return await worker.play(task, chat)
         finally:
-            self._pool.give_back(worker)
+            self._pool.release(worker)
 
     def close(self) -> None:
         self._pool.close()
 
     def _demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        return self._pool.nursery.demonstrate(task, rng)
+        return self._pool.fork_server.demonstrate(task, rng)
 
 
 class _PoolWorker:
@@ -80,52 +82,52 @@ class _PoolWorker:
         self.number = number
         self._frames, self._writer = json_frames.Reader(reader), writer
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How."""
+        """How its process ended."""
         self.playing = False
         self.broken = ""
-        """Why it cannot be used again."""
+        """Why it cannot be used again; empty if it can."""
 
     async def play(self, task: Task, chat: Chat) -> Outcome:
         self.playing = True
-        self._tell({"op": "play", "id": task.id, **task.payload})
+        self._send({"op": "play", "id": task.id, **task.payload})
         asked: dict[int, asyncio.Task[None]] = {}
-        broke: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        engine_failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
             while True:
-                frame = await self._frame(task, broke)
-                told = self._checked(task, frame)
-                if isinstance(told, AskReply):
-                    chat.say(*(message.plain() for message in told.said))
-                    question = partial(self._reply, chat, told)
-                elif isinstance(told, AskJudge):
-                    question = partial(self._judge, chat, told)
-                elif isinstance(told, Forget):
-                    if (forgotten := asked.pop(told.id, None)) is not None:
+                frame = await self._frame(task, engine_failure)
+                message = self._checked(task, frame)
+                if isinstance(message, AskReply):
+                    chat.say(*(each.plain() for each in message.said))
+                    question = partial(self._reply, chat, message)
+                elif isinstance(message, AskJudge):
+                    question = partial(self._judge, chat, message)
+                elif isinstance(message, Forget):
+                    if (forgotten := asked.pop(message.id, None)) is not None:
                         forgotten.cancel()
                     continue
-                elif isinstance(told, AskTools):
-                    chat.offer(told.tools)
+                elif isinstance(message, AskTools):
+                    chat.offer(message.tools)
                     continue
                 else:
-                    return self._end(task, chat, told)
-                asked[told.id] = asyncio.create_task(self._answer(told.id, question, broke))
+                    return self._end(task, chat, message)
+                asked[message.id] = asyncio.create_task(self._answer(message.id, question, engine_failure))
         finally:
             for each in asked.values():
                 each.cancel()
             await asyncio.gather(*asked.values(), return_exceptions=True)
-            if broke.done():
-                broke.exception()  # looked at, or asyncio would complain
+            if engine_failure.done():
+                engine_failure.exception()  # retrieved, or asyncio would log it
 
-    def _end(self, task: Task, chat: Chat, told: Done | Failed) -> Outcome:
+    def _end(self, task: Task, chat: Chat, message: Done | Failed) -> Outcome:
         self.playing = False
-        if isinstance(told, Failed):
-            raise EpisodeFailed(told.kind, f"task {task.id}: {told.text}")
-        chat.say(*(message.plain() for message in told.said))
-        return Outcome(told.reward, told.metrics)
+        if isinstance(message, Failed):
+            raise EpisodeFailed(message.kind, f"task {task.id}: {message.text}")
+        chat.say(*(each.plain() for each in message.said))
+        return Outcome(message.reward, message.metrics)
 
     async def cancel(self) -> None:
-        """Its episode has ended, well or not; TimeoutError if it does not."""
-        self._tell({"op": "cancel"})
+        """Cancel its episode and wait for its end; TimeoutError if it does not end."""
+        self._send({"op": "cancel"})
         async with asyncio.timeout(GRACE_S):
             while frame := await self._frames.read():
                 if isinstance(FROM_EPISODE.validate_json(frame), Done | Failed):
@@ -136,12 +138,12 @@ class _PoolWorker:
     def close(self) -> None:
         self._writer.close()
 
-    async def _frame(self, task: Task, broke: asyncio.Future[Any]) -> bytes:
+    async def _frame(self, task: Task, engine_failure: asyncio.Future[Any]) -> bytes:
         reading = asyncio.ensure_future(self._frames.read())
         try:
-            await asyncio.wait([reading, broke], return_when=asyncio.FIRST_COMPLETED)
-            if broke.done():
-                broke.result()
+            await asyncio.wait([reading, engine_failure], return_when=asyncio.FIRST_COMPLETED)
+            if engine_failure.done():
+                engine_failure.result()
             frame = reading.result()
         except json_frames.BadFrame as error:
             raise self._unusable(task, "protocol", str(error)) from error
@@ -150,7 +152,7 @@ class _PoolWorker:
         if not frame:
             how = "its process is gone"
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_EPITAPH_S):
+                async with asyncio.timeout(_EXIT_REPORT_S):
                     how = await asyncio.shield(self.ended)
             raise self._unusable(task, "crashed", f"the environment's process ended: {how}")
         return frame
@@ -161,45 +163,43 @@ class _PoolWorker:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise self._unusable(
-                task, "protocol", f"what it said is not understood: {where}: {first['msg']}"
-            ) from error
+            raise self._unusable(task, "protocol", f"its message is invalid: {where}: {first['msg']}") from error
 
     def _unusable(self, task: Task, kind: str, text: str) -> EpisodeFailed:
         self.broken = kind
         return EpisodeFailed(kind, f"task {task.id}: {text}")
 
-    async def _answer(self, number: int, question: Question, broke: asyncio.Future[Any]) -> None:
+    async def _answer(self, number: int, question: Question, engine_failure: asyncio.Future[Any]) -> None:
         try:
-            self._tell({"id": number, **await question()})
+            self._send({"id": number, **await question()})
         except (EpisodeFailed, TemplateError) as error:
             kind = error.kind if isinstance(error, EpisodeFailed) else "template"
-            self._tell({"op": "wrong", "id": number, "kind": kind, "text": str(error)})
+            self._send({"op": "wrong", "id": number, "kind": kind, "text": str(error)})
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - a dead engine ends the episode, whatever it would make of it
-            if not broke.done():
-                broke.set_exception(error if isinstance(error, Exception) else EngineError(str(error)))
+        except BaseException as error:  # noqa: BLE001 - a dead engine ends the episode at once
+            if not engine_failure.done():
+                engine_failure.set_exception(error if isinstance(error, Exception) else EngineError(str(error)))
 
     @staticmethod
-    async def _reply(chat: Chat, told: AskReply) -> dict[str, Any]:
-        reply = await chat.reply(max_tokens=told.max_tokens, stop=told.stop)
+    async def _reply(chat: Chat, message: AskReply) -> dict[str, Any]:
+        reply = await chat.reply(max_tokens=message.max_tokens, stop=message.stop)
         calls = [asdict(call) for call in reply.tool_calls]
         return {"op": "answer", "text": reply.text, "truncated": reply.truncated, "tool_calls": calls}
 
     @staticmethod
-    async def _judge(chat: Chat, told: AskJudge) -> dict[str, Any]:
-        messages = [message.plain() for message in told.messages]
-        return {"op": "answer", "text": await chat.judge(messages, max_tokens=told.max_tokens)}
+    async def _judge(chat: Chat, message: AskJudge) -> dict[str, Any]:
+        messages = [each.plain() for each in message.messages]
+        return {"op": "answer", "text": await chat.judge(messages, max_tokens=message.max_tokens)}
 
-    def _tell(self, value: dict[str, Any]) -> None:
+    def _send(self, value: dict[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json_frames.pack(value))
 
 
 class _Pool:
-    def __init__(self, order: Order, nursery: ForkServerClient, size: int) -> None:
-        self._order, self.nursery, self._size = order, nursery, size
+    def __init__(self, order: Order, fork_server: ForkServerClient, size: int) -> None:
+        self._order, self.fork_server, self._size = order, fork_server, size
         self.restarts: Counter[str] = Counter()
         self._most_in_a_row = 3 * size + 10
         self._died_in_a_row = self._reloads = 0
@@ -222,21 +222,21 @@ class _Pool:
                 self._discard(worker, "crashed")
             if len(self._all) + self._starting < self._size:
                 return await self._start()
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
             try:
-                await turn
+                await waiter
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._next()  # it was this one's turn, and will not be used
+                if waiter.done() and not waiter.cancelled():
+                    self._wake_next()  # the worker meant for this call goes to the next
                 raise
 
-    def give_back(self, worker: _PoolWorker) -> None:
-        """At once: what is left of its episode is ended aside."""
+    def release(self, worker: _PoolWorker) -> None:
+        """Return a worker to the pool without waiting; a task ends the rest of its episode."""
         if not worker.playing and not worker.broken and not worker.ended.done():
             self._died_in_a_row = 0
             self._free.append(worker)
-            self._next()
+            self._wake_next()
             return
         retiring = asyncio.ensure_future(self._retire(worker))
         self._retiring.add(retiring)
@@ -244,11 +244,11 @@ class _Pool:
 
     def close(self) -> None:
         self._size = 0
-        self.nursery.close()
+        self.fork_server.close()
         if self._listener is not None and not self._listener.get_loop().is_closed():
             self._listener.cancel()
         for worker in self._all.values():
-            with contextlib.suppress(RuntimeError):  # its event loop is over, and closed it
+            with contextlib.suppress(RuntimeError):  # its event loop has ended and closed it
                 worker.close()
 
     async def _retire(self, worker: _PoolWorker) -> None:
@@ -260,12 +260,12 @@ class _Pool:
                 why = "crashed" if worker.ended.done() else "hung"
         if not why and not worker.ended.done():
             self._free.append(worker)
-            self._next()
+            self._wake_next()
             return
         if not worker.ended.done():
-            self.nursery.kill(worker.number, f"killed: {why}")
+            self.fork_server.kill(worker.number, f"killed: {why}")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_EPITAPH_S):  # its memory is free before another one starts
+                async with asyncio.timeout(_EXIT_REPORT_S):  # so that its memory is free before a new worker starts
                     await asyncio.shield(worker.ended)
         self._discard(worker, why or "crashed")
 
@@ -273,17 +273,17 @@ class _Pool:
         worker.close()
         self._all.pop(worker.number, None)
         if not self._size:
-            return  # closed: it ended with the rest
+            return  # the pool is closed
         self.restarts[why] += 1
         self._died_in_a_row += 1
         self._last = worker.ended.result() if worker.ended.done() else why
-        self._next()
+        self._wake_next()
 
-    def _next(self) -> None:
+    def _wake_next(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
                 return
 
     async def _start(self) -> _PoolWorker:
@@ -298,7 +298,7 @@ class _Pool:
             await self._listening()
             self._numbers += 1
             number = self._numbers
-            reader, writer = await asyncio.open_connection(sock=self.nursery.start(number))
+            reader, writer = await asyncio.open_connection(sock=self.fork_server.start(number))
             worker = self._all[number] = _PoolWorker(number, reader, writer)
         except (EnvironmentFailed, OSError) as error:
             raise EpisodeFailed("crashed", str(error)) from error
@@ -307,18 +307,20 @@ class _Pool:
         return worker
 
     async def _listening(self) -> None:
-        """The nursery is there, and how workers end is heard."""
+        """Make sure that the fork server runs, and that a task receives its reports of ended workers."""
         async with self._reloading:
             if self._listener is not None and not self._listener.done():
                 return
             if self._listener is not None:
                 self._reloads += 1
                 if self._reloads > _RELOADS:
-                    raise EnvironmentFailed(f"environment '{self._order.name}': its process died {self._reloads} times")
-                _log.warning("environment: the process that starts its workers died; it is loaded again")
-                await asyncio.to_thread(self.nursery.close)
-                self.nursery = await asyncio.to_thread(ForkServerClient, self._order)
-            control = self.nursery.control.dup()
+                    raise EnvironmentFailed(
+                        f"environment '{self._order.name}': its fork server died {self._reloads} times"
+                    )
+                _log.warning("environment: the fork server died; it is started and loaded again")
+                await asyncio.to_thread(self.fork_server.close)
+                self.fork_server = await asyncio.to_thread(ForkServerClient, self._order)
+            control = self.fork_server.control.dup()
             control.setblocking(False)
             reader, writer = await asyncio.open_connection(sock=control)
             self._listener = asyncio.create_task(self._listen(reader, writer))
@@ -335,4 +337,4 @@ class _Pool:
             writer.close()
             for worker in self._all.values():
                 if not worker.ended.done():
-                    worker.ended.set_result("the process that had started it ended")
+                    worker.ended.set_result("its fork server ended")

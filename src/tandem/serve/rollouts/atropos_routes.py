@@ -1,20 +1,20 @@
-"""The endpoints of Atropos, for its environments and trainers as they are.
+"""The HTTP endpoints of Atropos, for unmodified Atropos environments and trainers.
 
-GET  /                  a greeting; for a browser the page that the service has there anyway
-POST /register          a trainer
-POST /register-env      an environment; {"status": "wait for trainer to start"} until a trainer asked for a batch
-POST /disconnect-env    an environment leaves; what it posted stays
+GET  /                  a greeting; for a browser the service's page
+POST /register          register a trainer
+POST /register-env      register an environment; {"status": "wait for trainer to start"} until a trainer fetches
+POST /disconnect-env    unregister an environment; the groups that it posted stay
 GET  /wandb_info, /info what the trainer registered
-POST /scored_data       a group
-POST /scored_data_list  several
+POST /scored_data       post a group
+POST /scored_data_list  post several
 GET  /batch             exactly batch_size sequences, or null; acknowledges the batch before
 GET  /status            {current_step, queue_size}
-GET  /status-env        {"env_id"} as a JSON body, as its clients send it, or ?env_id=
+GET  /status-env        {"env_id"} as a JSON body, as Atropos clients send it, or ?env_id=
 GET  /latest_example    the last group
-GET  /reset_data        wipes everything; only where no token is asked for
+GET  /reset_data        clear everything; only where no token is required
 
-Its clients know no token and no errors but 5xx, which they repeat: see docs/atropos.md. Their GETs change state, so
-pages of other origins must not reach them; the door sees to that.
+Atropos clients send no token and retry only on 5xx: see docs/atropos.md. Their GETs change state, so pages of other
+origins must not reach them; `serve/http` refuses such requests.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from tandem.serve.http.service import HotRoute, body_at_hand
 
 _log = logging.getLogger(__name__)
 
-_READ_S = 60.0  # for a trainer to read the next piece of its batch; then it has hung up
+_READ_S = 60.0  # for a trainer to read the next piece of its batch; after that it counts as disconnected
 _PIECE_BYTES = 1 << 20
-_FULL = RequestRefused(507, "as many groups are queued as this service takes; send it again later")
+_FULL = RequestRefused(507, "the queue is full; send it again later")
 
 _JSON = "application/json"
 
@@ -77,7 +77,7 @@ class EnvironmentId(msgspec.Struct, frozen=True):
 
 
 def atropos_routes(atropos: Atropos, *, may_reset: bool) -> tuple[list[HotRoute], APIRouter]:
-    """`may_reset`: GET /reset_data wipes everything, for every caller."""
+    """Build the routes. `may_reset`: GET /reset_data clears everything, for any caller."""
     api, router = _AtroposApi(atropos, may_reset=may_reset), APIRouter()
     for name in ("register", "register-env", "disconnect-env"):
         router.add_api_route(f"/{name}", getattr(api, name.replace("-", "_")), methods=["POST"])
@@ -133,7 +133,7 @@ class _AtroposApi:
     async def disconnect_env(self, request: Request) -> dict[str, str]:
         body = _parsed(await request.body(), EnvironmentId)
         try:
-            await self.atropos.queue.disconnect(self.atropos.id_of(body.env_id))
+            await self.atropos.queue.registration.disconnect(self.atropos.id_of(body.env_id))
         except StoreError as error:
             return {"status": "failure", "error": str(error)}
         return {"status": "success"}
@@ -164,7 +164,7 @@ class _AtroposApi:
         except StoreTimeout as error:
             raise RequestRefused(503, str(error)) from error
         except QueueFull as error:
-            raise _FULL from error  # not 429: they throw a group away at any 4xx, and repeat at any 5xx
+            raise _FULL from error  # not 429: Atropos clients drop a group on 4xx and retry on 5xx
 
     async def batch(self) -> Response:
         try:
@@ -199,7 +199,7 @@ class _AtroposApi:
     @speaks(answers=("text/plain",))
     async def reset_data(self) -> Response:
         if not self.may_reset:
-            raise RequestRefused(403, "wiping everything by a GET needs --atropos and --insecure-no-auth")
+            raise RequestRefused(403, "GET /reset_data clears everything; it needs --atropos and --insecure-no-auth")
         await self.atropos.reset()
         return PlainTextResponse("Reset successful")
 
@@ -215,7 +215,7 @@ def _parsed(body: bytes, kind: type[Body]) -> Body:
 
 
 def _joined(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Small ones together: a write each would cost more than they do."""
+    """Join small pieces: a write for each would cost more."""
     small, size = list[bytes | memoryview](), 0
     for piece in pieces:
         if size + len(piece) > _PIECE_BYTES and small:
@@ -232,8 +232,9 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class _HandOver(Response):
-    """A batch, its last bytes only once it is noted that all others went out: a trainer that hung up before gets the
-    same batch again, and one that has it all never does."""
+    """Send a batch so that it is acknowledged exactly if it arrived: (1) send all but the last bytes, (2) record on
+    disk that they were sent, (3) send the last bytes. A trainer that disconnects before (2) gets the same batch
+    again; one that has all bytes never does."""
 
     def __init__(self, atropos: Atropos, batch: AtroposBatch) -> None:
         super().__init__(media_type=_JSON)
@@ -248,23 +249,25 @@ class _HandOver(Response):
         whole = False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            for piece in chain(_joined(self.pieces), (b"",)):  # the empty one is sent when the system took all others
+            for piece in chain(
+                _joined(self.pieces), (b"",)
+            ):  # the empty one is sent once the system accepted all others
                 async with asyncio.timeout(_READ_S):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await asyncio.sleep(0)
                 if gone.done():
                     return
             await self.atropos.handed_over(self.batch)
-            await asyncio.sleep(0)  # should it have hung up by now, `gone` hears of it
-            if not gone.done():  # or else: what the system took for it, it never read
+            await asyncio.sleep(0)  # lets `gone` notice a disconnect
+            if not gone.done():  # otherwise the client never read the bytes that the system accepted
                 await send({"type": "http.response.body", "body": b"]}", "more_body": False})
                 whole = True
         except TimeoutError:
-            _log.warning("a batch was not read within %g s; the next fetch gets it again", _READ_S)
+            _log.warning("a trainer did not read its batch within %g s; the next fetch returns it again", _READ_S)
         finally:
             gone.cancel()
             try:
                 if not whole:
                     await self.atropos.handed_over(self.batch, False)
             finally:
-                self.atropos.let_go(self.batch)
+                self.atropos.end_handing_over(self.batch)

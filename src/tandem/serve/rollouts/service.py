@@ -1,24 +1,24 @@
-"""The rollout service: environments post scored groups, trainers take batches. Its verbs are a RolloutStore's.
+"""The rollout service's native HTTP API: environments post scored groups, trainers take batches.
 
-POST /v2/trainer                        the trainer's seat: an epoch, which goes with all its calls
-POST /v2/trainer/version                what it holds now
-POST /v2/trainer/leave                  it goes: its leases return, and another run may come
-POST /v2/environments                   an environment's seat: its id
-POST /v2/environments/{id}/alive        it plays, and has nothing else to say
-POST /v2/environments/{id}/disconnect   it leaves
+POST /v2/trainer                        register the trainer: returns an epoch, which it sends with each call
+POST /v2/trainer/version                announce the trainer's version
+POST /v2/trainer/leave                  unregister: its leases return, and another run may register
+POST /v2/environments                   register an environment: returns its id
+POST /v2/environments/{id}/alive        heartbeat during a long episode
+POST /v2/environments/{id}/disconnect   unregister
 POST /v2/tickets                        admit: the right to play a group; waits for a slot
-POST /v2/tickets/{order}/drop           nothing to learn
+POST /v2/tickets/{order}/drop           give up a ticket: nothing to learn
 POST /v2/groups                         put: JSON, or application/x-tandem-groups
-POST /v2/leases                         take: waits for groups; JSON, or binary if that is what is accepted
-POST /v2/leases/{id}/renew              still at it
-POST /v2/release                        slots: the engine holds the version that taken groups made
-POST /v2/ack                            durability: a checkpoint holds them
+POST /v2/leases                         take: waits for groups; JSON, or binary by the Accept header
+POST /v2/leases/{id}/renew              extend a lease
+POST /v2/release                        free slots: the engine holds the version that taken groups trained
+POST /v2/ack                            acknowledge: a checkpoint contains the groups
 GET  /v2/status  /v2/environments/{id}  numbers
-GET  /v2/groups  /v2/groups/{id}        what is queued or under lease, to look at
+GET  /v2/groups  /v2/groups/{id}        groups that are queued or under lease
 GET  /v2/quarantine                     what was refused, and why
-GET  /                                  a page for people that shows these; asks them for the token
+GET  /                                  a page that shows these to people; it asks for the token
 
-Every write but `alive` and `renew` carries an Idempotency-Key.
+Every write except `alive` and `renew` carries an Idempotency-Key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tandem.serve.rollouts.prometheus import registry
 
 BODY_BYTES = 64 * 2**20
 
-_AT_ONCE = 256 * 2**10  # bytes that are parsed on the event loop
+_AT_ONCE = 256 * 2**10  # larger bodies are parsed off the event loop
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -134,7 +134,7 @@ class AckBody(_RolloutBody, frozen=True):
 
 
 def rollouts_service(queue: RolloutQueue, *, greets: bool = True) -> Service:
-    """`greets`: GET / is its page; otherwise another service's."""
+    """Build the service. `greets`: GET / is its page; otherwise the caller adds another."""
     api, router = _RolloutApi(queue), APIRouter()
     posts = {
         "trainer": api.trainer, "trainer/version": api.version, "trainer/leave": api.leave,
@@ -178,56 +178,56 @@ class _RolloutApi:
     def __init__(self, queue: RolloutQueue) -> None:
         self.queue = queue
 
-    # --- seats
+    # --- registration
 
     @speaks(TrainerBody, key="required")
     async def trainer(self, request: Request) -> Response:
         body, once = await _asked(request, TrainerBody)
         fields = msgspec.structs.asdict(body)
         fresh = fields.pop("fresh")
-        return _json(await self.queue.register_trainer(TrainerSpec(**fields), fresh=fresh, once=once))
+        return _json(await self.queue.registration.register_trainer(TrainerSpec(**fields), fresh=fresh, once=once))
 
     @speaks(VersionBody, key="required")
     async def version(self, request: Request) -> Response:
         body, once = await _asked(request, VersionBody)
-        await self.queue.announce_version(body.epoch, body.version, once=once)
+        await self.queue.trainer.announce_version(body.epoch, body.version, once=once)
         return _json({"version": body.version})
 
     @speaks(EpochBody, key="required")
     async def leave(self, request: Request) -> Response:
         body, once = await _asked(request, EpochBody)
-        await self.queue.leave(body.epoch, once=once)
+        await self.queue.registration.leave(body.epoch, once=once)
         return _json({})
 
     @speaks(EnvironmentBody, key="required")
     async def environment(self, request: Request) -> Response:
         body, once = await _asked(request, EnvironmentBody)
         spec = RegisteredEnvironment(**msgspec.structs.asdict(body))
-        return _json(await self.queue.register_environment(spec, once=once))
+        return _json(await self.queue.registration.register_environment(spec, once=once))
 
     async def alive(self, id: int) -> Response:
-        self.queue.seen(id)
+        self.queue.environments.heartbeat(id)
         return _json({"version": self.queue.version})
 
     @speaks(NothingBody, optional=True, key="required")
     async def disconnect(self, id: int, request: Request) -> Response:
         _, once = await _asked(request, NothingBody)
-        await self.queue.disconnect(id, once=once)
+        await self.queue.registration.disconnect(id, once=once)
         return _json({})
 
-    # --- an environment's
+    # --- the environment's calls
 
     @speaks(TicketsBody, key="required")
     async def tickets(self, request: Request) -> Response:
         body, once = await _asked(request, TicketsBody)
-        admit = self.queue.admit(body.environment, body.count, wait_s=body.wait_s, once=once)
+        admit = self.queue.environments.admit(body.environment, body.count, wait_s=body.wait_s, once=once)
         tickets = await unless_gone(request, admit)
         return _json({"tickets": [ticket.order for ticket in tickets], "version": self.queue.version})
 
     @speaks(DropBody, key="required")
     async def drop(self, order: int, request: Request) -> Response:
         body, once = await _asked(request, DropBody)
-        await self.queue.drop(body.environment, order, body.reason, once=once)
+        await self.queue.environments.drop(body.environment, order, body.reason, once=once)
         return _json({})
 
     @speaks(codec.GroupsPost, types=(JSON, codec.BINARY), query=("environment",), key="required")
@@ -246,20 +246,20 @@ class _RolloutApi:
 
         try:
             groups, once = await asyncio.to_thread(read) if large else read()
-            if not binary:  # frames of a binary body are parts of it
+            if not binary:  # binary frames are views of the body, so it must stay
                 let_go(request)
-            stored = await self.queue.put(groups, environment=environment, once=once)
+            stored = await self.queue.environments.put(groups, environment=environment, once=once)
         except GroupRefused as refused:
-            await self.queue.quarantine(environment, refused.field, refused.text, beginning)
+            await self.queue.environments.quarantine(environment, refused.field, refused.text, beginning)
             raise
         return _json({"groups": stored, "version": self.queue.version})
 
-    # --- the trainer's
+    # --- the trainer's calls
 
     @speaks(TakeBody, answers=(JSON, codec.BINARY), key="required")
     async def take(self, request: Request) -> Response:
         body, once = await _asked(request, TakeBody)
-        take = self.queue.take(
+        take = self.queue.trainer.take(
             body.epoch,
             body.groups,
             sequences=body.sequences,
@@ -277,18 +277,18 @@ class _RolloutApi:
     @speaks(EpochBody)
     async def renew(self, id: int, request: Request) -> Response:
         body = _parsed(body_at_hand(request), EpochBody)
-        return _json({"seconds": await self.queue.renew(body.epoch, id)})
+        return _json({"seconds": await self.queue.trainer.renew(body.epoch, id)})
 
     @speaks(ReleaseBody, key="required")
     async def release(self, request: Request) -> Response:
         body, once = await _asked(request, ReleaseBody)
-        await self.queue.release(body.epoch, body.count, version=body.version, once=once)
+        await self.queue.trainer.release(body.epoch, body.count, version=body.version, once=once)
         return _json({})
 
     @speaks(AckBody, key="required")
     async def ack(self, request: Request) -> Response:
         body, once = await _asked(request, AckBody)
-        return _json({"groups": await self.queue.ack(body.epoch, body.leases, groups=body.groups, once=once)})
+        return _json({"groups": await self.queue.trainer.ack(body.epoch, body.leases, groups=body.groups, once=once)})
 
     # --- for people
 
@@ -323,7 +323,7 @@ async def _asked(request: Request, kind: type[Body]) -> tuple[Body, RequestKey]:
         return _parsed(body, kind), _once(request, key, body)
 
     asked, once = await aside(request)(read) if len(body) > AT_ONCE_BYTES else read()
-    let_go(request)  # it may wait for a minute
+    let_go(request)  # frees the body: the call may wait for a minute
     return asked, once
 
 
@@ -336,8 +336,8 @@ def _key(request: Request) -> str:
     if not _KEY.fullmatch(key):
         raise RequestRefused(
             422,
-            "send a new Idempotency-Key with every write, and the same one when you repeat it: 1 to 128 of letters, "
-            "digits and . _ : / -",
+            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
+            "and . _ : / -",
             field="idempotency-key",
         )
     return key
@@ -353,7 +353,7 @@ def _whole(text: str | None, field: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise RequestRefused(422, f"'{text[:40]}' is no number", field=field)
+        raise RequestRefused(422, f"'{text[:40]}' is not a number", field=field)
     return int(text)
 
 

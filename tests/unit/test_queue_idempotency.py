@@ -22,7 +22,7 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
         seat = RegisteredEnvironment("b")
         for restart in (False, True):
             if restart:
-                await rig.again()
+                await rig.restart()
             both = [
                 await asyncio.gather(
                     rig.admit(2, once=RequestKey("admit", b"1")), rig.admit(2, once=RequestKey("admit", b"1"))
@@ -30,7 +30,10 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
                 await asyncio.gather(
                     rig.put("x", once=RequestKey("put", b"1")), rig.put("x", once=RequestKey("put", b"1"))
                 ),
-                [await rig.queue.register_environment(seat, once=RequestKey("seat", b"1")) for _ in range(2)],
+                [
+                    await rig.queue.registration.register_environment(seat, once=RequestKey("seat", b"1"))
+                    for _ in range(2)
+                ],
             ]
             assert [one for one, other in both if one != other] == []
             if not restart:
@@ -39,18 +42,18 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
         assert rig.queue.queued == 1
         tickets = first[0][0]
         for _ in range(2):
-            await rig.queue.drop(a, tickets[0], "no_signal", once=RequestKey("drop", b"1"))
+            await rig.queue.environments.drop(a, tickets[0], "no_signal", once=RequestKey("drop", b"1"))
             await rig.put("y", ticket=tickets[1], once=RequestKey("ticket", b"1"))
         for _ in range(2):
             assert names(await rig.take(1, once=RequestKey("take", b"1"))) == ["y"]
         lease = await rig.take(1, once=RequestKey("take", b"1"))
         assert lease is not None
         for _ in range(2):
-            assert await rig.queue.ack(rig.epoch, [lease.id], once=RequestKey("ack", b"1")) == 1
-            assert await rig.queue.ack(rig.epoch, [lease.id]) == 0
-            await rig.queue.release(rig.epoch, 1, once=RequestKey("release", b"1"))
+            assert await rig.queue.trainer.ack(rig.epoch, [lease.id], once=RequestKey("ack", b"1")) == 1
+            assert await rig.queue.trainer.ack(rig.epoch, [lease.id]) == 0
+            await rig.queue.trainer.release(rig.epoch, 1, once=RequestKey("release", b"1"))
         assert rig.queue.status()["queue"]["held"] == 1
-        with pytest.raises(Conflict, match="ended since"):
+        with pytest.raises(Conflict, match="which has ended"):
             await rig.take(1, once=RequestKey("take", b"1"))
 
     rigged(tmp_path, scenario)
@@ -72,9 +75,9 @@ def test_a_release_that_comes_again_after_a_later_version_is_answered_as_before(
         await rig.begin()
         await rig.put()
         await rig.take(1, version=0)
-        await rig.queue.release(rig.epoch, 1, version=1, once=RequestKey("release", b"1"))
-        await rig.queue.announce_version(rig.epoch, 2)
-        await rig.queue.release(rig.epoch, 1, version=1, once=RequestKey("release", b"1"))
+        await rig.queue.trainer.release(rig.epoch, 1, version=1, once=RequestKey("release", b"1"))
+        await rig.queue.trainer.announce_version(rig.epoch, 2)
+        await rig.queue.trainer.release(rig.epoch, 1, version=1, once=RequestKey("release", b"1"))
         assert rig.queue.version == 2
 
     rigged(tmp_path, scenario)
@@ -109,14 +112,14 @@ def test_a_client_that_left_gets_its_ticket_and_its_batch_by_asking_again(tmp_pa
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         leaving = asyncio.create_task(rig.admit(once=RequestKey("k", b"1")))
-        while not rig.queue._state.playing:  # it is decided, and not written
+        while not rig.queue.core.state.playing:  # it is decided, and not written
             await asyncio.sleep(0)
         leaving.cancel()
         (ticket,) = await rig.admit(once=RequestKey("k", b"1"))
         assert rig.queue.status()["queue"]["playing"] == 1
         await rig.put("x", ticket=ticket)
         leaving = asyncio.create_task(rig.take(1, once=RequestKey("t", b"1")))
-        while not rig.queue._state.leases:
+        while not rig.queue.core.state.leases:
             await asyncio.sleep(0)
         leaving.cancel()
         assert names(await rig.take(1, once=RequestKey("t", b"1"))) == ["x"]
@@ -130,14 +133,14 @@ def test_everything_is_as_it_was_after_a_restart(tmp_path: Path):
         await rig.begin(dataclasses.replace(RUN, groups_per_step=4, max_lag=1), a={"weight": 2.0}, b={})
         played, waiting, dropped = await rig.admit(3)
         await rig.put("ticket", ticket=played)
-        await rig.queue.drop(rig.environments["a"], dropped, "no_signal")
+        await rig.queue.environments.drop(rig.environments["a"], dropped, "no_signal")
         for name in "xyz":
             await rig.put(name, by="b")
         lease = await rig.take(1)
         assert lease is not None
-        await rig.queue.announce_version(rig.epoch, 1)
+        await rig.queue.trainer.announce_version(rig.epoch, 1)
         before = rig.queue.status()
-        await rig.again()
+        await rig.restart()
         assert await rig.take(8) is None  # the first call of all lets in what waits in lines
         after = rig.queue.status()
         assert after["trainer"] == before["trainer"]
@@ -148,8 +151,8 @@ def test_everything_is_as_it_was_after_a_restart(tmp_path: Path):
             (e["name"], e["weight"], e["share"], e["counts"], e["playing"]) for e in before["environments"]
         ]
         await rig.put("late", ticket=waiting)
-        assert await rig.queue.ack(rig.epoch, [lease.id]) == 1
-        await rig.queue.release(rig.epoch, 1)
+        assert await rig.queue.trainer.ack(rig.epoch, [lease.id]) == 1
+        await rig.queue.trainer.release(rig.epoch, 1)
         assert names(await rig.take(4)) == ["late", "x", "y", "z"]
         fresh = await rig.admit()
         assert fresh > [waiting]
@@ -165,11 +168,11 @@ def test_slots_of_acknowledged_groups_are_held_over_a_restart(tmp_path: Path):
         first, second = await rig.take(1), await rig.take(1)
         assert first is not None
         assert second is not None
-        await rig.queue.ack(rig.epoch, [second.id])
-        await rig.again()
+        await rig.queue.trainer.ack(rig.epoch, [second.id])
+        await rig.restart()
         assert await rig.take(1) is None
-        assert await rig.queue.ack(rig.epoch, [second.id]) == 0
-        await rig.queue.release(rig.epoch, 2)
+        assert await rig.queue.trainer.ack(rig.epoch, [second.id]) == 0
+        await rig.queue.trainer.release(rig.epoch, 2)
         assert names(await rig.take(1)) == ["z"]
 
     rigged(tmp_path, scenario)
@@ -180,10 +183,10 @@ def test_a_lease_outlives_a_restart_for_its_whole_time_and_no_longer(tmp_path: P
         await rig.begin(dataclasses.replace(RUN, lease_s=30))
         await rig.put("x")
         assert await rig.take(1) is not None
-        await rig.again()
+        await rig.restart()
         assert await rig.take(1) is None
         rig.now += 31
-        await rig.queue.tick()
+        await rig.queue.core.tick()
         assert names(await rig.take(1)) == ["x"]
 
     rigged(tmp_path, scenario)
@@ -201,7 +204,7 @@ def test_what_was_refused_is_kept_with_its_reason_up_to_a_bound(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         for number in range(5):
-            await rig.queue.quarantine(rig.environments["a"], f"groups.{number}.ids", "bad", b"x" * 100)
+            await rig.queue.environments.quarantine(rig.environments["a"], f"groups.{number}.ids", "bad", b"x" * 100)
         kept = rig.queue.quarantined()
         assert [(each["field"], each["bytes"]) for each in kept] == [("groups.4.ids", 10), ("groups.3.ids", 10)]
         assert rig.queue.status()["environments"][0]["counts"] == {"refused": 5}
@@ -212,20 +215,20 @@ def test_what_was_refused_is_kept_with_its_reason_up_to_a_bound(tmp_path: Path):
 def test_files_go_when_their_groups_are_trained_on_and_ids_are_never_used_twice(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin(dataclasses.replace(RUN, groups_per_step=50))
-        rig.queue._segments._roll_bytes = 1000
-        await rig.queue.put([group(environment=rig.environments["a"]) for _ in range(50)])
+        rig.queue.core.segments._roll_bytes = 1000
+        await rig.queue.environments.put([group(environment=rig.environments["a"]) for _ in range(50)])
         many = rig.queue.status()["stored"]["bytes"]
         lease = await rig.take(50)
         assert lease is not None
-        await rig.queue.ack(rig.epoch, [lease.id])
+        await rig.queue.trainer.ack(rig.epoch, [lease.id])
         for _ in range(2):  # a file is removed by the thread that writes, after it wrote
             await rig.put()
         assert rig.queue.status()["stored"]["bytes"] < many / 5
         top = lease.groups[-1].id
         lease = await rig.take(1)
         assert lease is not None
-        await rig.queue.ack(rig.epoch, [lease.id])
-        await rig.again()
+        await rig.queue.trainer.ack(rig.epoch, [lease.id])
+        await rig.restart()
         assert (await rig.put()).id > top + 1
 
     rigged(tmp_path, scenario)

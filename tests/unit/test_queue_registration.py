@@ -21,9 +21,9 @@ from tandem.rollout.queue.types import RegisteredEnvironment
 async def _another_run(rig: Rig, how: str) -> None:
     other = dataclasses.replace(RUN, run_id="other")
     if how == "reset":
-        await rig.queue.reset()
+        await rig.queue.registration.reset()
     rig.now += RUN.lease_s  # whatever was leased has lapsed
-    rig.epoch = (await rig.queue.register_trainer(other, fresh=how == "fresh")).epoch
+    rig.epoch = (await rig.queue.registration.register_trainer(other, fresh=how == "fresh")).epoch
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["", "restarted"])
@@ -37,15 +37,15 @@ def test_an_environment_of_a_run_before_is_nobody_in_the_next(tmp_path: Path, ho
         await rig.put("gone", by="b")
         await _another_run(rig, how)
         if restart:
-            await rig.again()
-        seat = await rig.queue.register_environment(RegisteredEnvironment("c"))
+            await rig.restart()
+        seat = await rig.queue.registration.register_environment(RegisteredEnvironment("c"))
         assert seat.id not in old.values()
         for name in old:
             with pytest.raises(NotKnown, match="register it again"):
                 await rig.put(by=name)
         (row,) = rig.queue.status()["environments"]
         assert (row["name"], row["counts"], row["taken"]) == ("c_0", {}, 0)
-        await rig.again()
+        await rig.restart()
         assert rig.queue.environment_status(seat.id)["counts"] == {}
 
     rigged(tmp_path, scenario)
@@ -55,14 +55,14 @@ def test_the_key_of_an_environment_s_registration_in_a_run_before_registers_it_i
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         spec, once = RegisteredEnvironment("b"), RequestKey("seat", b"1")
-        before = await rig.queue.register_environment(spec, once=once)
-        assert await rig.queue.register_environment(spec, once=once) == before
+        before = await rig.queue.registration.register_environment(spec, once=once)
+        assert await rig.queue.registration.register_environment(spec, once=once) == before
         await _another_run(rig, "fresh")
         for _ in range(2):
-            seat = await rig.queue.register_environment(spec, once=once)
+            seat = await rig.queue.registration.register_environment(spec, once=once)
             assert seat.id == before.id + 1
-            await rig.again()
-        rig.queue.seen(seat.id)
+            await rig.restart()
+        rig.queue.environments.heartbeat(seat.id)
 
     rigged(tmp_path, scenario)
 
@@ -74,20 +74,20 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
         await rig.begin()
         await rig.put("x")
         for _ in range(20):  # a worker that is started again and again
-            seat = await rig.queue.register_environment(RegisteredEnvironment("w"))
-            await rig.queue.disconnect(seat.id)
-        await rig.queue.disconnect(rig.environments["a"])
+            seat = await rig.queue.registration.register_environment(RegisteredEnvironment("w"))
+            await rig.queue.registration.disconnect(seat.id)
+        await rig.queue.registration.disconnect(rig.environments["a"])
         rig.now += 10
-        await rig.queue.tick()
+        await rig.queue.core.tick()
         assert [row["name"] for row in rig.queue.status()["environments"]] == ["a_0"]
         lease = await rig.take(1)
         assert lease is not None
-        await rig.queue.ack(rig.epoch, [lease.id])
+        await rig.queue.trainer.ack(rig.epoch, [lease.id])
         rig.now += 10
-        await rig.queue.tick()
-        await rig.again()
+        await rig.queue.core.tick()
+        await rig.restart()
         assert rig.queue.status()["environments"] == []
-        again = await rig.queue.register_environment(RegisteredEnvironment("w"))
+        again = await rig.queue.registration.register_environment(RegisteredEnvironment("w"))
         assert (again.id, again.name) == (seat.id + 1, "w_0")
 
     rigged(tmp_path, scenario)
@@ -96,11 +96,11 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
 def test_a_newcomer_s_name_is_its_own_when_one_before_it_was_forgotten(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin(a={})
-        second = await rig.queue.register_environment(RegisteredEnvironment("a"))
-        await rig.queue.disconnect(rig.environments["a"])
+        second = await rig.queue.registration.register_environment(RegisteredEnvironment("a"))
+        await rig.queue.registration.disconnect(rig.environments["a"])
         rig.now += 10
-        await rig.queue.tick()
-        third = await rig.queue.register_environment(RegisteredEnvironment("a"))
+        await rig.queue.core.tick()
+        third = await rig.queue.registration.register_environment(RegisteredEnvironment("a"))
         assert (second.name, third.name) == ("a_1", "a_0")
 
     rigged(tmp_path, scenario)
@@ -121,8 +121,8 @@ def test_status_counts_once_however_many_environments_there_are(tmp_path: Path):
         (ticket,) = await rig.admit(by="e3")
         for k in range(3):
             await rig.put(by="e1", size=k + 1)
-        state = rig.queue._state
-        state.flight, state.playing = Counting(state.flight), Counting(state.playing)
+        state = rig.queue.core.state
+        state.in_flight, state.playing = Counting(state.in_flight), Counting(state.playing)
         rows = {row["name"]: row for row in rig.queue.status()["environments"]}
         assert looks <= 4
         row = rows["e1_0"]
@@ -139,7 +139,7 @@ def test_twice_the_environments_cost_a_tick_and_a_sharing_twice_the_calls(tmp_pa
 
     async def work(rig: Rig, environments: int) -> int:
         await rig.begin()
-        state = rig.queue._state
+        state = rig.queue.core.state
         for id in range(2, environments + 1):
             minimum = 1 / 2 / environments if what == "all have a minimum" else 0.0
             spec = RegisteredEnvironment(f"e{id}", weight=float(1 + id), min_share=minimum)
@@ -147,12 +147,12 @@ def test_twice_the_environments_cost_a_tick_and_a_sharing_twice_the_calls(tmp_pa
         await rig.admit(3)
         rig.now += 301 if what == "a quarter falls silent" else 1
         for id in range(1 + environments // 4, environments + 1):
-            rig.queue.seen(id)
+            rig.queue.environments.heartbeat(id)
 
         def share() -> None:
-            state.share_out()
+            state.update_shares()
             with pytest.raises(StopIteration):
-                rig.queue.tick().send(None)
+                rig.queue.core.tick().send(None)
 
         calls = _calls(share)
         assert sum(each.silent for each in state.environments.values()) == (
@@ -196,10 +196,12 @@ def test_what_a_trainer_that_went_back_has_never_made_does_not_return_after_a_ki
         await rig.put("held", version=57)
         await rig.take(1)
         await rig.put("waiting", version=57)
-        rig.queue._calls.later = lambda change, then=None: None  # the kill: what nobody waits for is never written
+        rig.queue.core.calls.write_later = lambda change, then=None: (
+            None
+        )  # the kill: what nobody waits for is never written
         await rig.begin(dataclasses.replace(RUN, version=50), b={})
         assert (rig.queue.queued, rig.queue.status()["dropped"]) == (0, {"undone": 2})
-        await rig.again()
+        await rig.restart()
         assert rig.queue.queued == 0
         assert rig.queue.environment_status(rig.environments["a"])["counts"] == {"put": 2, "undone": 2}
 
@@ -211,12 +213,12 @@ def test_what_is_on_its_way_to_the_disk_when_a_trainer_goes_back_is_asked_when_i
         await rig.begin(dataclasses.replace(RUN, version=5))
         (ticket,) = await rig.admit()
         async with asyncio.TaskGroup() as both:
-            both.create_task(rig.queue.register_trainer(dataclasses.replace(RUN, version=4)))
+            both.create_task(rig.queue.registration.register_trainer(dataclasses.replace(RUN, version=4)))
             both.create_task(rig.put("free", version=5))
             admitting = both.create_task(rig.admit())
         assert rig.queue.queued == 0
         await settle()
-        await rig.again()
+        await rig.restart()
         assert rig.queue.queued == 0
         for each in (ticket, *admitting.result()):
             if each == ticket:
@@ -233,7 +235,7 @@ def test_a_ticketed_group_that_was_being_written_when_a_trainer_went_back_is_not
         async with asyncio.TaskGroup() as both:
             both.create_task(rig.put("new", version=5, ticket=tickets[0]))
             both.create_task(rig.put("old", version=4, ticket=tickets[1]))
-            both.create_task(rig.queue.register_trainer(dataclasses.replace(RUN, version=4)))
+            both.create_task(rig.queue.registration.register_trainer(dataclasses.replace(RUN, version=4)))
         rig.epoch = rig.queue.epoch
         assert names(await rig.take(1)) == ["old"]
         assert rig.queue.queued == 0
@@ -278,7 +280,7 @@ def test_what_is_newer_than_the_trainer_says_it_is_at_that_take_is_dropped_when_
 def test_slots_without_bound_are_refused_where_batches_are_counted_in_groups(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         with pytest.raises(GroupRefused, match="set 0 or above") as refused:
-            await rig.queue.register_trainer(dataclasses.replace(RUN, max_lag=-1))
+            await rig.queue.registration.register_trainer(dataclasses.replace(RUN, max_lag=-1))
         assert refused.value.field == "max_lag"
 
     rigged(tmp_path, scenario)
@@ -287,7 +289,7 @@ def test_slots_without_bound_are_refused_where_batches_are_counted_in_groups(tmp
 def test_refusals_name_the_field_of_the_body_and_the_value(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         with pytest.raises(GroupRefused, match=r"'\.\./x'"):
-            await rig.queue.register_trainer(dataclasses.replace(RUN, run_id="../x"))
+            await rig.queue.registration.register_trainer(dataclasses.replace(RUN, run_id="../x"))
         await rig.begin()
         for count in (0, 5):
             with pytest.raises(GroupRefused) as refused:
@@ -311,7 +313,7 @@ def test_posts_at_once_do_not_queue_more_than_the_most(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         made = [group(environment=rig.environments["a"]) for _ in range(3)]
-        put = await asyncio.gather(*(rig.queue.put(made) for _ in range(5)), return_exceptions=True)
+        put = await asyncio.gather(*(rig.queue.environments.put(made) for _ in range(5)), return_exceptions=True)
         assert sum(isinstance(each, QueueFull) for each in put) == 4
         assert rig.queue.queued == 3
         await rig.put()
