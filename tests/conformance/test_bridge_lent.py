@@ -345,24 +345,24 @@ def test_who_is_asked_for_another_version_reads_nothing_and_the_room_is_written_
 
 def of_another_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process that the handle names had been replaced by another one."""
-    lend = sender.Memory
+    lend = sender.SharedBuffers
 
     def foreign(name: str, *args: Any) -> Any:
         return lend("f" * len(name), *args)
 
-    monkeypatch.setattr(sender, "Memory", foreign)
+    monkeypatch.setattr(sender, "SharedBuffers", foreign)
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle has the right name, and what it leads to has not."""
-    lend = sender.Memory
+    lend = sender.SharedBuffers
 
     def foreign(name: str, *args: Any) -> Any:
         memory = lend("f" * len(name), *args)
         memory.handles = [{**handle, "meeting": name} for handle in memory.handles]
         return memory
 
-    monkeypatch.setattr(sender, "Memory", foreign)
+    monkeypatch.setattr(sender, "SharedBuffers", foreign)
 
 
 @pytest.mark.parametrize("plant", [of_another_meeting, renamed])
@@ -384,14 +384,14 @@ def test_the_memory_of_another_meeting_is_refused_before_anything_is_read(
 def test_what_one_engine_cannot_map_goes_to_all_by_gloo_and_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `auto`. The others had mapped it, and wait on."""
     monkeypatch.setattr(sender, "way", lambda *_, **__: Way("auto", "memory"))
-    lend = sender.Memory
+    lend = sender.SharedBuffers
 
     def unlike(*args: Any) -> Any:
         memory = lend(*args)
         memory.handles[1] = {**memory.handles[1], "fd": 10**6}
         return memory
 
-    monkeypatch.setattr(sender, "Memory", unlike)
+    monkeypatch.setattr(sender, "SharedBuffers", unlike)
     bridge = AdapterBroadcastBridge(deadline_s=10)
     before = _segments_held()
     source = meet(bridge, num_receivers=2)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.errors import SyncError
 from tandem.protocols import WeightSource
+from tandem.spec.bridges import traits_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,19 +23,18 @@ class EngineEnd(WeightSource, Protocol):
 
 def open_source(link: Mapping[str, Any], device: torch.device | None = None) -> EngineEnd:
     """`device`: where versions arrive; without one, where that bridge brings them."""
-    mode = link.get("mode")
-    match mode:
-        case "shared":
-            from tandem.bridge.shared.receiver import SharedEnd
+    traits = traits_of(link)
+    if traits is not None and traits.engine_end == "memory":
+        from tandem.bridge.shared.receiver import SharedEnd
 
-            return SharedEnd(link)
-        case "broadcast" | "adapter_broadcast":
-            from tandem.bridge.collective.receiver import GroupSource
+        return SharedEnd(link)
+    if traits is not None and traits.engine_end == "group":
+        from tandem.bridge.collective.receiver import GroupSource
 
-            return GroupSource(link, mode, "full" if mode == "broadcast" else "adapter", device)
-        case "disk" | "restart" | "adapter":  # restart tells the trainer what is served; versions come by a new start
-            from tandem.bridge.files.reader import FilesSource
+        return GroupSource(link, traits.name, traits.carries, device)
+    # Under restart, too: its engine reports what it serves, and each version comes by a new start.
+    if traits is not None and traits.engine_end == "files":
+        from tandem.bridge.files.reader import FilesSource
 
-            return FilesSource(link, mode, "adapter" if mode == "adapter" else "full", device)
-        case unknown:
-            raise SyncError(f"link.mode = {unknown!r}: this engine knows no such bridge")
+        return FilesSource(link, traits.name, traits.carries, device)
+    raise SyncError(f"link.mode = {link.get('mode')!r}: this engine knows no such bridge")

@@ -27,6 +27,7 @@ from tandem.ops import digest
 from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Weights
 from tandem.vllm_worker import overwrite
 from tandem.vllm_worker.lora_slots import LoraSlots
@@ -129,7 +130,8 @@ class EngineWorker:
             self._source.close()
         self._source = self._incoming = None
         source = open_source(link, self._theirs.device)
-        handles = self._house(source) if link["mode"] == "shared" else {}
+        traits = traits_of(link)
+        handles = self._house(source) if traits is not None and traits.shares_memory else {}
         reply: Answer = {
             "boot_id": self._boot_id,
             "rank": self._rank,
