@@ -325,7 +325,7 @@ def publisher(
     deadline_s: float,
     call: Call,
     on_proof: Callable[[Proof], None] = lambda proof: None,
-    on_meeting: Callable[[Mapping[str, Any]], None] = lambda meeting: None,
+    on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
 ) -> Publisher:
     return Publisher(
         joined.bridge,
@@ -335,7 +335,7 @@ def publisher(
         canary=canary(model, bare=joined.bare),
         call=call,
         on_proof=on_proof,
-        on_meeting=on_meeting,
+        on_attached=on_attached,
     )
 
 

@@ -74,7 +74,7 @@ class LoraSlots:
         self._slots, self._max_rank, self._dtype = config.max_loras, config.max_lora_rank, config.lora_dtype
         self._slices = _slices(manager._adapter_manager.modules, layout, fused)
         self._staged: dict[str, _StagedAdapter] = {}
-        self.come_in_one_place = False
+        self.reuses_tensors = False
         """Adapters that arrive are the very same tensors each time: what is found out about them is kept."""
         self._sound: tuple[list[Tensor], Any] = [], None
         """The tensors that were looked at last, and found to be an adapter."""
@@ -157,7 +157,7 @@ class LoraSlots:
             [(old.tensors[name], tensor) for name, tensor in tensors.items()]
             + [(view, tensors[name][top:bottom, left:right]) for name, view, top, bottom, left, right in parts]
         )
-        if self.come_in_one_place:
+        if self.reuses_tensors:
             old.writing = slot, sources, copying
         return copying
 
@@ -228,7 +228,7 @@ class LoraSlots:
                     raise SyncError(f"adapters: '{name}' {was}; it must be {self._dtype} {list(shape)}")
         if len(tensors) != 2 * len(owners):
             raise SyncError(f"adapters: {len(tensors)} tensors for {len(owners)} layers: some are of another kind")
-        if self.come_in_one_place:
+        if self.reuses_tensors:
             self._sound = list(tensors.values()), (list(tensors), dict(config))
 
     def _load(self, request: Any) -> Any:

@@ -148,9 +148,9 @@ class EngineWorker:
         if source.carries == "adapter":
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
-            self._adapters.come_in_one_place = reply["copied"] = source.arrive_in_one_place()
+            self._adapters.reuses_tensors = reply["copied"] = source.reuse_buffer()
             # Of several workers none holds a whole adapter, to be compared where it lies.
-            self._unlooked = self._world == 1 and source.looks_itself()
+            self._unlooked = self._world == 1 and source.verify_where_served()
             reply["adapter_dtype"] = self._adapters.dtype
             reply["pieces"] = self._served.pieces()  # of the base that adapters stand upon
             if link.get("base_wanted"):
@@ -180,7 +180,7 @@ class EngineWorker:
             case "adapter":
                 answer = self._into_slot(arrived, into, phases)
                 assert self._source is not None
-                self._source.look_ahead(self._rank)
+                self._source.prefetch(self._rank)
         if weights.kind != "adapter":
             self._version = version
         if weights.kind == "full" and not later:
