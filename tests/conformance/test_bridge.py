@@ -253,7 +253,7 @@ def test_receivers_that_do_not_come_are_named_and_may_come_for_the_next(name: st
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_receiver_without_a_place_is_refused(name: str, tmp_path: Path) -> None:
     bridge = COPYING[name](tmp_path, 1.0)
-    with pytest.raises(SyncError, match="receiver 1 has no place"):
+    with pytest.raises(SyncError, match="receiver 1 is not part of this connection"):
         meet(bridge).receive(1, rank=1)
     bridge.close()
 

@@ -1,4 +1,4 @@
-"""Which bridges reach which engines, and what else each asks for."""
+"""Check that the bridge, the engine, the model and the precision of a spec work together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VLLM_RANK = 512
 def check_sync(
     sync: SyncSpec, engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
 ) -> None:
-    """ValueError for what could not work, before anything is loaded."""
+    """Raise ValueError for a combination that cannot work, before anything is loaded."""
     _check_reach(sync, engine)
     if sync.every > 1 and sync.traits.single_copy:
         raise ValueError(
@@ -78,8 +78,8 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
         raise ValueError(f"engine.replicas = {engine.replicas}: engine.url names one engine; leave one of them out")
     if sync.traits.restarts_engine and engine.url:
         raise ValueError(
-            f"sync.bridge = 'restart': engine.url = '{engine.url}' was started by somebody else, and is not ours to "
-            "end; leave url out, or choose 'disk'"
+            f"sync.bridge = 'restart': engine.url = '{engine.url}' was started outside this run, which may not "
+            "end it; leave url out, or choose 'disk'"
         )
     if sync.traits.shares_memory and engine.replicas > 1:
         raise ValueError(
@@ -100,7 +100,7 @@ def _check_shared_memory(
         if engine.tensor_parallel > 1:
             raise ValueError(
                 f"engine.tensor_parallel = {engine.tensor_parallel}: under sync.bridge = 'shared' one trainer cannot "
-                "live in the shards of several workers; choose 'broadcast', or tensor_parallel = 1"
+                "train in the shards of several workers; choose 'broadcast', or tensor_parallel = 1"
             )
         if engine.gpus not in ((), (0,)):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The engine's end of a bridge, in the engine's process: made from the plain data that the trainer's end sent."""
+"""Open the engine's end of a bridge from its link, the plain data that the trainer sent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 class EngineEnd(WeightSource, Protocol):
     @property
-    def reply(self) -> Mapping[str, Any]: ...  # what `attached` was told, and what this end adds: handles
+    def reply(self) -> Mapping[str, Any]: ...  # the reply given to `attached`, with the handles that this end adds
     def reuse_buffer(self) -> bool: ...
     def verify_where_served(self) -> bool: ...
     def prefetch(self, rank: int = 0) -> None: ...
 
 
 def open_source(link: Mapping[str, Any], device: torch.device | None = None) -> EngineEnd:
-    """`device`: where versions arrive; without one, where that bridge brings them."""
+    """Open the engine's end of a bridge. `device`: where versions arrive; without one, the bridge's own choice."""
     traits = traits_of(link)
     if traits is not None and traits.engine_end == "memory":
         from tandem.bridge.shared.receiver import SharedEnd

@@ -88,7 +88,7 @@ class GroupSource(EngineEndBase):
     def receive(self, version: int, rank: int = 0) -> Weights:
         if not 0 <= rank < self._address.world_size - 1:
             raise SyncError(
-                f"{self._mode}: receiver {rank} is not one of the {self._address.world_size - 1} of this connection"
+                f"{self._mode}: receiver {rank} is not part of this connection (size {self._address.world_size - 1})"
             )
         worker = self._workers.setdefault(rank, _WorkerReceiver(self._address, rank, self._device))
         adapters = self.carries == "adapter"  # the memory of a whole model is needed for other things
