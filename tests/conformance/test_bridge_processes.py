@@ -207,7 +207,7 @@ def test_a_lost_engine_is_an_error_in_time_and_another_one_is_taken(
     assert re.search("not come" if name == FILLED else "was not taken|not confirm", str(lost.value)), lost.value
     with Stopwatch() as watch:
         if name != FILLED:
-            with pytest.raises(SyncError, match="this meeting has ended"):
+            with pytest.raises(SyncError, match="this connection has ended"):
                 bridge.send(weights)
         goes_on_with(bridge, meet(bridge), engine, 1)
     assert watch.seconds < 5

@@ -189,7 +189,7 @@ def test_a_version_that_was_not_announced_times_out_and_a_later_one_is_refused()
 def test_an_end_that_is_closed_waits_for_no_version_any_more() -> None:
     _, end = here(deadline_s=30.0)
     threading.Timer(0.1, end.close).start()
-    told = "version 1 was not announced: this meeting was given up"
+    told = "version 1 was not announced: this connection was given up"
     with Stopwatch() as watch, pytest.raises(SyncError, match=told):
         end.receive(1)
     assert watch.seconds < 5
@@ -225,7 +225,7 @@ def test_a_handle_of_a_dead_engine_is_refused(engine: Engine) -> None:
 
 def test_a_handle_of_another_meeting_is_refused() -> None:
     bridge, end = here()
-    with pytest.raises(SyncError, match="of another meeting"):
+    with pytest.raises(SyncError, match="of another connection"):
         bridge.source().attached(end.reply)
 
 

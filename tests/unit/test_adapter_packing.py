@@ -53,14 +53,14 @@ def test_another_version_of_an_adapter_is_packed_by_a_handful_of_calls(monkeypat
     packing = Packing("adapter_broadcast", [{"layout": LAYOUT, "adapter_dtype": "bfloat16", "boot_id": "one"}])
 
     def packed() -> Any:
-        return packing.parcel(Weights(1, "adapter", standing.tensors), Phases())
+        return packing.pack(Weights(1, "adapter", standing.tensors), Phases())
 
     packed()
     for each in found:
         each.a.add_(1)
         each.b.mul_(3)
     with monkeypatch.context() as patch, Calls() as calls:
-        patch.setattr(Flat, "looked_at", lambda _: ({}, []))
+        patch.setattr(Flat, "checked_fingerprints", lambda _: ({}, []))
         packed()
     assert len(calls.names) < 6, calls.names
     there = packed()._flat.tensors
@@ -85,7 +85,7 @@ def test_what_was_found_out_is_found_out_again_when_tensors_names_or_engines_are
     tensors = dict(served_weights.StableAdapter(adapted()).tensors())
 
     def pack(named: dict[str, Tensor]) -> Any:
-        return packing.parcel(Weights(1, "adapter", lambda: iter(named.items())), Phases())
+        return packing.pack(Weights(1, "adapter", lambda: iter(named.items())), Phases())
 
     first = pack(tensors)
     assert (pack(tensors).places is first.places, len(looked)) == (True, 1)

@@ -27,6 +27,7 @@ from tandem.spec.sync import (
     InprocSync,
     RestartSync,
     SharedSync,
+    SyncSpec,
 )
 from tandem.types import Proof
 
@@ -119,13 +120,13 @@ def _server(
             environment=_environment(engine, number, model.device.type),
             start_deadline_s=engine.start_deadline_s,
             max_restarts=engine.max_restarts,
-            ahead=isinstance(spec.sync, RestartSync),
+            ahead=spec.sync.traits.restarts_engine,
         )
     return ServerEngine(
         place,
         receivers=getattr(engine, "tensor_parallel", 1),
         deadline_s=spec.sync.deadline_s,
-        shares_memory=isinstance(spec.sync, SharedSync),
+        shares_memory=spec.sync.traits.shares_memory,
         shares_device=sleeps(spec, model.device.type),
         make_room=torch.cuda.empty_cache,  # does nothing where there is no GPU
     )
@@ -137,7 +138,7 @@ def sleeps(spec: RlSpec, device: str) -> bool:
     if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
         return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
     on_one_gpu = device == "cuda" and not engine.url and (not engine.gpus or 0 in engine.gpus)
-    return on_one_gpu and not isinstance(spec.sync, SharedSync) and spec.train.max_lag == 0
+    return on_one_gpu and not spec.sync.traits.shares_memory and spec.train.max_lag == 0
 
 
 def _command_of(
@@ -199,6 +200,16 @@ def _readable(spec: RlSpec, home: Path) -> list[Path]:
         return adapter_places(spec.sync)
     if isinstance(spec.sync, DiskSync | RestartSync):
         return [_versions(spec.sync, home.parent)]
+    return []
+
+
+def version_places(sync: SyncSpec, default: Path) -> list[Path]:
+    """Return the directories that an engine reads versions from; none if they do not come as files. `default`: for
+    whole checkpoints, where the spec names no directory."""
+    if isinstance(sync, AdapterSync):
+        return adapter_places(sync)
+    if isinstance(sync, DiskSync | RestartSync):
+        return [Path(sync.directory or default).absolute()]
     return []
 
 
@@ -314,7 +325,7 @@ def publisher(
     deadline_s: float,
     call: Call,
     on_proof: Callable[[Proof], None] = lambda proof: None,
-    on_meeting: Callable[[Mapping[str, Any]], None] = lambda meeting: None,
+    on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
 ) -> Publisher:
     return Publisher(
         joined.bridge,
@@ -324,7 +335,7 @@ def publisher(
         canary=canary(model, bare=joined.bare),
         call=call,
         on_proof=on_proof,
-        on_meeting=on_meeting,
+        on_attached=on_attached,
     )
 
 

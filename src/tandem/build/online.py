@@ -111,7 +111,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
             deadline_s=spec.publish_deadline_s,
             retries=1,
             canary=joined_engines.canary(model),
-            on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
+            on_attached=(lambda attachment: base.met(attachment["engines"])) if base else (lambda attachment: None),
         ),
         lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),
         trained,

@@ -34,7 +34,6 @@ from tandem.spec.model import PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision
 from tandem.spec.rollouts import AtroposRollouts, ServiceRollouts
 from tandem.spec.run import RlSpec, RunSpec
-from tandem.spec.sync import AdapterSync, DiskSync
 
 _READY_S, _LOOK_S = 120.0, 0.1
 _SERVICES = ("engine", "gateway", "rollouts")
@@ -135,12 +134,8 @@ def _engine_command(plan: ProcessPlan) -> list[str]:
     if isinstance(engine, VllmEngineSpec):
         engine = engine.model_copy(
             update={"sleep": "keep"}
-        )  # an engine that frees its memory must be started by the trainer
-    readable: list[Path] = []
-    if isinstance(spec.sync, DiskSync):
-        readable = [Path(spec.sync.directory or plan.run_dir / "engines" / "versions").absolute()]
-    if isinstance(spec.sync, AdapterSync):
-        readable = joined_engines.adapter_places(spec.sync)
+        )  # an engine that lends its memory must be the trainer's own
+    readable = joined_engines.version_places(spec.sync, plan.run_dir / "engines" / "versions")
     return [
         *joined_engines.engine_command(
             engine,

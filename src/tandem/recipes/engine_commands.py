@@ -18,12 +18,13 @@ from tandem.build import joined_engines, standalone_engines, training
 from tandem.errors import TandemError
 from tandem.protocols import Engine, Trainer
 from tandem.recipes import sync_bench
+from tandem.spec.bridges import BRIDGES
 from tandem.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
-_BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # that one is for the embedded engine
+_BRIDGES = tuple(name for name, traits in BRIDGES.items() if "vllm" in traits.engines)
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
@@ -136,7 +137,7 @@ class _Asked:
 
 def _request_checks(python: str, device: str) -> list[Check]:
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
-        spec = sync_bench.bench_spec("disk", "tiny", device, "vllm", Path(home), {"python": python})
+        spec = sync_bench.bench_spec(sync_bench.ON_ANY_DEVICE, "tiny", device, "vllm", Path(home), {"python": python})
         model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
         try:
             return asyncio.run(_served_and_asked(spec, model, Path(home)))

@@ -20,7 +20,7 @@ from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.rollouts import LocalRollouts, RolloutsSpec
-from tandem.spec.sync import InprocSync, SyncSpec
+from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
@@ -75,7 +75,7 @@ class RlSpec(_RunSpecBase):
     """How rewards become a gradient."""
     engine: EngineSpec = HfEngineSpec()
     """Who samples."""
-    sync: SyncSpec = InprocSync()
+    sync: SyncSpec = DEFAULT_SYNC
     """How a version reaches the engine."""
     rollouts: RolloutsSpec = LocalRollouts()
     """Who plays."""
@@ -93,7 +93,7 @@ class RlSpec(_RunSpecBase):
         if not isinstance(raw, dict):
             return raw
         tables = cast("dict[str, Any]", raw)
-        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", "inproc")):
+        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
             if isinstance(tables.get(table), dict):
                 tables = {**tables, table: {key: kind, **tables[table]}}
         return tables

@@ -1,7 +1,7 @@
 """The trainer's tensors in the form that engines serve: all checked before anything moves, then packed.
 
 A refusal therefore costs the receivers nothing. A model goes tensor by tensor through two buckets: one is packed while
-the other one travels, because there is no room for a second copy. An adapter is small and has hundreds of tensors: it
+the other one travels, because there is no memory for a second copy. An adapter is small and has hundreds of tensors: it
 is packed into one buffer, and what was found out about its tensors is kept until they change.
 """
 
@@ -38,8 +38,8 @@ class Form(NamedTuple):
 
 
 def forms(weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Form]:
-    """What will be served, by name: of a model the engines have said it; of an adapter the trainer says it, and the
-    engines, if they can, which layers there are and in which type adapters are kept: `adapter_dtype`."""
+    """Return what will be served, by name. For a model the engines have reported it. For an adapter the trainer decides
+    it; engines may report which layers there are and the type in which they keep adapters, `adapter_dtype`."""
     layout = _agreed(replies, mode)
     if weights.kind != "adapter":
         return layout
@@ -54,7 +54,7 @@ def forms(weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str) -> 
 
 
 def outgoing(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor once. The names are complete, and all values numbers, when it ends well; not before."""
+    """Yield each tensor once. Only when this ends without an error are all names there and all values finite."""
     finite = Finite()
     for name, tensor in shaped(weights, into, mode):
         finite.add(name, tensor)
@@ -66,13 +66,12 @@ def check_numbers(odd: Sequence[str], weights: Weights, into: Mapping[str, Form 
     if odd:
         kind = dtype_named(into[odd[0]].dtype)
         raise SyncError(
-            f"{mode}: version {weights.version}: '{odd[0]}' holds a value that is no number, or none that {kind} can "
-            "hold"
+            f"{mode}: version {weights.version}: '{odd[0]}' holds a value that is not finite, or does not fit {kind}"
         )
 
 
 def shaped(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[tuple[str, Tensor]]:
-    """As `outgoing`, with values that nobody has looked at."""
+    """Yield the same tensors as `outgoing`, without a check of their values."""
     what = f"{mode}: version {weights.version}"
     missing, unknown = set(into), list[str]()
     with torch.no_grad():
@@ -87,14 +86,14 @@ def shaped(weights: Weights, into: Mapping[str, Form], mode: str) -> Iterator[tu
     if missing or unknown:
         raise SyncError(
             f"{what}: of {len(into)} tensors that the engine serves the trainer does not send {len(missing)} "
-            f"({listed(sorted(missing))}), and it sends {len(unknown)} others ({listed(sorted(unknown))}); all are "
-            "mapped, or none is sent: trainer and engine must load one model"
+            f"({listed(sorted(missing))}), and it sends {len(unknown)} others ({listed(sorted(unknown))}); all must "
+            "match, or none is sent: trainer and engine must load one model"
         )
 
 
 def _agreed(replies: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Form]:
     if not replies:
-        raise SyncError(f"{mode}: no engine is attached: nobody has said what it serves")
+        raise SyncError(f"{mode}: no engine is attached, so it is unknown what is served")
     layouts = [
         {name: Form(dtype, tuple(shape)) for name, (dtype, shape) in reply["layout"].items()} for reply in replies
     ]
@@ -127,14 +126,16 @@ def _layer_of(name: str) -> str:
 
 
 class Flat:
+    """A version in one buffer that stays. Where each tensor is, and how it is digested, is computed once: to go through
+    hundreds of small tensors takes several times as long as their bytes take to travel."""
+
     def __init__(self, places: Places, size_bytes: int, device: torch.device, *, alone: bool = False) -> None:
-        """`size_bytes`: what is there in all, as whoever sends it has announced it. `alone`: as ops/cuda_graph.py has
-        it;
-        an engine samples while a version arrives."""
+        """`size_bytes`: of the whole buffer, as the sender announced it. `alone`: as in ops/cuda_graph.py, if an
+        engine samples while a version arrives."""
         self.places = places
         self.raw = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self.tensors = {name: entry.view(self.raw) for name, entry in places.tensors.items()}
-        self._standing = digest.RepeatedDigest(
+        self._digests = digest.RepeatedDigest(
             ((name, tensor, 0, 0) for name, tensor in self.tensors.items()), checked=True, alone=alone
         )
 
@@ -142,16 +143,16 @@ class Flat:
         return iter(self.tensors.items())
 
     def filling(self, tensors: Iterable[tuple[str, Tensor]]) -> Copying:
-        """Out of these. Cast on the way."""
+        """Return the copy of these tensors into the buffer; it casts them."""
         return Copying((self.tensors[name], tensor) for name, tensor in tensors)
 
     def fingerprints(self) -> Fingerprints:
-        """Of what is there now."""
-        return self._named(self._standing.take())
+        """Return the digests of the present content."""
+        return self._named(self._digests.take())
 
-    def looked_at(self) -> tuple[Fingerprints, list[str]]:
-        """And the names of those that hold what is no number."""
-        numbers, odd = self._standing.look()
+    def checked_fingerprints(self) -> tuple[Fingerprints, list[str]]:
+        """Return the digests, and the names of tensors with values that are not finite."""
+        numbers, odd = self._digests.look()
         return self._named(numbers), odd
 
     def _named(self, numbers: list[int]) -> Fingerprints:
@@ -159,6 +160,9 @@ class Flat:
 
 
 class PackedAdapter:
+    """An adapter in one buffer. A trainer has the same tensors for each version, so the copies and their targets are
+    kept."""
+
     def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, head: bytes) -> None:
         self._named, self._replies = named, list(replies)
         device = named[0][1].device if named else torch.device("cpu")
@@ -168,42 +172,42 @@ class PackedAdapter:
         self.filling = self.flat.filling(named)
 
     def is_of(self, named: Named, replies: Sequence[Mapping[str, Any]]) -> bool:
-        """The very same tensors, for engines that said the same of themselves."""
+        """Return whether these are the same tensors, for engines with the same replies."""
         ours, theirs = ([tensor for _, tensor in each] for each in (self._named, named))
         names = [name for name, _ in self._named] == [name for name, _ in named]
         return names and same(ours, theirs) and same(self._replies, replies)
 
 
-class Laying:
-    """One version after the other, in the same place while they are of one form."""
+class AdapterPacker:
+    """Packs one adapter version after the other, into the same buffer while their form stays."""
 
-    def __init__(self, mode: str, laid_out: Callable[[Mapping[str, Form]], tuple[Places, bytes]]) -> None:
-        """`laid_out`: where tensors of these forms go, and what lies before the first of them."""
-        self._mode, self._laid_out = mode, laid_out
+    def __init__(self, mode: str, layout: Callable[[Mapping[str, Form]], tuple[Places, bytes]]) -> None:
+        """`layout`: returns where tensors of these forms go, and the bytes before the first of them."""
+        self._mode, self._layout = mode, layout
         self._packed: PackedAdapter | None = None
 
-    def lay(self, weights: Weights, replies: Sequence[Mapping[str, Any]], phases: Phases) -> tuple[Flat, Fingerprints]:
-        """SyncError if it cannot be served, or holds what is no number."""
+    def pack(self, weights: Weights, replies: Sequence[Mapping[str, Any]], phases: Phases) -> tuple[Flat, Fingerprints]:
+        """Pack a version. SyncError if it cannot be served, or has values that are not finite."""
         named = list(weights.tensors())
         packed = self._packed
         if packed is None or not packed.is_of(named, replies):
             into = _forms_of(weights, named, replies, self._mode)
-            self._packed = packed = PackedAdapter(named, replies, *self._laid_out(into))
+            self._packed = packed = PackedAdapter(named, replies, *self._layout(into))
         packed.filling.run()
         phases.end("gather")
-        fingerprints, odd = packed.flat.looked_at()
+        fingerprints, odd = packed.flat.checked_fingerprints()
         phases.end("hash")
         check_numbers(odd, weights, packed.flat.places.tensors, self._mode)
         return packed.flat, fingerprints
 
 
 def _forms_of(weights: Weights, named: Named, replies: Sequence[Mapping[str, Any]], mode: str) -> dict[str, Form]:
-    """SyncError unless each can be served in the form that is asked for. `named`: what `weights` yielded; tensors may
-    be made anew each time that they are gone through."""
+    """Return the form of each tensor. SyncError unless each can be served in it. `named`: what `weights` yielded; a
+    second pass over `weights` may make new tensors."""
     again = replace(weights, tensors=lambda: iter(named))
     into = forms(again, replies, mode)
     for _ in shaped(again, into, mode):
-        """Looks at each."""
+        """Check each tensor."""
     return into
 
 
@@ -213,7 +217,7 @@ def _forms_of(weights: Weights, named: Named, replies: Sequence[Mapping[str, Any
 class Carrier(Protocol):
     """What moves buckets: a process group, or memory that both ends map."""
 
-    def aside(self) -> AbstractContextManager[None]: ...  # its kernels on a stream of their own
+    def aside(self) -> AbstractContextManager[None]: ...
     def buffers(self, count: int, size: int) -> list[Tensor]: ...
     def within(self, raw: Tensor) -> Tensor: ...
     def broadcast(self, buffer: Tensor, deadline: Deadline, /) -> Any: ...
@@ -221,7 +225,7 @@ class Carrier(Protocol):
     def finish(self, what_failed: str, deadline: Deadline) -> None: ...
 
 
-class Parcel(Protocol):
+class PackedVersion(Protocol):
     @property
     def places(self) -> wire.Places: ...
     @property
@@ -230,30 +234,32 @@ class Parcel(Protocol):
 
 
 class Packing:
-    """Of one meeting."""
+    """Packs the versions of one connection."""
 
     def __init__(self, mode: str, replies: Sequence[Mapping[str, Any]]) -> None:
-        """`replies`: what engines said of themselves; more may come."""
+        """`replies`: of engines when they were attached; more may come."""
         self._mode, self._replies = mode, replies
-        self._told: tuple[list[tuple[str, Form]], wire.Places] | None = None
-        self._laying = Laying(mode, lambda into: (self._places(list(into.items())), b""))
+        self._known: tuple[list[tuple[str, Form]], wire.Places] | None = None
+        self._adapter_packer = AdapterPacker(mode, lambda into: (self._placement(list(into.items())), b""))
 
-    def parcel(self, weights: Weights, phases: Phases) -> Parcel:
+    def pack(self, weights: Weights, phases: Phases) -> PackedVersion:
         if weights.kind == "adapter":
             return self._adapter(weights, phases)
         into = forms(weights, self._replies, self._mode)
         fingerprints, odd = digest.all_at_once(shaped(weights, into, self._mode), phases)
         check_numbers(odd, weights, into, self._mode)
-        return _ModelTensors(weights, into, self._places([(name, into[name]) for name in fingerprints]), fingerprints)
+        return _ModelTensors(
+            weights, into, self._placement([(name, into[name]) for name in fingerprints]), fingerprints
+        )
 
-    def _adapter(self, weights: Weights, phases: Phases) -> Parcel:
-        return _AdapterTensors(*self._laying.lay(weights, self._replies, phases))
+    def _adapter(self, weights: Weights, phases: Phases) -> PackedVersion:
+        return _AdapterTensors(*self._adapter_packer.pack(weights, self._replies, phases))
 
-    def _places(self, told: list[tuple[str, Form]]) -> wire.Places:
-        """In the order in which tensors come."""
-        if self._told is None or self._told[0] != told:
-            self._told = told, wire.Places.of(dict(told))
-        return self._told[1]
+    def _placement(self, forms: list[tuple[str, Form]]) -> wire.Places:
+        """Return the placement of tensors in the order in which they travel."""
+        if self._known is None or self._known[0] != forms:
+            self._known = forms, wire.Places.of(dict(forms))
+        return self._known[1]
 
 
 class _AdapterTensors:
@@ -281,23 +287,23 @@ class _ModelTensors:
         packer.finish()
 
 
-def rooms_of(manifest: wire.Manifest) -> int:
-    """One is written while the other one travels."""
+def num_buffers(manifest: wire.Manifest) -> int:
+    """Return how many buffers a version needs: two, if one can be written while the other one travels."""
     return min(2, -(-manifest.size_bytes // manifest.bucket_bytes))
 
 
 class _Packer:
-    """Tensors, one behind the other, into the bucket whose turn it is."""
+    """Packs tensors one behind the other into buckets, and sends each bucket when it is full."""
 
     def __init__(self, carrier: Carrier, manifest: wire.Manifest, deadline: Deadline) -> None:
         self._carrier: Any = carrier
         self._deadline = deadline
         self._bucket_bytes, self._left = manifest.bucket_bytes, manifest.size_bytes
         self._failed = f"version {manifest.version} was not taken"
-        rooms = rooms_of(manifest)
+        count = num_buffers(manifest)
         size = min(self._bucket_bytes, manifest.size_bytes)
-        self._buffers = carrier.buffers(rooms, size)
-        self._works: list[Any] = [None] * rooms
+        self._buffers = carrier.buffers(count, size)
+        self._works: list[Any] = [None] * count
         self._turn = 0
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -319,11 +325,11 @@ class _Packer:
             self._send()
 
     def _send(self) -> None:
-        room = self._turn % 2
+        turn = self._turn % 2
         full = min(self._bucket_bytes, self._left)
         copy_all(self._pairs)
         self._pairs.clear()
-        self._works[room] = self._carrier.broadcast(self._buffers[room][:full], self._deadline)
+        self._works[turn] = self._carrier.broadcast(self._buffers[turn][:full], self._deadline)
         self._left -= full
         self._turn += 1
         if self._left and (before := self._works[self._turn % 2]) is not None:
@@ -331,7 +337,7 @@ class _Packer:
 
 
 def _wide(into: Tensor, raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The same bytes, eight at a time where both begin and end so."""
+    """Return both as 8-byte integers where alignment allows: the same bytes, copied faster."""
     if (raw.numel() | raw.data_ptr() | into.data_ptr()) % 8:
         return into, raw
     return into.view(torch.int64), raw.view(torch.int64)

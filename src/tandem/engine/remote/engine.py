@@ -27,6 +27,7 @@ from tandem.ops.digest import fingerprints
 from tandem.ops.finite_check import Finite
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Fingerprints, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
@@ -127,7 +128,8 @@ class RemoteEngine:
                     raise  # else a version came, and it is asked again under that one
 
     async def attach(self, source: WeightSource) -> None:
-        if source.carries != "adapter" or source.link.get("mode") != "adapter":
+        traits = traits_of(source.link)
+        if source.carries != "adapter" or traits is None or "remote" not in traits.engines:
             raise SyncError(
                 "a remote server takes weights as LoRA files alone, and this bridge has none; sync.bridge = 'adapter', "
                 "in a directory that both see"

@@ -37,6 +37,7 @@ from tandem.io.process_identity import identity
 from tandem.io.token_file import read_token
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Sampling, Served
 
 _log = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class ServerEngine:
         connection, source = self._attached()
         await self._stop_renewing()
         self._make_room()
-        if source.link["mode"] == "restart":
+        if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
             served = await self._load_by_restart(source, version)
         else:
             body = {**self._caller(), "version": version, "deadline_s": self._deadline_s}

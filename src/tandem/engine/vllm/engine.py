@@ -26,6 +26,7 @@ from tandem.io.engine_messages import decoded
 from tandem.ops.option_report import requested
 from tandem.ops.vllm_token_protocol import MARK, URGENT
 from tandem.protocols import OnToken, WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ class VllmEngine:
     def _why_none_is_held(self, source: WeightSource) -> str:
         if source.carries == "adapter":
             return "requests end under the adapter that they began with"
-        if source.link.get("mode") == "restart":
+        if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
             return "the next version is another process, which is asked again"
         if self._exchange.gives_memory:
             return "it gives its memory away to sleep, and waits for all of them before"
