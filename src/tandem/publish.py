@@ -117,7 +117,7 @@ class Publisher:
             if not self._attached or not self._serving == trainer.version == self._engine.version:
                 await self._publish(trainer)
 
-    async def keep(self, trainer: TrainerView) -> None:
+    async def watch(self, trainer: TrainerView) -> None:
         """Attach the engine again whenever it is lost, with the trainer's present version. Run until an error."""
         while True:
             before = self._num_attached
