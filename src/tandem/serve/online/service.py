@@ -172,7 +172,7 @@ class _SamplesOnly(msgspec.Struct):
     samples: msgspec.Raw
 
 
-class NoBody(Strict):
+class EmptyBody(Strict):
     """An empty body: unknown fields are refused here, too."""
 
 
@@ -243,14 +243,14 @@ class _OnlineApi:
 
         return await self._repeatable(request, take)
 
-    @speaks(NoBody, optional=True, key="required")
+    @speaks(EmptyBody, optional=True, key="required")
     async def open(self, request: Request) -> Response:
         async def open() -> Mapping[str, Any]:
             session = self.sessions.new(group="", group_size=0, task_id="")
             self.sessions.open(session)
             return {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
 
-        await read_if_any(NoBody, request)
+        await read_if_any(EmptyBody, request)
         return await self._repeatable(request, open)
 
     async def status(self) -> Response:
@@ -263,9 +263,9 @@ class _OnlineApi:
     async def job(self, id: str) -> Response:
         return JSONResponse(self.store.job(id).row())
 
-    @speaks(NoBody, optional=True, key="required")
+    @speaks(EmptyBody, optional=True, key="required")
     async def cancel(self, id: str, request: Request) -> Response:
-        await read_if_any(NoBody, request)
+        await read_if_any(EmptyBody, request)
         return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
 
     @speaks(answers=(EVENTS,))
@@ -289,9 +289,9 @@ class _OnlineApi:
 
     # --- versions
 
-    @speaks(NoBody, optional=True, key="required")
+    @speaks(EmptyBody, optional=True, key="required")
     async def checkpoint(self, request: Request) -> Response:
-        await read_if_any(NoBody, request)
+        await read_if_any(EmptyBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
 
     @speaks(query=("most", "before"))
