@@ -84,7 +84,7 @@ def _of_options(kind: TypeAdapter[T], raw: Mapping[str, Any], option: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"][1:]) or "kind"
-        raise SpecError(f"{option} {field} = {_show(first['input'])}: {_plain(first)}") from error
+        raise SpecError(f"{option} {field} = {_show(first['input'])}: {plain_message(first)}") from error
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -126,7 +126,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _explain(item: Any, raw: Mapping[str, Any]) -> str:
-    kind, message = item["type"], _plain(item)
+    kind, message = item["type"], plain_message(item)
     where = _written_path(item["loc"], raw, is_missing=kind == "missing")
     field = ".".join(where) or "spec"
     if kind == "extra_forbidden":
@@ -151,7 +151,7 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
     return f"{field} = {_show(item['input'])}: {message}"
 
 
-def _plain(item: Any) -> str:
+def plain_message(item: Any) -> str:
     """Return pydantic's message as "must be ...", without its "Input should"; our own messages are unchanged."""
     kind, message = item["type"], item["msg"].removeprefix("Value error, ")
     if kind == "value_error":

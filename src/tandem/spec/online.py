@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from tandem.errors import SpecError
 from tandem.spec.base import Spec
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
-from tandem.spec.load import parse_overrides
+from tandem.spec.load import parse_overrides, plain_message
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.online_gates import GateSpec, OrdinarySpec, ReplaySpec, UpdatesSpec, WatchSpec
 from tandem.spec.optim import AdamWSpec, OptimizerSpec
@@ -165,10 +165,10 @@ def parse_online_spec(raw: Mapping[str, Any]) -> OnlineSpec:
     try:
         return OnlineSpec.model_validate(dict(raw))
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(str(part) for part in item['loc']) or 'spec'}: {item['msg'].removeprefix('Value error, ')}"
-            for item in error.errors(include_url=False)
-        ]
+        lines: list[str] = []
+        for item in error.errors(include_url=False):
+            field, message = ".".join(str(part) for part in item["loc"]), plain_message(item)
+            lines.append(f"{field}: {message}" if field else message)
         raise SpecError("\n".join(lines)) from error
 
 
