@@ -176,8 +176,8 @@ BAD = [
     (RL, "deterministic = 'yes'", 'deterministic = "yes"', "must be true or false"),
     (RL, "train.optimizer = {kind = 'adamw', betas = [0.9, 1.0]}", "train.optimizer.betas.1 = 1.0", "less than 1"),
     (RL, "eval.tasks = 1", "eval.tasks = 1", "greater than or equal to 2"),
-    (RL, "train.schedule = {kind = 'linear', warmup_steps = 8}", "train.schedule.warmup_steps = 8", "below train.steps = 8"),
-    (SFT, "train.schedule = {kind = 'linear', warmup_steps = 9}", "train.schedule.warmup_steps = 9", "below train.steps = 8"),
+    (RL, "train.schedule = {kind = 'linear', warmup_steps = 8}", "train.schedule.warmup_steps = 8", "train.steps = 8"),
+    (SFT, "train.schedule = {kind = 'linear', warmup_steps = 9}", "train.schedule.warmup_steps = 9", "train.steps = 8"),
     (
         RL_WITH_WARMUP,
         "warmup.schedule = {kind = 'constant', warmup_steps = 5}",
