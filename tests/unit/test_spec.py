@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tandem.build.joined_engines import _environment
+from tandem.build.run_engines import _environment
 from tandem.errors import SpecError
 from tandem.spec.base import Spec
 from tandem.spec.engine import VllmEngineSpec

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.data.conversation import Conversation
 from tandem.engine.restartable import RevivedEngine, Under
 from tandem.errors import SpecError
@@ -110,7 +110,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
             engine,
             deadline_s=spec.publish_deadline_s,
             retries=1,
-            canary=joined_engines.canary(model),
+            canary=run_engines.canary(model),
             on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
         ),
         lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.build import joined_engines
+from tandem.build import run_engines
 from tandem.errors import ProcessEnded, SpecError
 from tandem.io import atomic_write
 from tandem.io.child_process import Child, Ready
@@ -140,9 +140,9 @@ def _engine_command(plan: _ProcessPlan) -> list[str]:
     if isinstance(spec.sync, DiskSync):
         readable = [Path(spec.sync.directory or plan.run_dir / "engines" / "versions").absolute()]
     if isinstance(spec.sync, AdapterSync):
-        readable = joined_engines.adapter_places(spec.sync)
+        readable = run_engines.adapter_places(spec.sync)
     return [
-        *joined_engines.engine_command(
+        *run_engines.engine_command(
             engine,
             device=spec.device,
             dtype="bfloat16" if isinstance(spec.precision, Bfloat16Precision) else "float32",
@@ -150,7 +150,7 @@ def _engine_command(plan: _ProcessPlan) -> list[str]:
             directory=plan.home / "engine",
             readable=readable,
         )(plan.model, 0, plan.ready_file("engine")),
-        *joined_engines.adapter_options(spec),
+        *run_engines.adapter_options(spec),
         "--port", str(plan.ports["engine"]),
     ]  # fmt: skip
 
