@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tandem.build.run_engines import _environment
+from tandem.build.run_engines import gpu_environment
 from tandem.errors import SpecError
 from tandem.spec.base import Spec
 from tandem.spec.engine import VllmEngineSpec
@@ -443,8 +443,8 @@ def test_each_replica_has_its_gpus() -> None:
 def test_replicas_that_do_not_fit_on_one_gpu_are_refused(gpus: tuple[int, ...]) -> None:
     engine = VllmEngineSpec(gpus=gpus, replicas=2)
     with pytest.raises(SpecError, match=r"engine.replicas = 2: on one GPU each would take memory_share = 0.9"):
-        _environment(engine, 0, "cuda")
-    _environment(engine, 0, "cpu")
+        gpu_environment(engine, 0, "cuda")
+    gpu_environment(engine, 0, "cpu")
     half = engine.model_copy(update={"memory_share": 0.45})
     assert _environment(half, 1, "cuda") == ({"CUDA_VISIBLE_DEVICES": "1"} if gpus else {})
 
@@ -452,7 +452,7 @@ def test_replicas_that_do_not_fit_on_one_gpu_are_refused(gpus: tuple[int, ...]) 
 def test_replicas_are_started_on_gpus_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     engine = VllmEngineSpec(gpus=(1, 2), replicas=2)
-    assert [_environment(engine, number, "cuda") for number in range(2)] == [
+    assert [gpu_environment(engine, number, "cuda") for number in range(2)] == [
         {"CUDA_VISIBLE_DEVICES": "5"},
         {"CUDA_VISIBLE_DEVICES": "7"},
     ]
