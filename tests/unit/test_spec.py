@@ -445,8 +445,8 @@ def test_replicas_that_do_not_fit_on_one_gpu_are_refused(gpus: tuple[int, ...]) 
     with pytest.raises(SpecError, match=r"engine.replicas = 2: on one GPU each would take memory_share = 0.9"):
         gpu_environment(engine, 0, "cuda")
     gpu_environment(engine, 0, "cpu")
-    half = engine.model_copy(update={"memory_share": 0.45})
-    assert _environment(half, 1, "cuda") == ({"CUDA_VISIBLE_DEVICES": "1"} if gpus else {})
+    smaller = engine.model_copy(update={"memory_share": 0.45})
+    assert gpu_environment(smaller, 1, "cuda") == ({"CUDA_VISIBLE_DEVICES": "1"} if gpus else {})
 
 
 def test_replicas_are_started_on_gpus_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

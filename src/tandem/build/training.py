@@ -111,7 +111,6 @@ class BuiltModel:
 
     @property
     def num_ids(self) -> int:
-
         return len(self.renderer.tokenizer)
 
 
@@ -283,14 +282,12 @@ def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
 
 
 def sft_algorithm() -> Algorithm:
-
     from tandem.algo import sft
 
     return sft.make()
 
 
 def preference_algorithm(spec: DpoSpec) -> Algorithm:
-
     from tandem.algo import dpo
 
     return dpo.make(spec)
@@ -518,14 +515,12 @@ FileOrDataset = FileData | DatasetData
 
 
 def rows(spec: FileOrDataset, field: str) -> DataSplit[Conversation]:
-
     from tandem.data.load import load_rows
 
     return load_rows(spec, field)
 
 
 def pairs(spec: FileOrDataset, field: str) -> DataSplit[Pair]:
-
     from tandem.data.preference_pairs import load_pairs
 
     return load_pairs(spec, field)
@@ -572,7 +567,6 @@ def examiner(model: BuiltModel, algorithm: Algorithm, micro_tokens: int) -> Call
 
 
 def export(model: BuiltModel, path: Path) -> None:
-
     from tandem.io import atomic_write
 
     with atomic_write.directory(path) as directory:
