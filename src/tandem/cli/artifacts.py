@@ -1,4 +1,4 @@
-"""`tandem artifacts ...`: store copies of runs elsewhere."""
+"""`tandem artifacts ...`: upload, list and download copies of runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import typer
 
 from tandem.cli.options import AsJson
 
-artifacts_app = typer.Typer(help="Store copies of runs outside their machine.", no_args_is_help=True)
+artifacts_app = typer.Typer(help="Upload, list and download copies of runs.", no_args_is_help=True)
 
 
 @artifacts_app.command("push")
 def artifacts_push(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    url: Annotated[str, typer.Option(help="Target: a directory or s3://bucket/prefix. Default: the spec's.")] = "",
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    url: Annotated[
+        str, typer.Option(help="A directory or s3://bucket/prefix. Default: artifacts.url of the spec.")
+    ] = "",
 ) -> None:
-    """Upload the artifacts that a run's spec names and that are not stored yet. Exit code 1 if one failed."""
+    """Upload a run's artifacts that are not in the store yet. Exit code 1: at least one upload failed."""
     from tandem.runs.uploads import push_artifacts
 
     done = push_artifacts(run_dir, url=url)
@@ -30,11 +32,11 @@ def artifacts_push(
 
 @artifacts_app.command("list")
 def artifacts_list(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Directory or s3://bucket/prefix.")],
-    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server.")] = "",
+    url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server. Default: Amazon's.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List the complete artifacts of a store."""
+    """List the complete artifacts of a store, with their sizes."""
     from dataclasses import asdict
 
     from tandem.runs.artifacts import list_artifacts
@@ -49,12 +51,12 @@ def artifacts_list(
 
 @artifacts_app.command("fetch")
 def artifacts_fetch(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Directory or s3://bucket/prefix.")],
-    name: Annotated[str, typer.Argument(help="Name, as printed by `tandem artifacts list`.")],
-    directory: Annotated[Path, typer.Argument(help="Target directory; must not exist yet.")],
-    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server.")] = "",
+    url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
+    name: Annotated[str, typer.Argument(help="The artifact's name, as `tandem artifacts list` prints it.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server. Default: Amazon's.")] = "",
 ) -> None:
-    """Download an artifact and verify it."""
+    """Download an artifact and verify its digests."""
     from tandem.runs.artifacts import fetch_artifact
 
     typer.echo(fetch_artifact(url, name, directory, endpoint=endpoint))

@@ -1,4 +1,4 @@
-"""`tandem atropos`: train on Atropos environments; one command starts all processes."""
+"""`tandem atropos`: train on Atropos environments; one command starts every process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def atropos(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/atropos.toml.")],
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Run directory. Default: runs/<name>-<time>. Give an existing one to resume it."),
+        typer.Option(help="Run directory; give an earlier one to resume it. Default: runs/<name>-<time>."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train on Atropos environments: start engine, gateway, rollout service, trainer and environments."""
+    """Train on Atropos environments: starts the engine, gateway, rollout service, trainer and environments."""
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())

@@ -1,4 +1,4 @@
-"""The command line: a thin layer over the Python API. Commands import heavy modules inside their functions."""
+"""The `tandem` command: each sub-command calls one function of the Python API. Heavy imports stand inside them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-spec_app = typer.Typer(help="Check specs and print their schema.", no_args_is_help=True)
-env_app = typer.Typer(help="Make, try and serve environments.", no_args_is_help=True)
+spec_app = typer.Typer(help="Check a spec, and list every field that a spec may have.", no_args_is_help=True)
+env_app = typer.Typer(help="Create, try and serve environments: the source of tasks and rewards.", no_args_is_help=True)
 app.add_typer(spec_app, name="spec")
 app.add_typer(env_app, name="env")
 app.add_typer(sync_app, name="sync")
@@ -33,7 +33,7 @@ app.add_typer(online_app, name="online")
 app.add_typer(engine_app, name="engine")
 rollouts_app = typer.Typer(help="Queue groups from many environments for one trainer, over HTTP.", no_args_is_help=True)
 app.add_typer(rollouts_app, name="rollouts")
-gateway_app = typer.Typer(help="Record an agent's conversations token by token.", no_args_is_help=True)
+gateway_app = typer.Typer(help="Record any agent's conversations, token by token, for training.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
 app.add_typer(artifacts_app, name="artifacts")
 app.command()(atropos)
@@ -49,22 +49,21 @@ Source = Annotated[str, typer.Argument(metavar="DIR", help="Run directory, model
 @app.command()
 def train(
     spec: SpecFile,
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory. Default: runs/<name>-<time>.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory to create. Default: runs/<name>-<time>.")] = None,
     supervise: Supervise = False,
     rehearse: Annotated[
-        bool,
-        typer.Option(
-            "--rehearse", help="First run the largest micro-batches and one sync, and compare memory with the plan."
-        ),
+        bool, typer.Option("--rehearse", help="First try the largest micro-batches and a sync; compare with the plan.")
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train a model as SPEC says, with a live view and a verdict at the end."""
+    """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())  # before heavy imports: a wrong spec is refused at once
     if supervise and rehearse:
-        raise typer.BadParameter("--rehearse goes without --supervise: rehearse once, then start the supervised run")
+        raise typer.BadParameter(
+            "--rehearse and --supervise cannot be combined: rehearse first, then start the supervised run"
+        )
     if supervise:
         from tandem.runs.run import Run
         from tandem.runs.supervise import supervise_run
@@ -82,23 +81,29 @@ def train(
 def plan(
     spec: SpecFile,
     gpu: Annotated[
-        str, typer.Option(help="GPU type: h200, h100 or cpu. Default: cpu if the spec's device is cpu, else h200.")
+        str,
+        typer.Option(help="Device to plan for: h200, h100 or cpu. Default: cpu if the spec's device is cpu, or h200."),
     ] = "",
     memory_gib: Annotated[
         float, typer.Option(min=0, help="GPU memory in GiB; 0 uses the default for this GPU type.")
     ] = 0.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens per prompt of the environment; 0 assumes 64.")] = 0,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens per prompt; 0 measures the environment's prompts, or uses 64.")
+    ] = 0,
     row_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens per training example; 0 uses data.max_tokens, or 2,048.")
+        int,
+        typer.Option(min=0, help="Tokens per training example; 0 measures the data, or uses data.max_tokens or 2,048."),
     ] = 0,
     answer_tokens: Annotated[
-        float, typer.Option(min=0, help="Mean tokens per answer; 0 assumes 70 % of train.max_tokens.")
+        float, typer.Option(min=0, help="Mean tokens per answer; 0 uses 70 % of train.max_tokens.")
     ] = 0.0,
-    prices: Annotated[Path | None, typer.Option(help="TOML file with dollars per hour by GPU type: h200 = 3.5")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="TOML file with prices in dollars per GPU hour: h200 = 3.5. Default: no cost.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate memory by phase, time and cost of SPEC, and suggest changes. Exit code 1 if it does not fit."""
+    """Estimate memory by phase, time and cost of SPEC, and suggest changes. Exit code 1: it does not fit."""
     from tandem.recipes.plan_run import plan_run
     from tandem.runs.planner.plan_text import plan_text
     from tandem.spec.load import load_spec
@@ -119,12 +124,10 @@ def plan(
 
 @app.command()
 def doctor(
-    directory: Annotated[
-        Path, typer.Option("--dir", help="Directory that will hold runs; its disk is checked. Default: here.")
-    ] = Path(),
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for runs, to check its disk.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Check what this machine can run, and say how to fix what is missing. Exit code 1 if no run can start."""
+    """Check this machine: what can run, what is missing and how to install it. Exit code 1: nothing can run."""
     from tandem.runs.doctor import diagnose, health_text
 
     health = diagnose(directory)
@@ -139,17 +142,18 @@ def resume(
         Path, typer.Argument(metavar="DIR", help="Directory of a run that was killed, stopped or failed.")
     ],
     take_over: Annotated[
-        bool,
-        typer.Option("--take-over", help="Take the run over from a process that still holds it and cannot be ended."),
+        bool, typer.Option("--take-over", help="Take the run from a process that still holds it and cannot be ended.")
     ] = False,
     supervise: Supervise = False,
 ) -> None:
-    """Resume a run from its last checkpoint. A run that succeeded is left as it is."""
+    """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
     if supervise:
         from tandem.runs.supervise import supervise_run
 
         if take_over:
-            raise typer.BadParameter("--take-over cannot be combined with --supervise: take the run over first")
+            raise typer.BadParameter(
+                "--take-over and --supervise cannot be combined: take the run over first, then supervise it"
+            )
         raise typer.Exit(supervise_run(run_dir))
     from tandem.recipes import resume
     from tandem.runs.failure_diagnosis import exits_by_class
@@ -159,8 +163,8 @@ def resume(
 
 
 @app.command()
-def digest(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run that succeeded.")]) -> None:
-    """Print the hashes of a run's final weights, optimizer and loss log."""
+def digest(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that succeeded.")]) -> None:
+    """Print hashes of a run's final weights, optimizer state and loss log, to compare two runs."""
     from tandem.runs.run_ending import digest_run
 
     for what, found in digest_run(run_dir).items():
@@ -172,11 +176,11 @@ def sweep(
     spec: SpecFile,
     seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds, separated by commas: --seeds 0,1,2")],
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the sweep; give it again to continue after a failure.")
+        Path | None, typer.Option("--dir", help="Directory of the sweep; give it again to resume. Default: a new one.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train SPEC once per seed and summarise all runs."""
+    """Train SPEC once per seed and report the combined result. Exit code 1: a seed failed."""
     from tandem.spec.load import load_spec, parse_seeds
 
     numbers = parse_seeds(seeds)
@@ -193,7 +197,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Directory for the token file. Default: serve/ in a run, else .tandem/serve.")
+        Path | None, typer.Option(help="Directory for the token. Default: serve/ in the run, or .tandem/serve.")
     ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
@@ -211,8 +215,8 @@ def serve(
 def chat(
     source: Source,
     temperature: Annotated[float, typer.Option(min=0, max=10, help="Sampling temperature; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 512,
-    system: Annotated[str, typer.Option(help="System message.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one answer.")] = 512,
+    system: Annotated[str, typer.Option(help="System message. Default: none.")] = "",
     thinking: Thinking = False,
 ) -> None:
     """Chat with a model in the terminal."""
@@ -222,8 +226,8 @@ def chat(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory, finished or not.")]) -> None:
-    """Write report.html and curves.png of a run again."""
+def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")]) -> None:
+    """Rewrite report.html and curves.png of a run."""
     from tandem.obs.report import write_report
 
     typer.echo(write_report(run_dir))
@@ -232,13 +236,13 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Run dire
 @app.command("eval")
 def evaluate(
     source: Source,
-    spec: Annotated[Path | None, typer.Option(help="Spec whose tasks are played. Default: the run's own.")] = None,
-    base: Annotated[str, typer.Option(help="Run, model or hub id to compare with, task by task.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Directory for the result. Default: evals/ of the run.")] = None,
+    spec: Annotated[Path | None, typer.Option(help="TOML spec with the tasks. Default: the run's own spec.")] = None,
+    base: Annotated[str, typer.Option(help="Run, model or hub id to compare with. Default: no comparison.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Directory for the result. Default: evals/ in the run.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model on held-out tasks; with --base, compare it and give a verdict."""
+    """Evaluate a model on held-out tasks. With --base, compare it with another model and print a verdict."""
     from tandem.recipes.evaluation import evaluate_model
     from tandem.spec.load import load_spec
 
@@ -251,23 +255,25 @@ def evaluate(
 def export(
     run_dir: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="Directory of a run that succeeded, or data directory of an online server."),
+        typer.Argument(metavar="RUN", help="A run that succeeded, or an online server's data directory."),
     ],
-    merge: Annotated[bool, typer.Option("--merge", help="Merge trained adapters into the whole model.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="After LoRA training: export the merged model.")] = False,
     step: Annotated[
-        int | None, typer.Option(min=0, help="Export the checkpoint of this step; works for a run in any state.")
+        int | None, typer.Option(min=0, help="Export the checkpoint of this step. Default: the final weights.")
     ] = None,
     version: Annotated[
-        str, typer.Option(help="Version of an online server's model: a number, anchor-N or current. Default: current.")
+        str, typer.Option(help="Online server: version to export, a number, anchor-N or current. Default: current.")
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory for the export. Default: deploy/ in the run, export/ in the data directory."),
+        typer.Option(help="Directory to write. Default: deploy/ in the run, export/ in the data directory."),
     ] = None,
-    push: Annotated[str, typer.Option(metavar="REPO", help="Also upload to the Hugging Face hub, as user/name.")] = "",
-    public: Annotated[bool, typer.Option("--public", help="With --push: create the repository as public.")] = False,
+    push: Annotated[
+        str, typer.Option(metavar="REPO", help="Also upload to this Hugging Face repository, user/name. Default: none.")
+    ] = "",
+    public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
-    """Export the model of a run or of an online server, with a model card."""
+    """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
     copy = export_run(run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public)
@@ -277,10 +283,10 @@ def export(
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Two or more run directories.")],
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence level of the interval.")] = 0.95,
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
     as_json: AsJson = False,
 ) -> None:
-    """Compare runs with the first: specs, paired evaluations, curves, time, memory."""
+    """Compare runs with the first one: specs, paired evaluations, curves, time and memory."""
     from tandem.runs.compare import compare_json, compare_runs, compare_text
 
     found = compare_runs(runs, confidence=confidence)
@@ -289,11 +295,11 @@ def compare(
 
 @app.command()
 def watch(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.")],
-    once: Annotated[bool, typer.Option("--once", help="Print the state once instead of following the run.")] = False,
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a run from another terminal: stage, step, metrics, events, stalls. Exit code 1 if it failed."""
+    """Follow a run from another terminal: stage, step, metrics, events, stalls. Exit code 1: the run failed."""
     from tandem.runs.watch import watch_run
 
     if watch_run(run_dir, once=once, as_json=as_json, tell=typer.echo) == "failed":
@@ -302,7 +308,7 @@ def watch(
 
 @spec_app.command("schema")
 def spec_schema() -> None:
-    """Print the JSON Schema of a spec."""
+    """Print the JSON Schema of a spec, for editors."""
     from tandem.spec.load import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
@@ -310,7 +316,7 @@ def spec_schema() -> None:
 
 @spec_app.command("show")
 def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
-    """Check SPEC and print it with all defaults."""
+    """Check SPEC and print it as TOML with all defaults."""
     from tandem.spec.load import load_spec, to_toml
 
     typer.echo(to_toml(load_spec(spec, overrides or ())), nl=False)
@@ -318,10 +324,10 @@ def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
 
 @env_app.command("new")
 def env_new(
-    name: Annotated[str, typer.Argument(help="A Python name, such as my_env.")],
-    directory: Annotated[Path, typer.Option(help="Where to write NAME.py and NAME.toml.")] = Path("."),
+    name: Annotated[str, typer.Argument(help="Name of the environment: a Python identifier such as my_env.")],
+    directory: Annotated[Path, typer.Option(help="Directory for NAME.py and NAME.toml.")] = Path("."),
 ) -> None:
-    """Write a working environment and the spec that trains on it."""
+    """Create a working environment and a spec that trains on it."""
     from tandem.env.scaffold import new_environment
 
     for path in new_environment(name, directory):
@@ -330,14 +336,15 @@ def env_new(
 
 @env_app.command("try")
 def env_try(
-    name: Annotated[str, typer.Argument(help="Environment: arithmetic, sort, guess, package.module:Class, or a file.")],
+    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file path.")],
     params: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the environment.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
     ] = None,
-    split: Annotated[Literal["train", "eval"], typer.Option(help="Which tasks to draw from.")] = "eval",
-    index: Annotated[int, typer.Option(min=0, help="Number of the task.")] = 0,
+    split: Annotated[Literal["train", "eval"], typer.Option(help="Which tasks to take.")] = "eval",
+    index: Annotated[int, typer.Option(min=0, help="Number of the task within the split.")] = 0,
 ) -> None:
-    """Play one episode in the terminal; you type the model's replies."""
+    """Play one episode in the terminal: you write the model's answers."""
     from tandem.env.human_player import try_environment
     from tandem.spec.load import parse_overrides
 
@@ -346,41 +353,40 @@ def env_try(
 
 @env_app.command("serve")
 def env_serve(
-    name: Annotated[str, typer.Argument(help="Environment: arithmetic, sort, guess, package.module:Class, or a file.")],
+    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file path.")],
     rollouts: Annotated[str, typer.Option(help="URL of the rollout service.")],
-    token_file: Annotated[Path, typer.Option(help="File with the service's token.")],
-    engine: Annotated[str, typer.Option(help="URL of an engine, as printed by `tandem engine serve`.")],
+    token_file: Annotated[Path, typer.Option(help="File with the rollout service's token.")],
+    engine: Annotated[str, typer.Option(help="URL of an engine, as `tandem engine serve` prints it.")],
     engine_token_file: Annotated[Path, typer.Option(help="File with the engine's token.")],
-    model: Annotated[
-        str, typer.Option(help="Directory or hub id of the engine's model, for its tokenizer and chat template.")
-    ],
+    model: Annotated[str, typer.Option(help="Directory or hub id of the engine's model, for its tokenizer.")],
     params: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the environment.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
     ] = None,
     judge: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Judge model: kind=engine, or kind=http with url, model, key_env."),
+        typer.Option(
+            metavar="KEY=VALUE", help="Judge: kind=engine, or kind=http with url, model, key_env. Default: none."
+        ),
     ] = None,
     workers: Annotated[
-        int, typer.Option(min=0, help="Worker processes, one episode each; 0 plays in this process.")
+        int, typer.Option(min=0, help="Worker processes, one episode each; 0 plays all episodes in this process.")
     ] = 0,
-    groups: Annotated[int, typer.Option(min=1, help="Maximum groups in flight.")] = 16,
+    groups: Annotated[int, typer.Option(min=1, help="Most groups in flight.")] = 16,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per group.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per turn.")] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0, max=10, help="Sampling temperature; the trainer must use the same.")
-    ] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one turn.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="Same as the trainer's.")] = 1.0,
     episode_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Maximum seconds per episode, without waits for the engine.")
+        float, typer.Option(min=0.1, help="Longest episode in seconds, without its waits for the engine.")
     ] = 60.0,
-    weight: Annotated[
-        float, typer.Option(min=0, help="Relative share of the training batch among environments.")
-    ] = 1.0,
-    min_share: Annotated[float, typer.Option(min=0, max=1, help="Minimum share of the batch, from 0 to 1.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of tasks and tokens; use another one for every copy.")] = 0,
+    weight: Annotated[float, typer.Option(min=0, help="Weight of this environment among all others.")] = 1.0,
+    min_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Smallest share of the training groups, whatever the weights.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of tasks and sampling; give each copy its own.")] = 0,
     thinking: Thinking = False,
 ) -> None:
-    """Play an environment for a rollout service, sampling from an engine that a trainer updates."""
+    """Play an environment for a rollout service, on an engine whose weights the trainer updates."""
     from tandem.recipes.environment_client import serve_environment
     from tandem.spec.load import parse_judge, parse_overrides
     from tandem.types import Sampling
@@ -410,10 +416,10 @@ def env_serve(
 def gateway_serve(
     model: Annotated[
         str,
-        typer.Option(help="Model directory, run directory or hub id; with --engine-url only its tokenizer is used."),
+        typer.Option(help="A model directory, run directory or hub id. With --engine-url: for its tokenizer only."),
     ],
-    engine_url: Annotated[str, typer.Option(help="URL of a running engine. Default: start one in this process.")] = "",
-    engine_token_file: Annotated[Path | None, typer.Option(help="File with that engine's token.")] = None,
+    engine_url: Annotated[str, typer.Option(help="URL of a running engine. Default: run one in this process.")] = "",
+    engine_token_file: Annotated[Path | None, typer.Option(help="With --engine-url: file with its token.")] = None,
     host: Host = "127.0.0.1",
     port: Port = 8100,
     data_dir: Annotated[
@@ -423,16 +429,17 @@ def gateway_serve(
     insecure: Insecure = False,
     thinking: Thinking = False,
     trajectories: Annotated[
-        Path | None,
-        typer.Option(help="Directory for rewarded groups, as JSON Lines. Default: trajectories/ in --data-dir."),
+        Path | None, typer.Option(help="Directory for rewarded groups, as JSONL. Default: trajectories/ in --data-dir.")
     ] = None,
-    idle_s: Annotated[float, typer.Option(min=1, help="Forget a session after this many idle seconds.")] = 3600,
+    idle_s: Annotated[
+        float, typer.Option(min=1, help="Seconds without a request after which a session is deleted.")
+    ] = 3600,
     rollouts: Annotated[
-        str, typer.Option(help="URL of a rollout service to send rewarded groups to, instead of files.")
+        str, typer.Option(help="URL of a rollout service to send rewarded groups to. Default: write files.")
     ] = "",
-    rollouts_token_file: Annotated[Path | None, typer.Option(help="File with its token.")] = None,
+    rollouts_token_file: Annotated[Path | None, typer.Option(help="With --rollouts: file with its token.")] = None,
 ) -> None:
-    """Serve an OpenAI endpoint that records an agent's conversations as trajectories and takes rewards."""
+    """Serve an OpenAI endpoint that records an agent's requests as trajectories and accepts rewards for them."""
     from tandem.recipes.gateway import serve_gateway
     from tandem.serve.http.run import Listen
 
@@ -453,23 +460,22 @@ def gateway_serve(
 @rollouts_app.command("serve")
 def rollouts_serve(
     data_dir: Annotated[
-        Path, typer.Option(help="Directory for the queue and the token; one server at a time may use it.")
+        Path, typer.Option(help="Directory for the queue, its leases and the token; one server at a time.")
     ] = Path(".tandem") / "rollouts",
     host: Host = "127.0.0.1",
     port: Port = 8200,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
-    atropos: Annotated[bool, typer.Option("--atropos", help="Also serve Atropos's endpoints.")] = False,
+    atropos: Annotated[bool, typer.Option("--atropos", help="Also serve Atropos' endpoints for its clients.")] = False,
     insecure_no_auth: Annotated[
-        bool, typer.Option("--insecure-no-auth", help="Serve Atropos's endpoints without a token; on loopback only.")
+        bool, typer.Option("--insecure-no-auth", help="With --atropos on loopback: its endpoints need no token.")
     ] = False,
     gateway: Annotated[
-        str,
-        typer.Option(help="URL of the gateway that Atropos's environments sample from; it knows each token's version."),
+        str, typer.Option(help="URL of the gateway that Atropos environments sample from. Default: none.")
     ] = "",
-    gateway_token_file: Annotated[Path | None, typer.Option(help="File with its token.")] = None,
+    gateway_token_file: Annotated[Path | None, typer.Option(help="With --gateway: file with its token.")] = None,
 ) -> None:
-    """Queue scored groups from environments and hand them to a trainer: durable, each trained on once."""
+    """Queue scored groups from environments, durably, and hand each to the trainer once."""
     from tandem.recipes.rollout_service import serve_rollouts
     from tandem.serve.http.run import Listen
 
@@ -491,27 +497,28 @@ def rollouts_top(
     ],
     token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between updates.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two frames.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show a rollout service live: queue, staleness, rates, environments, dropped and refused groups."""
+    """Watch a rollout service: queue, age of groups, rates, environments, dropped and refused groups."""
     from tandem.obs.rollouts_status import rollouts_status
 
     if not (once or as_json):
         from tandem.obs.rollouts_top import watch_rollouts
 
         return watch_rollouts(source, token_file=token_file, every_s=every)
-    told = rollouts_status(source, token_file=token_file)
+    status = rollouts_status(source, token_file=token_file)
     if as_json:
-        return typer.echo(json.dumps(told, indent=2))
+        return typer.echo(json.dumps(status, indent=2))
     from tandem.obs.rollouts_top import print_frame
 
-    print_frame(told)
+    print_frame(status)
 
 
 def main() -> None:
+    """Run the command line; print Tandem's own errors without a traceback and exit with their code."""
     for stream in (sys.stdout, sys.stderr):
-        _never_fail_on_a_character(stream)
+        _replace_unknown_characters(stream)
     try:
         app()
     except TandemError as error:
@@ -523,13 +530,13 @@ def main() -> None:
 
         if interrupted(error):
             sys.exit(130)
-        if not (said := told_by_the_system(error) or explain_missing(error)):
+        if not (reason := told_by_the_system(error) or explain_missing(error)):
             raise
-        print(f"tandem: {said}", file=sys.stderr)
+        print(f"tandem: {reason}", file=sys.stderr)
         sys.exit(2)
 
 
-def _never_fail_on_a_character(stream: Any) -> None:
-    """Print `?` for characters that the terminal's encoding lacks, instead of failing."""
+def _replace_unknown_characters(stream: Any) -> None:
+    """Print `?` for characters that the terminal's encoding lacks; otherwise a curve's blocks would end the run."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

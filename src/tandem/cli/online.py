@@ -1,4 +1,4 @@
-"""`tandem online ...`: a server that learns while it answers."""
+"""`tandem online ...`: serve a model that learns while it answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ def online_serve(
     port: Port = 8300,
     data_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory for versions, jobs and tokens; give it again to continue. Default: .tandem/online."
-        ),
+        typer.Option(help="Directory for versions, jobs and tokens; give it again to resume. Default: .tandem/online."),
     ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
 ) -> None:
-    """Serve a model over OpenAI's API and train it on samples from POST /train, without a restart."""
+    """Answer OpenAI requests with a model that trains on the samples sent to POST /train."""
     from tandem.spec.online import load_online_spec
 
     checked = load_online_spec(spec, overrides or ())  # before heavy imports: a wrong spec is refused at once

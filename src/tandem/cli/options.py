@@ -1,4 +1,4 @@
-"""Options that several commands share, each defined once."""
+"""Command-line options that several commands share, with the same help text in each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import typer
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the spec: --set train.lr=1e-4"),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one value of the spec, as in --set train.lr=1e-4. Repeatable."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
-Host = Annotated[str, typer.Option(help="Address to listen on. Default: 127.0.0.1.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one, which the ready file names.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Host = Annotated[str, typer.Option(help="Address to listen on. The default answers this machine only.")]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free port, which the ready file names.")
+]
 ReadyFile = Annotated[
-    Path | None, typer.Option(help="JSON file written when the server listens: url, pid, token_file.")
+    Path | None, typer.Option(help="JSON file to write once the server listens: url, pid, token_file. Default: none.")
 ]
-Insecure = Annotated[bool, typer.Option(help="Allow a public address without TLS.")]
-Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on.")]
+Insecure = Annotated[bool, typer.Option(help="Allow a --host that other machines reach, without TLS.")]
+Thinking = Annotated[
+    bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on or off.")
+]

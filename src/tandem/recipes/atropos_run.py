@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.build import joined_engines
+from tandem.build import run_engines
 from tandem.errors import ProcessEnded, SpecError
 from tandem.io import atomic_write
 from tandem.io.child_process import Child, Ready
@@ -135,9 +135,13 @@ def _engine_command(plan: ProcessPlan) -> list[str]:
         engine = engine.model_copy(
             update={"sleep": "keep"}
         )  # an engine that lends its memory must be the trainer's own
-    readable = joined_engines.version_places(spec.sync, plan.run_dir / "engines" / "versions")
+    readable: list[Path] = []
+    if isinstance(spec.sync, DiskSync):
+        readable = [Path(spec.sync.directory or plan.run_dir / "engines" / "versions").absolute()]
+    if isinstance(spec.sync, AdapterSync):
+        readable = run_engines.adapter_places(spec.sync)
     return [
-        *joined_engines.engine_command(
+        *run_engines.engine_command(
             engine,
             device=spec.device,
             dtype="bfloat16" if isinstance(spec.precision, Bfloat16Precision) else "float32",
@@ -145,7 +149,7 @@ def _engine_command(plan: ProcessPlan) -> list[str]:
             directory=plan.home / "engine",
             readable=readable,
         )(plan.model, 0, plan.ready_file("engine")),
-        *joined_engines.adapter_options(spec),
+        *run_engines.adapter_options(spec),
         "--port", str(plan.ports["engine"]),
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.build import joined_engines, training
+from tandem.build import run_engines, training
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
@@ -54,9 +54,9 @@ class RlRun:
         self.model = training.model(
             spec.model, spec.precision, spec.seed, training.settle_torch(spec), getattr(spec.engine, "max_context", 0)
         )
-        self.joined = joined_engines.join(spec, self.model, run.directory / "engines")
+        self.joined = run_engines.join(spec, self.model, run.directory / "engines")
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-        self.publisher = joined_engines.publisher(
+        self.publisher = run_engines.publisher(
             self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
         )
         self._noted = set[str]()

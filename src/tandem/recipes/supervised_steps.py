@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
-from tandem.build import joined_engines, training
+from tandem.build import run_engines, training
 from tandem.data.conversation import Conversation
 from tandem.data.load import DataRow, DataSplit
 from tandem.errors import DataError, TemplateError
@@ -82,7 +82,7 @@ async def recorded_stage(
 
     await run_loop(
         trainer=trainer,
-        publisher=joined_engines.no_publisher(call),
+        publisher=run_engines.no_publisher(call),
         store=store,
         producers=[training.recordings(groups, store, seed)],
         make_batch=training.batches(stage, model, algorithm),

@@ -188,13 +188,13 @@ async def _publish(
     spec: RlSpec, model: BuiltModel, rounds: int, home: Path, unchecked: bool
 ) -> tuple[list[Proof], float | None]:
     """The proofs, and the extra memory in bytes."""
-    from tandem.build import joined_engines, training
+    from tandem.build import run_engines, training
     from tandem.ops.memory_meter import DeviceMemory, ProcessMemory
 
     proofs: list[Proof] = []
-    joined = joined_engines.join(spec, model, home, unchecked=unchecked)
+    joined = run_engines.join(spec, model, home, unchecked=unchecked)
     call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
+    publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     on_gpu = model.device.type == "cuda"
     extra: list[int | None] = []

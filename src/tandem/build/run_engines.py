@@ -1,5 +1,7 @@
-"""The composition root of what a trainer keeps in step: the engines of a run, the bridges to them, and what publishes
-versions. Engines by themselves are build_alone.py's."""
+"""Build the engines of a training run, the weight bridge to them, and the publisher of versions.
+
+Engines without a trainer are built in standalone_engines.py.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +37,27 @@ if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
 
-# What a spec's [engine] says to the run that owns the engine, and not to the engine.
-_OF_THE_OWNER = ("url", "token_file", "max_restarts", "replicas", "gpus", "deadline_s")
+# Fields of [engine] that are for the run, which owns the engine process, and not for the process itself.
+_OWNER_FIELDS = ("url", "token_file", "max_restarts", "replicas", "gpus", "deadline_s")
 
 
 @dataclass(frozen=True)
 class Joined:
-    """An engine, a bridge to it, and whether they are to be taken back when one is lost."""
+    """An engine and the bridge to it. `retries`: how often a sync is retried after one of its ends was lost."""
 
     engine: Engine
     bridge: WeightBridge
     retries: int
     bare: bool = False
-    """The engine has no prefix cache and no captured graphs that could hold on to older weights."""
+    """The engine has no prefix cache and no CUDA graphs that could still hold older weights."""
 
 
 def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False) -> Joined:
-    """`home`: where engines' logs and files lie, and versions that travel by file. `unchecked`: also with a vLLM that
-    has not passed the conformance suite."""
+    """Build the engine and the bridge of a run. `home`: directory for engine logs and files, and for versions that are
+    sent as files. `unchecked`: accept a vLLM version that has not passed the conformance suite."""
     if isinstance(spec.engine, HfEngineSpec):
         engine = standalone_engines.embedded(spec.engine, model, inline=spec.deterministic)
-        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process, lost together
+        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: no retry is possible
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
         start = starting_model(spec, model, home)
@@ -68,7 +70,7 @@ def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False
 
 
 def outside(spec: RlSpec, model: BuiltModel, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
-    """In processes of their own, behind a pool: also a single one is waited for when it was lost."""
+    """Build engines in other processes, behind a pool. A single engine also gets a pool, which waits if it is lost."""
     from tandem.engine.pool import EnginePool
 
     if isinstance(spec.engine, RemoteEngineSpec):
@@ -102,38 +104,38 @@ def _server(
     start: Path,
     unchecked: bool,
 ) -> Engine:
-    """`number`: which replica."""
+    """Build the client of one engine server. `number`: which replica."""
     import torch
 
     from tandem.engine.server.child_process import Owned
     from tandem.engine.server.engine import ExistingServer, ServerEngine
 
     home = homes / f"engine-{number}"
-    place: Owned | ExistingServer
+    server: Owned | ExistingServer
     if engine.url:
-        place = ExistingServer(engine.url, Path(engine.token_file))
+        server = ExistingServer(engine.url, Path(engine.token_file))
     else:
-        place = Owned(
+        server = Owned(
             _command_of(spec, engine, model, home, unchecked),
             model=str(start),
             directory=home,
-            environment=_environment(engine, number, model.device.type),
+            environment=gpu_environment(engine, number, model.device.type),
             start_deadline_s=engine.start_deadline_s,
             max_restarts=engine.max_restarts,
             ahead=spec.sync.traits.restarts_engine,
         )
     return ServerEngine(
-        place,
+        server,
         receivers=getattr(engine, "tensor_parallel", 1),
         deadline_s=spec.sync.deadline_s,
         shares_memory=spec.sync.traits.shares_memory,
         shares_device=sleeps(spec, model.device.type),
-        make_room=torch.cuda.empty_cache,  # does nothing where there is no GPU
+        make_room=torch.cuda.empty_cache,  # does nothing without a GPU
     )
 
 
 def sleeps(spec: RlSpec, device: str) -> bool:
-    """Whether the engine lends its GPU's memory to the trainer. `device`: the trainer's."""
+    """Return whether the engine frees its GPU memory while the trainer steps. `device`: the trainer's."""
     engine = spec.engine
     if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
         return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
@@ -163,7 +165,7 @@ def _command_of(
 
 
 def adapter_options(spec: RlSpec) -> list[str]:
-    """What vLLM has to know of the adapters that will come."""
+    """Return the options that tell vLLM how many adapters, and of which rank, the trainer will send."""
     if not isinstance(spec.engine, VllmEngineSpec) or spec.model.lora is None:
         return []
     return ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
@@ -178,11 +180,11 @@ def engine_command(
     directory: Path,
     readable: Sequence[Path],
 ) -> Callable[[str, int, Path], list[str]]:
-    """What starts `tandem engine serve` with a model's directory, its version and a ready file. `directory` keeps its
-    token; `readable` is where versions come from, if they come as files."""
+    """Return a function that makes the command line of `tandem engine serve` from a model directory, its version and a
+    ready file. `directory`: for the token. `readable`: directories that versions are read from, if sent as files."""
     options = {"kind": spec.kind, "data-dir": directory, "port": 0, "device": device, "dtype": dtype}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    for name, value in spec.model_dump(exclude={"kind", *_OF_THE_OWNER}, exclude_defaults=True).items():
+    for name, value in spec.model_dump(exclude={"kind", *_OWNER_FIELDS}, exclude_defaults=True).items():
         words += ["--set", f"{name}={json.dumps(value)}"]
     words += ["--thinking" if thinking else "--no-thinking"]
     words += [str(word) for path in readable for word in ("--allow-dir", path)]
@@ -195,7 +197,7 @@ def engine_command(
 
 
 def _readable(spec: RlSpec, home: Path) -> list[Path]:
-    """Where versions come from, if they come as files."""
+    """Return the directories that the engine reads versions from, if they are sent as files."""
     if isinstance(spec.sync, AdapterSync):
         return adapter_places(spec.sync)
     if isinstance(spec.sync, DiskSync | RestartSync):
@@ -214,12 +216,14 @@ def version_places(sync: SyncSpec, default: Path) -> list[Path]:
 
 
 def adapter_places(sync: AdapterSync) -> list[Path]:
+    """Return the directories that the engine reads adapters from."""
     from tandem.bridge.files.adapter import memory_backed
 
     return [Path(sync.directory).resolve() if sync.directory else memory_backed()]
 
 
-def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:
+def gpu_environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:
+    """Return the environment variables that give one replica its GPUs."""
     if not isinstance(engine, VllmEngineSpec):
         return {}
     shared = engine.replicas > 1 and len(engine.gpus) <= engine.tensor_parallel
@@ -230,17 +234,18 @@ def _environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device
         )
     if not (gpus := engine.gpus_of(replica)):
         return {}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    numbers = seen.split(",") if seen else [str(n) for n in range(max(gpus) + 1)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = visible.split(",") if visible else [str(n) for n in range(max(gpus) + 1)]
     if max(gpus) >= len(numbers):
         raise SpecError(
-            f"engine.gpus = {list(engine.gpus)}: CUDA_VISIBLE_DEVICES = '{seen}' shows {len(numbers)} of them"
+            f"engine.gpus = {list(engine.gpus)}: CUDA_VISIBLE_DEVICES = '{visible}' has only {len(numbers)} GPUs; use "
+            f"numbers below {len(numbers)}"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
 
 
 def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
-    """What an engine's process loads before the first version comes: the same model, config and tokenizer."""
+    """Return the directory that an engine process loads before the first version arrives: same model and tokenizer."""
     untouched = isinstance(spec.model, PathModel) and spec.model.warm_start is None
     if untouched and isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir():
         return Path(spec.model.path).resolve()
@@ -257,6 +262,7 @@ def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
 
 
 def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBridge:
+    """Build the weight bridge that `[sync]` names. `start`: the directory that engine processes have loaded."""
     sync = spec.sync
     if getattr(sync, "backend", "") == "nccl" and model.device.type == "cpu":
         raise SpecError("sync.backend = 'nccl': the trainer is on a CPU; choose 'gloo' or 'ipc', or leave it out")
@@ -298,6 +304,7 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
 
 
 def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
+    """Build the bridge of an engine that shares the trainer's module."""
     from tandem.bridge.inproc import InprocBridge
 
     return InprocBridge(deadline_s)
@@ -310,7 +317,7 @@ def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:
 
 
 def _buffers(model: BuiltModel) -> list[str]:
-    """What engines serve and no checkpoint holds: rotary tables."""
+    """Return the names of buffers that engines serve but checkpoints lack: rotary tables."""
     module = model.policy.module
     saved = module.state_dict().keys()
     return [name for name, _ in module.named_buffers() if name not in saved]
@@ -327,6 +334,7 @@ def publisher(
     on_proof: Callable[[Proof], None] = lambda proof: None,
     on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
 ) -> Publisher:
+    """Build the publisher of a run. It calls `on_proof` after each sync and `on_meeting` after each attach."""
     return Publisher(
         joined.bridge,
         joined.engine,
@@ -340,9 +348,11 @@ def publisher(
 
 
 def canary(model: BuiltModel, *, bare: bool = False) -> Canary:
-    """Any tokens will do, as long as they are always the same. 32 fill two blocks of a prefix cache, and the second
-    answer goes through captured graphs; a `bare` engine has neither. Two of a model in 16 bits are a few hundredths off
-    now and then."""
+    """Return the canary of a model: fixed random tokens, and the limits of the logprob gap.
+
+    33 tokens fill two blocks of a prefix cache, and the second answer token goes through CUDA graphs; a `bare` engine
+    has neither, so it gets fewer. The limits are wider in 16 bits, where logprobs are sometimes off by some hundredths.
+    """
     import torch
 
     length, max_tokens, doubted = (8, 1, 1) if bare else (33, 2, 24)
@@ -355,7 +365,7 @@ def canary(model: BuiltModel, *, bare: bool = False) -> Canary:
 
 
 def no_publisher(call: Call) -> Publisher:
-    """For stages that train on recordings."""
+    """Build a publisher that does nothing, for stages that train on recorded data."""
     from tandem.bridge.null import NullBridge
     from tandem.engine.null import NullEngine
 
