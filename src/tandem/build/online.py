@@ -113,7 +113,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
             deadline_s=spec.publish_deadline_s,
             retries=1,
             canary=run_engines.canary(model),
-            on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
+            on_attached=(lambda attachment: base.met(attachment["engines"])) if base else (lambda attachment: None),
         ),
         lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),
         trained,
@@ -239,9 +239,9 @@ def ordinary_prompts(spec: OnlineSpec) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> Ordinary:
+def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> OrdinaryPrompts:
     """Build the set of ordinary prompts and the model's answers to them."""
-    return Ordinary(
+    return OrdinaryPrompts(
         spec.ordinary,
         alone.renderer,
         ordinary_prompts(spec),
@@ -297,12 +297,12 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
         )
 
     first = start_one(lambda end: None)
-    return replace(first, engine=RevivedEngine(first.engine, lambda under_way: start_one(under_way).engine))
+    return replace(first, engine=RestartableEngine(first.engine, lambda under_way: start_one(under_way).engine))
 
 
 def revival(alone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
     """Return the function that restarts the engine process; None for an engine in this process."""
-    return alone.engine.start_again if isinstance(alone.engine, RevivedEngine) else None
+    return alone.engine.start_again if isinstance(alone.engine, RestartableEngine) else None
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:

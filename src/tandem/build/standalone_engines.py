@@ -225,7 +225,7 @@ def record_passed(python: str, version: str, checks: list[str]) -> Path:
 
 def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
     """Return a read-only client of a running engine, and its model's name. `path`: the tokenizer's directory or id."""
-    from tandem.engine.server.read_only_client import Follower
+    from tandem.engine.server.read_only_client import ReadOnlyClient
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import load_tokenizer
 

@@ -135,11 +135,7 @@ def _engine_command(plan: ProcessPlan) -> list[str]:
         engine = engine.model_copy(
             update={"sleep": "keep"}
         )  # an engine that lends its memory must be the trainer's own
-    readable: list[Path] = []
-    if isinstance(spec.sync, DiskSync):
-        readable = [Path(spec.sync.directory or plan.run_dir / "engines" / "versions").absolute()]
-    if isinstance(spec.sync, AdapterSync):
-        readable = run_engines.adapter_places(spec.sync)
+    readable = run_engines.version_places(spec.sync, plan.run_dir / "engines" / "versions")
     return [
         *run_engines.engine_command(
             engine,

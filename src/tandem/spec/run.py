@@ -75,7 +75,7 @@ class RlSpec(_RunSpecBase):
     """How rewards become a gradient."""
     engine: EngineSpec = HfEngineSpec()
     """The engine that samples tokens."""
-    sync: SyncSpec = InprocSync()
+    sync: SyncSpec = DEFAULT_SYNC
     """How a version reaches the engine."""
     rollouts: RolloutsSpec = LocalRollouts()
     """Where episodes are played."""
