@@ -43,7 +43,7 @@ class Pair:
         return bits(received.tensors())
 
     def has_looked(self) -> bool:
-        ahead = cast("Any", self.engine)._workers[0]._ahead
+        ahead = cast("Any", self.engine)._workers[0]._prefetched
         return ahead is not None and ahead._ended.is_set()
 
     def store(self) -> Any:
@@ -66,8 +66,8 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("looks_itself", [False, True])
-def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair, verify_where_served: bool) -> None:
+@pytest.mark.parametrize("verify_where_served", [False, True])
+def test_a_prefetched_version_is_claimed_when_it_is_asked_for(pair: Pair, verify_where_served: bool) -> None:
     if verify_where_served:
         pair.engine.verify_where_served()
     with ThreadPoolExecutor(1) as threads:
@@ -175,7 +175,7 @@ def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str) -> Non
     pair.engine.prefetch()
     seat = cast("Any", pair.engine)._workers[0]
     until(lambda: seat._listening)
-    ahead = seat._ahead
+    ahead = seat._prefetched
     getattr(pair, whose).close()
     until(ahead._ended.is_set)
     with pytest.raises(SyncError, match=why):

@@ -156,7 +156,7 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         "option_report",
         "phase_timer",
     )
-    allowed |= {f".ops.{name}" for name in helpers} | {".vllm_worker.weight_sources"}
+    allowed |= {f".ops.{name}" for name in helpers} | {".spec", ".spec.bridges", ".vllm_worker.weight_sources"}
     allowed |= {f".bridge.{folder}" for folder in ("collective", "common", "files", "shared")}
     collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers")
     allowed |= {f".bridge.collective.{name}" for name in collective}

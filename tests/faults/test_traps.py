@@ -183,7 +183,7 @@ def test_names_that_do_not_match_are_refused_before_a_byte_moves(which: str, mod
     async def scenario() -> None:
         await rig.begin()
         leaving(rig, change)
-        await rig.refused(SyncError, *words, "all are mapped, or none is sent")
+        await rig.refused(SyncError, *words, "all must match, or none is sent")
         assert nothing_was_sent(rig)
         await rig.serves_the_proven_one()
 
@@ -275,7 +275,7 @@ def test_a_value_that_the_served_type_cannot_hold_is_refused(tmp_path: Path) -> 
     async def scenario() -> None:
         await rig.publish()
         rig.step = spoiling(rig.step, rig.module.model.norm.weight, 1e5)
-        await rig.refused(SyncError, "'model.norm.weight'", "none that torch.float16 can hold")
+        await rig.refused(SyncError, "'model.norm.weight'", "does not fit torch.float16")
         assert rig.engine.version == rig.version
 
     rig.play(scenario)
@@ -316,7 +316,7 @@ def older_version(version: Path) -> None:
 FILES = {
     cut_file: "it was cut or written over",
     changed_file: "is not what was sent",
-    lost_file: "is missing; nothing of this version may be served",
+    lost_file: "is missing; this version will not be served",
     lost_manifest: "has no tandem.json",
     lost_directory: "has no tandem.json",
     older_version: "holds version 1, not 2",

@@ -36,7 +36,9 @@ def named_in(text: str) -> list[int]:
         names = [getattr(node, "id", ""), getattr(node, "attr", "")]
         if isinstance(node, ast.alias):
             names.append(node.name)
-        if any(_CLASS.fullmatch(name) for name in names if isinstance(name, str)):
+        if isinstance(node, ast.Name | ast.Attribute | ast.alias) and any(
+            _CLASS.fullmatch(name) for name in names if isinstance(name, str)
+        ):
             found.add(node.lineno)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             line = lines[node.lineno - 1].lower()

@@ -36,5 +36,5 @@ def test_a_scale_that_is_written_into_later_is_seen():
     served = ServedMemory(layout_of(made))
     served.check_derived()
     made.get_buffer("0._q_scale").fill_(0.5)
-    with pytest.raises(SyncError, match=r"'0\._q_scale' is not what this engine derives any more"):
+    with pytest.raises(SyncError, match=r"'0\._q_scale' is not what this engine derived"):
         served.check_derived()

@@ -41,7 +41,7 @@ def test_a_rank_is_gone_through_in_whole_blocks(rank: int, inner: int):
 
 @pytest.mark.parametrize("engage", [compute_beside, fit_blocks])
 def test_where_there_is_no_vllm_it_says_why_not(engage: Any):
-    with pytest.raises(Unfit, match="computed otherwise"):
+    with pytest.raises(Unfit, match="computes adapters in another way"):
         engage()
 
 

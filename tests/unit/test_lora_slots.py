@@ -39,7 +39,7 @@ class Source:
 class Engine:
     """One layer, two slots, and one worker whose slots they are."""
 
-    def __init__(self, *, unlooked: bool = True, held: int = ROWS) -> None:
+    def __init__(self, *, verify_adapters: bool = True, held: int = ROWS) -> None:
         """`held`: rows of the layer that this worker has, the first ones."""
         layer = SimpleNamespace(
             lora_a_stacked=(torch.zeros(2, 1, MOST, COLS),), lora_b_stacked=(torch.zeros(2, 1, held, MOST),)
@@ -62,7 +62,7 @@ class Engine:
         vars(self.worker).update(
             _theirs=SimpleNamespace(device=torch.device("cpu")), _adapters=self.slots, _source=self.source
         )
-        vars(self.worker).update(_incoming=None, _rank=0, _world=1, _version=-1, _unlooked=unlooked)
+        vars(self.worker).update(_incoming=None, _rank=0, _world=1, _version=-1, _verify_adapters=verify_adapters)
 
     def load(self, tensors: dict[str, Tensor], expected: dict[str, str], into: str = "") -> dict[str, Any]:
         weights = Weights(1, "adapter", lambda: iter(tensors.items()), {"r": RANK, "lora_alpha": RANK}, expected)
