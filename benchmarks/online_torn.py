@@ -52,13 +52,13 @@ def trainer(fd: int) -> None:
 
     async def serve() -> None:
         def make_parts(spec: Any) -> TrainerParts:
-            parts = build_online.parts(spec, EngineProxy(server.ask, 1))
+            parts = build_online.parts(spec, EngineProxy(server.call, 1))
             # A job says by its seed which version it will be.
             make = lambda algorithm, teaching, version: Votes(parts, teaching.seed)  # noqa: E731
             return dataclasses.replace(parts, trainer=make)
 
-        server = RpcConnection(lambda what: half.handle(what), "server process")
-        half = TrainerWorker(make_parts, server.tell)
+        server = RpcConnection(lambda what: worker.handle(what), "server process")
+        worker = TrainerWorker(make_parts, server.notify)
         await server.start(socket.socket(fileno=fd))
         await server.gone.wait()
         os._exit(0)

@@ -1,4 +1,4 @@
-"""The server process goes on: over an engine that refuses a version, a job that nobody foresaw, a half that dies."""
+"""The orchestrator goes on over failures: a refused version, a malformed job, a damaged file, a process that dies."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Mortal:
 
 
 class Played:
-    """A conductor with the engine and the trainer process that a server has, and no HTTP."""
+    """An orchestrator with the engine and the trainer process that a server has, without HTTP."""
 
     def __init__(self, home: Path, *, mortal: bool = False) -> None:
         spec = parse_online_spec(SPEC)
@@ -73,7 +73,7 @@ class Played:
         if mortal:
             self.engine = RestartableEngine(another(), another)
         self.store = JobStore(home / "jobs")
-        self.conductor = Orchestrator(
+        self.orchestrator = Orchestrator(
             spec,
             self.store,
             self.engine,
@@ -89,7 +89,7 @@ class Played:
         self.jobs += 1
         teaching, once = Teaching("sft", 1e-4, steps, "full", 0), RequestKey(f"job-{self.jobs}", b"")
         told = await self.store.add([[sample]], teaching, who="me", source="", said=b"[]", once=once)
-        self.conductor.wake()
+        self.orchestrator.wake()
         return told["id"]
 
     async def until(self, id: str, *states: str) -> Job:
@@ -99,60 +99,60 @@ class Played:
         return job
 
 
-def test_the_server_half_goes_on_over_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_orchestrator_goes_on_over_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def run() -> None:
         played = Played(tmp_path)
-        await played.conductor.start()
+        await played.orchestrator.start()
         try:
             await a_version_that_the_engine_refuses_is_not_served(played, monkeypatch)
             await an_activation_that_the_engine_refuses_is_taken_back(played, monkeypatch)
             await a_context_that_leaves_no_room_for_an_answer_is_learned(played)
-            await a_job_that_nobody_foresaw_fails_alone(played)
-            await a_wish_that_nobody_foresaw_is_answered(played)
+            await a_malformed_job_fails_alone(played)
+            await a_malformed_request_gets_an_error(played)
             await a_version_that_is_damaged_is_not_activated(played)
-            await a_job_is_called_off_while_nobody_trains_it(played)
-            await a_job_is_called_off_when_its_version_is_written(played, monkeypatch)
-            await a_job_gives_way_to_a_version_and_is_begun_again(played)
-            await a_job_that_is_being_begun_gives_way_as_well(played, monkeypatch)
-            await what_was_made_of_a_version_that_fell_goes_with_it(played)
-            await a_trainer_half_that_stands_still_is_started_again(played)
+            await a_job_is_cancelled_while_the_trainer_is_dead(played)
+            await a_job_is_cancelled_when_its_version_is_written(played, monkeypatch)
+            await a_job_is_interrupted_by_an_activation_and_restarted(played)
+            await a_job_that_is_just_starting_is_interrupted_as_well(played, monkeypatch)
+            await versions_on_top_of_a_regressed_one_are_rolled_back_too(played)
+            await a_trainer_process_that_hangs_is_restarted(played)
             await a_checkpoint_that_cannot_be_written_ends_nothing(played, monkeypatch)
-            await whoever_wishes_hears_that_nothing_goes_on(played)
+            await requests_are_refused_once_the_loop_has_stopped(played)
         finally:
-            await played.conductor.close()
+            await played.orchestrator.close()
 
     asyncio.run(run())
 
 
-def test_an_engine_that_dies_is_started_again_and_no_job_pays_for_it(tmp_path: Path):
+def test_an_engine_that_dies_is_restarted_and_no_job_fails(tmp_path: Path):
     async def run() -> None:
         played = Played(tmp_path, mortal=True)
-        await played.conductor.start()
+        await played.orchestrator.start()
         try:
             first = await played.until(await played.teach(), *ENDED)
-            before, pid = await played.engine.fingerprints(), played.conductor.status()["trainer"]["pid"]
+            before, pid = await played.engine.fingerprints(), played.orchestrator.status()["trainer"]["pid"]
             for lives, steps in ((1, 1), (2, 30)):  # when nothing is trained, and in the middle of a job
                 taught = await played.teach(steps=30) if steps > 1 else ""
                 if taught:
                     await played.until(taught, "running")
                 played.lives[-1].dead.set()
                 async with asyncio.timeout(20):
-                    while not played.conductor.why_unfit():
+                    while not played.orchestrator.why_unfit():
                         await asyncio.sleep(0.001)
-                assert "the engine was lost" in played.conductor.why_unfit()
+                assert "the engine was lost" in played.orchestrator.why_unfit()
                 with pytest.raises(EngineLost):
                     await played.engine.generate([5, 6], Sampling(max_tokens=1))
                 taught = taught or await played.teach()
                 job = await played.until(taught, *ENDED)
                 assert (job.state, job.attempt, job.why) == ("published", 1, "")
                 assert len(played.lives) == 1 + lives
-                assert played.conductor.status()["engine"] == {"alive": True, "restarts": lives, "why": ""}
-            assert played.conductor.status()["trainer"]["pid"] == pid
-            assert played.conductor.status()["trainer"]["restarts"] == 0
-            await asyncio.wait_for(played.conductor.activate(first.version or 0, "me"), 20)
+                assert played.orchestrator.status()["engine"] == {"alive": True, "restarts": lives, "why": ""}
+            assert played.orchestrator.status()["trainer"]["pid"] == pid
+            assert played.orchestrator.status()["trainer"]["restarts"] == 0
+            await asyncio.wait_for(played.orchestrator.activate(first.version or 0, "me"), 20)
             assert await played.engine.fingerprints() == before
         finally:
-            await played.conductor.close()
+            await played.orchestrator.close()
 
     asyncio.run(run())
 
@@ -162,24 +162,24 @@ def test_a_lesson_whose_version_was_damaged_before_it_was_served_is_not_said_to_
 
     async def taught() -> str:
         played = Played(tmp_path)
-        await played.conductor.start()
+        await played.orchestrator.start()
         try:
             job = await played.until(await played.teach(), *ENDED)
         finally:
-            await played.conductor.close()
+            await played.orchestrator.close()
         assert (job.state, job.version) == ("published", 1)
         return job.id
 
     async def started_again(id: str) -> None:
         played = Played(tmp_path)
-        await played.conductor.start()
+        await played.orchestrator.start()
         try:
             job = played.store.job(id)
             assert (job.state, "its version 1 is damaged" in job.why) == ("failed", True)
             assert (played.store.active, played.store.version(1)["state"]) == (0, "damaged")
             assert (await played.until(await played.teach(), *ENDED)).parent == 0
         finally:
-            await played.conductor.close()
+            await played.orchestrator.close()
 
     id = asyncio.run(taught())
     with closing(sqlite3.connect(tmp_path / "jobs" / "index.sqlite3")) as index, index:
@@ -193,20 +193,20 @@ def test_a_lesson_whose_version_was_damaged_before_it_was_served_is_not_said_to_
 def test_after_a_rollback_the_optimizer_is_that_of_the_checkpoint_behind_as_after_a_restart(tmp_path: Path):
     async def taught(home: Path, *, killed: bool) -> Any:
         played = Played(home)
-        await played.conductor.start()
+        await played.orchestrator.start()
         try:
             await played.until(await played.teach(), *ENDED)
-            await played.conductor.checkpoint()
+            await played.orchestrator.checkpoint()
             for _ in range(2):
                 await played.until(await played.teach(), *ENDED)
-            await played.conductor.activate(1, "me")
+            await played.orchestrator.activate(1, "me")
             if killed:
-                os.kill(played.conductor.status()["trainer"]["pid"], signal.SIGKILL)
+                os.kill(played.orchestrator.status()["trainer"]["pid"], signal.SIGKILL)
             job = await played.until(await played.teach(), *ENDED)
             assert (job.state, job.parent) == ("published", 1)
             return await played.engine.fingerprints()
         finally:
-            await played.conductor.close()
+            await played.orchestrator.close()
 
     there = [asyncio.run(taught(tmp_path / f"{killed}", killed=killed)) for killed in (False, True)]
     assert there[0] == there[1]
@@ -230,9 +230,9 @@ async def an_activation_that_the_engine_refuses_is_taken_back(played: Played, mo
     active, before = played.store.active, await played.engine.fingerprints()
     assert active
     with canary_fails(played, monkeypatch, but_for=active) as flipped, pytest.raises(LogprobGap, match="fixed prompt"):
-        await asyncio.wait_for(played.conductor.activate(0, "me"), 30)
+        await asyncio.wait_for(played.orchestrator.activate(0, "me"), 30)
     assert flipped == [0]
-    assert (played.store.active, played.conductor.serving) == (active, active)
+    assert (played.store.active, played.orchestrator.serving) == (active, active)
     assert await played.engine.fingerprints() == before
     assert (await played.until(await played.teach(), *ENDED)).parent == active
 
@@ -250,7 +250,7 @@ async def a_version_that_is_damaged_is_not_activated(played: Played) -> None:
         file.write_bytes(kept[:-1])
     before = f"version {active - 1}"
     with pytest.raises(Conflict, match=f"{before} is damaged"):
-        await asyncio.wait_for(played.conductor.activate(active - 1, "me"), 30)
+        await asyncio.wait_for(played.orchestrator.activate(active - 1, "me"), 30)
     for file, kept in zip(files, whole, strict=True):
         file.write_bytes(kept)
     assert played.store.version(active - 1)["state"] == "damaged"
@@ -280,21 +280,21 @@ async def a_context_that_leaves_no_room_for_an_answer_is_learned(played: Played)
     assert (job.state, job.attempt, job.why) == ("published", 1, "")
 
 
-async def a_job_that_nobody_foresaw_fails_alone(played: Played) -> None:
+async def a_malformed_job_fails_alone(played: Played) -> None:
     job = await played.until(await played.teach(Sequence1(SAMPLE.ids, SAMPLE.first, SAMPLE.trained, math.nan)), *ENDED)
     assert (job.state, job.attempt) == ("failed", 2)
     assert "ValidationError" in job.why
     assert (await played.until(await played.teach(), *ENDED)).state == "published"
 
 
-async def a_wish_that_nobody_foresaw_is_answered(played: Played) -> None:
+async def a_malformed_request_gets_an_error(played: Played) -> None:
     with pytest.raises(OverflowError):
-        await asyncio.wait_for(played.conductor.activate(10**30, "me"), 20)
-    assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 20))["version"] == 0
+        await asyncio.wait_for(played.orchestrator.activate(10**30, "me"), 20)
+    assert (await asyncio.wait_for(played.orchestrator.activate(0, "me"), 20))["version"] == 0
 
 
-async def a_job_is_called_off_when_its_version_is_written(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the trainer process's last look and the commit; what comes after begins where it began."""
+async def a_job_is_cancelled_when_its_version_is_written(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel between the trainer's last check and the commit; the next job trains on from the same parent."""
     active, before, commit = played.store.active, await played.engine.fingerprints(), played.store.commit
 
     async def called_off(job: Job, *what: Any) -> bool:
@@ -304,46 +304,46 @@ async def a_job_is_called_off_when_its_version_is_written(played: Played, monkey
     with monkeypatch.context() as patched:
         patched.setattr(played.store, "commit", called_off)
         job = await played.until(await played.teach(), *ENDED)
-    assert (job.state, job.why) == ("cancelled", "it was called off")
-    assert (played.store.active, played.conductor.serving) == (active, active)
+    assert (job.state, job.why) == ("cancelled", "it was cancelled")
+    assert (played.store.active, played.orchestrator.serving) == (active, active)
     assert await played.engine.fingerprints() == before
     later = await played.until(await played.teach(), *ENDED)
     assert (later.state, later.parent) == ("published", active)
 
 
-async def a_job_is_called_off_while_nobody_trains_it(played: Played) -> None:
+async def a_job_is_cancelled_while_the_trainer_is_dead(played: Played) -> None:
     long = await played.teach(steps=1000)
     await played.until(long, "running")
-    os.kill(played.conductor.status()["trainer"]["pid"], 9)
-    while played.conductor.status()["trainer"]["alive"]:
+    os.kill(played.orchestrator.status()["trainer"]["pid"], 9)
+    while played.orchestrator.status()["trainer"]["alive"]:
         await asyncio.sleep(0.001)
-    assert (await played.conductor.cancel(long, "me"))["state"] == "cancelling"
+    assert (await played.orchestrator.cancel(long, "me"))["state"] == "cancelling"
     job = await played.until(long, *ENDED)
-    assert (job.state, job.why, job.attempt) == ("cancelled", "it was called off", 1)
-    assert played.conductor.status()["job"] is None
+    assert (job.state, job.why, job.attempt) == ("cancelled", "it was cancelled", 1)
+    assert played.orchestrator.status()["job"] is None
 
 
-async def a_job_gives_way_to_a_version_and_is_begun_again(played: Played) -> None:
+async def a_job_is_interrupted_by_an_activation_and_restarted(played: Played) -> None:
     first = await played.until(await played.teach(), *ENDED)
     long = await played.teach(steps=1000)
     await played.until(long, "running")
     await asyncio.sleep(0.2)
-    assert (await asyncio.wait_for(played.conductor.activate(0, "me"), 20))["version"] == 0
-    assert played.conductor.serving == 0 != first.version
+    assert (await asyncio.wait_for(played.orchestrator.activate(0, "me"), 20))["version"] == 0
+    assert played.orchestrator.serving == 0 != first.version
     again = await played.until(long, "running")
     assert (again.parent, again.attempt) == (0, 1)
-    await played.conductor.cancel(long, "me")
+    await played.orchestrator.cancel(long, "me")
     assert (await played.until(long, *ENDED)).state == "cancelled"
 
 
-async def a_job_that_is_being_begun_gives_way_as_well(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wish that comes when the store is about to say that the job runs."""
-    begin, wishes = played.store.begin, list[asyncio.Task[Any]]()
+async def a_job_that_is_just_starting_is_interrupted_as_well(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activate while the store is starting the job."""
+    begin, requests = played.store.begin, list[asyncio.Task[Any]]()
     assert (await played.until(await played.teach(), *ENDED)).state == "published"
 
     async def begun(id: str) -> Job:
-        if not wishes:
-            wishes.append(asyncio.create_task(played.conductor.activate(0, "me")))
+        if not requests:
+            requests.append(asyncio.create_task(played.orchestrator.activate(0, "me")))
             await asyncio.sleep(0.05)
         return await begin(id)
 
@@ -351,40 +351,40 @@ async def a_job_that_is_being_begun_gives_way_as_well(played: Played, monkeypatc
         patched.setattr(played.store, "begin", begun)
         long = await played.teach(steps=1000)
         await played.until(long, "running")
-        assert (await asyncio.wait_for(wishes[0], 5))["version"] == 0
+        assert (await asyncio.wait_for(requests[0], 5))["version"] == 0
     assert (await played.until(long, "running")).parent == 0
-    await played.conductor.cancel(long, "me")
+    await played.orchestrator.cancel(long, "me")
     await played.until(long, *ENDED)
 
 
-async def what_was_made_of_a_version_that_fell_goes_with_it(played: Played) -> None:
-    """The job at hand was published before anybody could go back."""
+async def versions_on_top_of_a_regressed_one_are_rolled_back_too(played: Played) -> None:
+    """A second version was published before the rollback of the first."""
     first = await played.until(await played.teach(), *ENDED)
     second = await played.until(await played.teach(), *ENDED)
     assert (second.parent, played.store.active) == (first.version, second.version)
     fall = Regression(first.version or 0, 1.0, 0.0, 4, "it fell")
-    await played.conductor._take_back_fallen(fall, first.parent or 0)
-    assert played.store.active == played.conductor.serving == first.parent
+    await played.orchestrator.roll_back(fall, first.parent or 0)
+    assert played.store.active == played.orchestrator.serving == first.parent
     assert played.store.audit(1)[0]["who"] == "watch"
-    await played.conductor._take_back_fallen(fall, first.parent or 0)
-    assert played.store.active == first.parent, "it is in the line no more"
+    await played.orchestrator.roll_back(fall, first.parent or 0)
+    assert played.store.active == first.parent, "it is not an ancestor of the active version any more"
 
 
-async def a_trainer_half_that_stands_still_is_started_again(played: Played) -> None:
-    trainer = played.conductor._trainer
+async def a_trainer_process_that_hangs_is_restarted(played: Played) -> None:
+    trainer = played.orchestrator.trainer
     before_s, trainer.deadline_s = trainer.deadline_s, 2.0
     long = await played.teach(steps=30)
     await played.until(long, "running")
-    before = played.conductor.status()["trainer"]["pid"]
+    before = played.orchestrator.status()["trainer"]["pid"]
     os.kill(before, signal.SIGSTOP)
     job = await played.until(long, *ENDED)
     assert (job.state, job.attempt) == ("published", 2)
-    assert played.conductor.status()["trainer"]["pid"] != before
+    assert played.orchestrator.status()["trainer"]["pid"] != before
     trainer.deadline_s = before_s
 
 
 async def a_checkpoint_that_cannot_be_written_ends_nothing(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its directory may not be written from a version's last word on; nobody waits for a checkpoint of the timer."""
+    """The directory cannot be written once a job has ended; the timer's checkpoint fails, and the server goes on."""
     versions, end = played.versions, played.store.end
 
     async def nowhere_to_write(id: str, state: str, *why: str) -> None:
@@ -393,27 +393,28 @@ async def a_checkpoint_that_cannot_be_written_ends_nothing(played: Played, monke
         versions.write_text("not a directory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(played.conductor, "_checkpoint_due", lambda: not played.conductor.status()["why_no_checkpoint"])
+        due = lambda: not played.orchestrator.status()["why_no_checkpoint"]  # noqa: E731
+        patched.setattr(played.orchestrator, "checkpoint_due", due)
         patched.setattr(played.store, "end", nowhere_to_write)
         assert (await played.until(await played.teach(), *ENDED)).state == "published"
-        pid = played.conductor.status()["trainer"]["pid"]
+        pid = played.orchestrator.status()["trainer"]["pid"]
         async with asyncio.timeout(20):
-            while not (why := played.conductor.status()["why_no_checkpoint"]):
+            while not (why := played.orchestrator.status()["why_no_checkpoint"]):
                 await asyncio.sleep(0.01)
     versions.unlink()
     versions.with_name("elsewhere").rename(versions)
     assert str(versions) in why
-    assert played.conductor.status()["trainer"]["pid"] == pid
-    await played.conductor.checkpoint()
-    assert played.conductor.status()["why_no_checkpoint"] == ""
+    assert played.orchestrator.status()["trainer"]["pid"] == pid
+    await played.orchestrator.checkpoint()
+    assert played.orchestrator.status()["why_no_checkpoint"] == ""
 
 
-async def whoever_wishes_hears_that_nothing_goes_on(played: Played) -> None:
+async def requests_are_refused_once_the_loop_has_stopped(played: Played) -> None:
     await played.until(await played.teach(), *ENDED)
     played.command = ["false"]
-    os.kill(played.conductor.status()["trainer"]["pid"], 9)
-    with pytest.raises(EngineError, match=r"started anew.*max_restarts = 2"):
-        await asyncio.wait_for(played.conductor.checkpoint(), 60)
-    with pytest.raises(EngineError, match="started anew"):
-        await asyncio.wait_for(played.conductor.checkpoint(), 20)
-    assert "ended" in played.conductor.why_unfit()
+    os.kill(played.orchestrator.status()["trainer"]["pid"], 9)
+    with pytest.raises(EngineError, match=r"restart the server.*max_restarts = 2"):
+        await asyncio.wait_for(played.orchestrator.checkpoint(), 60)
+    with pytest.raises(EngineError, match="restart the server"):
+        await asyncio.wait_for(played.orchestrator.checkpoint(), 20)
+    assert "ended" in played.orchestrator.why_unfit()

@@ -16,14 +16,14 @@ def test_a_log_is_gone_on_with_and_a_large_one_is_begun_anew(tmp_path: Path):
     for _ in range(2):
         ended(log)
     assert log.read_text() == "words\nwords\n"
-    log.write_bytes(b"x" * (trainer_supervisor._LOG_BYTES + 1))
+    log.write_bytes(b"x" * (trainer_supervisor.LOG_BYTES + 1))
     ended(log)
     assert log.read_text() == "words\n"
-    assert (tmp_path / "trainer.log.1").stat().st_size == trainer_supervisor._LOG_BYTES + 1
+    assert (tmp_path / "trainer.log.1").stat().st_size == trainer_supervisor.LOG_BYTES + 1
 
 
 def ended(log: Path) -> None:
     process = TrainerProcess(SAYS, log, {})
     process.stop(30)
-    process.end.close()
+    process.socket.close()
     assert process.epitaph() == "exit code 3; words"

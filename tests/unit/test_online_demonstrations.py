@@ -9,7 +9,7 @@ import votes
 from tandem.algo import self_distill
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.online.messages import Sequence1, groups_from_wire
-from tandem.online.self_distillation import ANSWERS, JudgedAnswers, answered, most_tokens
+from tandem.online.self_distillation import ANSWERS, JudgedAnswers, most_tokens, sample_answers
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -28,7 +28,7 @@ def test_each_answer_follows_both_prompts_and_is_judged_by_its_own():
 
     async def run() -> list[list[Sequence1]]:
         try:
-            return await answered(engine, PAIRS)
+            return await sample_answers(engine, PAIRS)
         finally:
             await engine.close()
 

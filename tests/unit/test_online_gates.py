@@ -56,7 +56,7 @@ def test_a_gate_that_sees_no_number_is_closed():
         gates.kl([([-1.0, -1.0, -1.0], [-INF, -1.0, INF])], limit=9.0),
         gates.kl([([-1.0], [NAN])], limit=9.0),
         gates.kl([([-1.0], [-INF])], limit=9.0),
-        gates.canary("c", expected_ids=[1], said_ids=None, before=[-1.0], after=[NAN], max_drop=9.0),
+        gates.canary("c", expected_ids=[1], answer_ids=None, before=[-1.0], after=[NAN], max_drop=9.0),
         gates.update_norm(WeightChange(NAN, NAN, 1, 2), max_relative=9.0),
         gates.finite(WeightChange(1.0, 1.0, 1, 2), [1.0, NAN]),
         gates.finite(WeightChange(1.0, 1.0, 1, 2, ["lm_head.weight"]), [1.0]),
@@ -69,16 +69,16 @@ def test_a_gate_that_sees_no_number_is_closed():
 
 def test_a_canary_is_exact_or_as_likely_as_before():
     common = {"expected_ids": [5, 6, 7], "before": [-0.1, -0.2, -0.3], "max_drop": 1.0}
-    assert gates.canary("c", said_ids=[5, 6, 7], after=[-0.1] * 3, **common).passed
-    other = gates.canary("c", said_ids=[5, 9, 7], after=[-0.1] * 3, **common)
+    assert gates.canary("c", answer_ids=[5, 6, 7], after=[-0.1] * 3, **common).passed
+    other = gates.canary("c", answer_ids=[5, 9, 7], after=[-0.1] * 3, **common)
     assert not other.passed
     assert "differs from token 1 on" in other.text
-    short = gates.canary("c", said_ids=[5, 6], after=[-0.1] * 3, **common)
+    short = gates.canary("c", answer_ids=[5, 6], after=[-0.1] * 3, **common)
     assert not short.passed
     assert "another length" in short.text
-    assert not gates.canary("c", said_ids=None, after=[-0.6] * 3, **common).passed
-    assert not gates.canary("c", said_ids=[5, 6, 7], after=[-0.6] * 3, **common).passed  # right for now, and shaky
-    assert gates.canary("c", said_ids=None, after=[-0.5] * 3, **common).value == pytest.approx(0.9)
+    assert not gates.canary("c", answer_ids=None, after=[-0.6] * 3, **common).passed
+    assert not gates.canary("c", answer_ids=[5, 6, 7], after=[-0.6] * 3, **common).passed  # right for now, and shaky
+    assert gates.canary("c", answer_ids=None, after=[-0.5] * 3, **common).value == pytest.approx(0.9)
 
 
 def test_norms_and_the_sentence_of_them_all():
@@ -164,7 +164,7 @@ def test_lower_can_be_better_and_a_version_that_fell_is_no_measure():
         watch.add(1, 1.0)
     watch.activated(2)
     assert [bool(watch.add(2, 2.0)) for _ in range(16)][-1]
-    watch.activated(1, fell=True)
+    watch.activated(1, regressed=True)
     watch.activated(3)
     assert not any(watch.add(3, 1.0) for _ in range(64))  # against 1.0, not against 2.0
     assert watch.add(3, 9.0) is None

@@ -53,7 +53,7 @@ def test_nothing_shows_before_the_commit_and_everything_after_it(tmp_path: Path)
         await store.first(0, "d0")
         job = await store.begin(await add(store, "a"))
         assert (job.version, job.parent, store.active, store.usable()) == (1, 0, 0, [0])
-        await store.again(job.id, "it died")
+        await store.requeue(job.id, "it died")
         job = await store.begin(job.id)
         assert (job.version, job.attempt) == (2, 2), "the number of the lost attempt is used up"
         await store.commit(job, "d2", 10, {"outcome": "passed"})
@@ -95,7 +95,7 @@ def test_only_a_waiting_job_is_cancelled_and_the_queue_has_an_end(tmp_path: Path
         assert await store.cancel(one, "me") == "running"
         assert store.count() == {"cancelled": 1, "running": 1}
         assert [row["what"] for row in store.audit(10)] == ["cancelling", "cancelled", "train", "train", "first"]
-        await store.again(one, "it died")
+        await store.requeue(one, "it died")
         assert store.job(one).state == "cancelled", "said before the server died, too"
 
     play(tmp_path, work, max_queued=2)

@@ -45,12 +45,12 @@ def test_what_was_taken_back_is_not_taught_again(tmp_path: Path):
         memory = ReplayMemory(SPEC, 0, store, batch_size=8)
         for number in (10, 20, 30):
             await publish(store, number, memory)
-        assert store.line(3) == {0, 1, 2, 3}
+        assert store.lineage(3) == {0, 1, 2, 3}
         assert replayed(memory, store) == [10, 20, 30]
         await store.activate(1, "me", "it was bad")
         assert replayed(memory, store) == [10]
         await publish(store, 40, memory)
-        assert store.line(4) == {0, 1, 4}
+        assert store.lineage(4) == {0, 1, 4}
         assert replayed(memory, store) == [10, 40]
         assert replayed(ReplayMemory(SPEC, 0, store, batch_size=8), store) == [10, 40], "after a restart too"
         await publish(store, 20, memory)

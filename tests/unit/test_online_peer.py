@@ -12,22 +12,22 @@ import pytest
 
 from tandem.errors import CheckpointDamaged, SyncTimeout
 from tandem.io import json_frames
-from tandem.online.messages import Asked, Cancel, JobProgress, Load, Question, Sequence1, decode, from_wire, to_wire
-from tandem.online.rpc import PeerLost, RpcConnection
+from tandem.online.messages import Cancel, JobProgress, Load, RpcCall, RpcRequest, Sequence1, decode, from_wire, to_wire
+from tandem.online.rpc import ConnectionLost, RpcConnection
 from tandem.types import NO_VERSION, Trajectory
 
 
-async def nothing(what: Asked) -> dict[str, Any]:
+async def nothing(what: RpcCall) -> dict[str, Any]:
     raise AssertionError(f"nobody should ask: {what}")
 
 
 def joined(
-    handle: Callable[[Asked], Awaitable[dict[str, Any]]],
+    handle: Callable[[RpcCall], Awaitable[dict[str, Any]]],
     play: Callable[[RpcConnection, RpcConnection], Awaitable[None]],
 ) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        one, other = RpcConnection(nothing, "answering half"), RpcConnection(handle, "asking half")
+        one, other = RpcConnection(nothing, "answering process"), RpcConnection(handle, "calling process")
         await one.start(ours)
         await other.start(theirs)
         try:
@@ -41,7 +41,7 @@ def joined(
 
 
 def test_questions_are_answered_side_by_side_and_errors_keep_their_class():
-    async def handle(what: Asked) -> dict[str, Any]:
+    async def handle(what: RpcCall) -> dict[str, Any]:
         match what:
             case Load(version=7):
                 raise CheckpointDamaged("it is damaged")
@@ -54,34 +54,34 @@ def test_questions_are_answered_side_by_side_and_errors_keep_their_class():
                 raise SyncTimeout("late")
 
     async def play(one: RpcConnection, _: RpcConnection) -> None:
-        answers = await asyncio.gather(*(one.ask(Load(version)) for version in range(5)))
+        answers = await asyncio.gather(*(one.call(Load(version)) for version in range(5)))
         assert [answer["version"] for answer in answers] == [0, 1, 2, 3, 4]
         with pytest.raises(CheckpointDamaged, match="it is damaged"):
-            await one.ask(Load(7))
+            await one.call(Load(7))
         with pytest.raises(Exception, match="RuntimeError: odd"):
-            await one.ask(Load(8))
+            await one.call(Load(8))
         with pytest.raises(SyncTimeout):
-            await one.ask(Cancel("x"))
+            await one.call(Cancel("x"))
 
     joined(handle, play)
 
 
 def test_whoever_waits_hears_that_the_other_half_is_gone():
-    async def handle(what: Asked) -> dict[str, Any]:
+    async def handle(what: RpcCall) -> dict[str, Any]:
         await asyncio.sleep(60)
         return {}
 
     async def play(one: RpcConnection, other: RpcConnection) -> None:
-        waiting = asyncio.create_task(one.ask(Load(1)))
+        waiting = asyncio.create_task(one.call(Load(1)))
         await asyncio.sleep(0.05)
         with pytest.raises(TimeoutError):
-            await one.ask(Load(2), 0.05)
+            await one.call(Load(2), 0.05)
         await other.close()
-        with pytest.raises(PeerLost, match="answering half is gone"):
+        with pytest.raises(ConnectionLost, match="answering process is gone"):
             await waiting
-        with pytest.raises(PeerLost):
-            await one.ask(Load(3))
-        one.tell(JobProgress("x", 1, 1, {}))
+        with pytest.raises(ConnectionLost):
+            await one.call(Load(3))
+        one.notify(JobProgress("x", 1, 1, {}))
 
     joined(handle, play)
 
@@ -102,7 +102,7 @@ def test_what_is_not_of_the_protocol_cuts_the_other_half_off(frame: bytes):
 
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer = RpcConnection(nothing, "odd half")
+        peer = RpcConnection(nothing, "odd process")
         await peer.start(ours)
         theirs.sendall(len(frame).to_bytes(4, "big") + frame)
         await asyncio.wait_for(peer.gone.wait(), 5)
@@ -114,7 +114,7 @@ def test_what_is_not_of_the_protocol_cuts_the_other_half_off(frame: bytes):
 def test_a_frame_without_end_is_not_waited_for():
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer = RpcConnection(nothing, "odd half")
+        peer = RpcConnection(nothing, "odd process")
         await peer.start(ours)
         theirs.sendall((json_frames.MAX_BYTES + 1).to_bytes(4, "big"))
         await asyncio.wait_for(peer.gone.wait(), 5)
@@ -132,4 +132,4 @@ def test_trajectories_cross_as_they_are():
         assert from_wire(to_wire(each), "t") == each
     with pytest.raises(msgspec.ValidationError):
         from_wire(Sequence1([1, 2, 3], 1, "1"), "t")
-    assert isinstance(decode(msgspec.json.encode(Question(1, Load(2)))), Question)
+    assert isinstance(decode(msgspec.json.encode(RpcRequest(1, Load(2)))), RpcRequest)

@@ -53,7 +53,7 @@ def test_a_service_s_files_are_private_even_in_a_directory_that_was_there(shared
     sessions.opened(Session("id", False, "", 0, "", 0.0, 0.0))
     asyncio.run(jobs.first(0, "digest"))
     trainer = TrainerProcess(["echo"], shared / "trainer.log", {})
-    trainer.end.close()
+    trainer.socket.close()
     trainer.stop(5.0)
     assert readable_by_others(shared) == []
     sessions.close()

@@ -1,1 +1,5 @@
-"""Learning while serving: what a job changes, whether it may be served, what keeps the rest from being forgotten."""
+"""Learning while serving: the two processes of an online server, its jobs and versions, gates and replay.
+
+The server process runs orchestrator.py; the trainer process runs trainer_worker.py; messages.py is between them. Only
+serve/, build/ and recipes/ import from here.
+"""

@@ -1,7 +1,7 @@
-"""Whether the engine lives; and another start of it where it does not.
+"""Watch the engine, and restart it when it dies.
 
-consumes: what is heard of it, and its own `lost`     waits for: a start
-produces: the engine again, of no version yet          an error once it was lost too often in a row
+consumes: errors of its calls, and its `lost()`        waits for: a restart
+produces: a restarted engine, without a version yet    an error after too many losses in a row
 """
 
 from __future__ import annotations
@@ -16,35 +16,38 @@ from tandem.protocols import Engine
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
-_PAUSE_S, _MOST_PAUSE_S = 0.2, 10.0
+_POLL_S = 0.2
+_PAUSE_S, _MAX_PAUSE_S = 0.2, 10.0
 
-Revive = Callable[[], Awaitable[None]]
+Restart = Callable[[], Awaitable[None]]
 
 
 class RestartBackoff:
-    def __init__(self, most: int) -> None:
-        self.count, self.most = 0, most
+    """Count losses in a row, and wait longer before each further restart."""
+
+    def __init__(self, limit: int) -> None:
+        self.count, self.limit = 0, limit
 
     @property
-    def are_too_many(self) -> bool:
-        return self.count > self.most
+    def exceeded(self) -> bool:
+        return self.count > self.limit
 
     async def pause(self) -> None:
-        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self.count - 1, 10), _MOST_PAUSE_S))
+        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self.count - 1, 10), _MAX_PAUSE_S))
 
 
 class EngineSupervisor:
-    def __init__(self, engine: Engine, revive: Revive | None, most: int, when_lost: Callable[[], None]) -> None:
-        """`revive` starts it again; None: it is a part of this process, and ends with it. `most`: losses in a row."""
+    def __init__(self, engine: Engine, restart: Restart | None, max_losses: int, on_lost: Callable[[], None]) -> None:
+        """`restart` starts the engine again; None: it runs inside this process and ends with it. `max_losses`: how many
+        losses in a row are followed by a restart."""
         self.why_lost = ""
-        self._engine, self._revive, self._when_lost = engine, revive, when_lost
-        self._restarts, self._losses = 0, RestartBackoff(most)
+        self._engine, self._restart, self._on_lost = engine, restart, on_lost
+        self._restarts, self._losses = 0, RestartBackoff(max_losses)
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if self._revive is not None:
-            self._watching = asyncio.create_task(self._watch(), name="the engine's watch")
+        if self._restart is not None:
+            self._watching = asyncio.create_task(self._watch(), name="engine supervisor")
 
     async def close(self) -> None:
         if self._watching is not None:
@@ -55,40 +58,44 @@ class EngineSupervisor:
         return {"alive": not self.why_lost, "restarts": self._restarts, "why": self.why_lost}
 
     def served(self) -> None:
-        """A version was proven: what was lost before counts no more."""
+        """A version was proven: earlier losses count no more."""
         self._losses.count = 0
 
-    def is_to_blame(self, error: TandemError) -> bool:
-        """For what went wrong; and it can be helped."""
-        return isinstance(error, EngineLost) and self._revive is not None
+    def can_recover(self, error: TandemError) -> bool:
+        """Return whether the engine caused this error and can be restarted."""
+        return isinstance(error, EngineLost) and self._restart is not None
 
     async def lost(self, error: TandemError) -> None:
-        """Returns when it may be tried again."""
-        self._is_lost(str(error))
+        """Record a loss and wait before the restart. EngineError after too many losses in a row."""
+        self._mark_lost(str(error))
         self._losses.count += 1
-        if self._losses.are_too_many:
-            raise EngineError(f"online: the engine was lost {self._losses.count} times in a row: {error}")
+        if self._losses.exceeded:
+            raise EngineError(
+                f"online: the engine was lost {self._losses.count} times in a row, and max_restarts = "
+                f"{self._losses.limit}: {error}"
+            )
         await self._losses.pause()
 
     async def ensure(self) -> None:
-        if not self.why_lost or self._revive is None:
+        """Restart the engine if it is lost."""
+        if not self.why_lost or self._restart is None:
             return
         self._restarts += 1
         try:
-            await self._revive()
+            await self._restart()
         except (TandemError, OSError) as error:
-            raise EngineLost(f"online: the engine could not be started again: {error}") from error
+            raise EngineLost(f"online: restarting the engine failed: {error}") from error
         self.why_lost = ""
 
     async def _watch(self) -> None:
         while True:
             await self._engine.lost()
-            self._is_lost("its process ended")
+            self._mark_lost("its process ended")
             while self.why_lost:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
 
-    def _is_lost(self, why: str) -> None:
+    def _mark_lost(self, why: str) -> None:
         if not self.why_lost:
             _log.error("the engine was lost: %s", why)
             self.why_lost = why
-            self._when_lost()
+            self._on_lost()

@@ -1,4 +1,4 @@
-"""Events for any number of listeners; a listener that does not keep up loses the oldest, never the newest."""
+"""Send events to any number of listeners; a listener that does not keep up loses the oldest events first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_KEPT = 1000
+_MAX_QUEUED = 1000
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Event:
     """job, progress, version, checkpoint"""
     data: Mapping[str, Any]
     ended: bool = False
-    """Nothing more comes of this job."""
+    """Whether this is the job's last event."""
 
 
 class Events:
@@ -40,8 +40,8 @@ class Events:
             queue.put_nowait(event)
 
     async def listen(self) -> AsyncIterator[Event]:
-        """From now on."""
-        queue: asyncio.Queue[Event | None] = asyncio.Queue(_KEPT)
+        """Yield the events from now on."""
+        queue: asyncio.Queue[Event | None] = asyncio.Queue(_MAX_QUEUED)
         self._listeners.add(queue)
         try:
             while (event := await queue.get()) is not None:

@@ -1,6 +1,6 @@
-"""What a job's weights must pass before anybody is served by them. Numbers in, a verdict out; no verdict holds a NaN.
+"""The gates that a job's weights must pass before they are served. Numbers in, a verdict out; no verdict holds a NaN.
 
-A number that is missing or not finite does not pass: a gate that cannot see is closed.
+A number that is missing or not finite does not pass: without a measurement a gate stays closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class GateOutcome:
     gate: str
     passed: bool
     value: float | None
-    """None: it is no number."""
+    """None: not finite."""
     limit: float | None
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -27,7 +27,7 @@ class GateOutcome:
 
 
 class ChangeSize(Protocol):
-    """How far weights went (online/weight_deltas.py)."""
+    """How far the weights moved (online/weight_deltas.py)."""
 
     @property
     def norm(self) -> float: ...
@@ -42,14 +42,14 @@ class ChangeSize(Protocol):
 
 
 def finite(change: ChangeSize, losses: Sequence[float]) -> GateOutcome:
-    """Of the weights, and of the loss of every step."""
-    odd = sum(not math.isfinite(loss) for loss in losses)
-    weights = len(change.not_finite)
-    told = f" (as '{change.not_finite[0]}')" if weights else ""
-    text = f"{odd} of {len(losses)} losses and {weights} tensors{told} hold something that is not a number"
-    if not odd + weights:
-        text = f"all {len(losses)} losses and all weights are numbers"
-    return GateOutcome("finite", not odd + weights, float(odd + weights), 0.0, text)
+    """Pass if all weights and all of these losses are finite."""
+    bad_losses = sum(not math.isfinite(loss) for loss in losses)
+    bad_tensors = len(change.not_finite)
+    example = f" (for example '{change.not_finite[0]}')" if bad_tensors else ""
+    text = f"{bad_losses} of {len(losses)} losses and {bad_tensors} tensors{example} are not finite"
+    if not bad_losses + bad_tensors:
+        text = f"all {len(losses)} losses and all weights are finite"
+    return GateOutcome("finite", not bad_losses + bad_tensors, float(bad_losses + bad_tensors), 0.0, text)
 
 
 def update_norm(change: ChangeSize, *, max_relative: float) -> GateOutcome:
@@ -59,7 +59,7 @@ def update_norm(change: ChangeSize, *, max_relative: float) -> GateOutcome:
 
 
 def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float) -> GateOutcome:
-    """Losses of the same conversations, in the same order."""
+    """`before`, `after`: losses of the same conversations, in the same order."""
     if not before and not after:
         return GateOutcome("held_out", True, None, max_rise, "nothing is held out")
     rises = [now - then for then, now in zip(before, after, strict=True)]
@@ -74,49 +74,52 @@ def held_out(before: Sequence[float], after: Sequence[float], *, max_rise: float
 
 
 def kl(drawn: Sequence[tuple[Sequence[float], Sequence[float]]], *, limit: float) -> GateOutcome:
-    """KL(reference || candidate) a token, from tokens that the reference sampled: its logprobs of them, and the
-    candidate's. The estimator is r - 1 - log r with r = p_candidate / p_reference: no bias, and never below 0."""
+    """Estimate KL(reference || candidate) per token from tokens that the reference sampled. `drawn`: the reference's
+    logprobs of them, and the candidate's. The estimator is r - 1 - log r with r = p_candidate / p_reference: unbiased,
+    and never below 0."""
     gaps = [
         after - before for reference, candidate in drawn for before, after in zip(reference, candidate, strict=True)
     ]
     if not gaps:
         return GateOutcome("kl", True, None, limit, "no ordinary prompt was sampled")
-    estimates = [math.expm1(min(gap, _MOST)) - gap for gap in gaps]
+    estimates = [math.expm1(min(gap, _MAX_LOG_RATIO)) - gap for gap in gaps]
     value = _mean(estimates)
     text = f"answers to ordinary prompts moved by {value:.4f} nats a token ({len(drawn)} answers, {len(gaps)} tokens)"
     numbers = {"tokens": float(len(gaps)), "answers": float(len(drawn)), "stderr": _stderr(estimates)}
     return _at_most("kl", value, limit, text, {**numbers, "plain": -_mean(gaps)})
 
 
-_MOST = 20.0  # of a log-ratio: e^20 fails any limit, and is a number
+_MAX_LOG_RATIO = 20.0  # e^20 fails any limit, and does not overflow
 
 
 def canary(
     name: str,
     *,
     expected_ids: Sequence[int],
-    said_ids: Sequence[int] | None,
+    answer_ids: Sequence[int] | None,
     before: Sequence[float],
     after: Sequence[float],
     max_drop: float,
 ) -> GateOutcome:
-    """`said_ids`: the greedy answer, where it must be exactly the one that is expected. `before`, `after`: logprobs of
-    the expected one's tokens."""
+    """`answer_ids`: the greedy answer if it must equal the expected one; else None. `before`, `after`: logprobs of the
+    expected answer's tokens."""
     drop = _sum(before) - _sum(after)
     gate, numbers = f"canary:{name}", {"tokens": float(len(expected_ids))}
     text = f"the answer that '{name}' expects became less likely by {drop:.3f} nats"
-    if said_ids is not None:
-        same = list(said_ids) == list(expected_ids)
-        at = next((i for i, pair in enumerate(zip(said_ids, expected_ids, strict=False)) if pair[0] != pair[1]), None)
+    if answer_ids is not None:
+        same = list(answer_ids) == list(expected_ids)
+        at = next((i for i, pair in enumerate(zip(answer_ids, expected_ids, strict=False)) if pair[0] != pair[1]), None)
         where = "has another length" if at is None else f"differs from token {at} on"
         if not same:
-            return GateOutcome(gate, False, _number(drop), max_drop, f"the answer to '{name}' {where}; {text}", numbers)
+            return GateOutcome(
+                gate, False, _finite_or_none(drop), max_drop, f"the answer to '{name}' {where}; {text}", numbers
+            )
         text = f"the answer to '{name}' is as expected; {text}"
     return _at_most(gate, drop, max_drop, text, numbers)
 
 
 def verdict(all_: Sequence[GateOutcome]) -> tuple[bool, str]:
-    """Whether to publish, and one sentence of why."""
+    """Return whether to publish, and a sentence that says why."""
     failed = [each for each in all_ if not each.passed]
     if failed:
         return False, "rejected by " + "; ".join(f"{each.gate}: {each.text}" for each in failed)
@@ -125,12 +128,13 @@ def verdict(all_: Sequence[GateOutcome]) -> tuple[bool, str]:
 
 def _at_most(gate: str, value: float, limit: float, text: str, numbers: Mapping[str, float]) -> GateOutcome:
     passed = math.isfinite(value) and value <= limit
-    beside = "within" if passed else "and not within"
-    kept = {name: number for name, number in numbers.items() if math.isfinite(number)}
-    return GateOutcome(gate, passed, _number(value), limit, f"{text}, {beside} the limit of {limit:g}", kept)
+    relation = "within" if passed else "and not within"
+    finite_numbers = {name: number for name, number in numbers.items() if math.isfinite(number)}
+    full_text = f"{text}, {relation} the limit of {limit:g}"
+    return GateOutcome(gate, passed, _finite_or_none(value), limit, full_text, finite_numbers)
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -1,11 +1,11 @@
-"""What was asked, what became of it, and which version is active: one table each, and the one commit point.
+"""The database of an online server: jobs, versions, the active version, and the audit log.
 
     queued -> running -> publishing -> published
                  |            +-> failed (the engine refused it)
                  +-> rejected | failed | cancelled | queued (the trainer died)
 
-`publishing` begins with one transaction: the version exists, it is the active one, the job is its maker. Until then a
-restart finds everything as before; from then on as after. Numbers of versions are taken for good when a job starts.
+One transaction takes a job to `publishing`, adds its version and makes it the active one. A restart finds all of that
+or nothing of it. A job gets its version number when it starts; that number is never used again.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _SCHEMA = [
 
 
 def active_version(directory: Path) -> int:
-    """Return which version is the active one, read beside a server that may own the store."""
+    """Return the active version. The server that owns the store may be running meanwhile."""
     with read_only(directory) as connection:
         return int(connection.execute("SELECT value FROM numbers WHERE name = 'active'").fetchone()[0])
 
 
 @dataclass(frozen=True)
 class Job:
-    """A row, with what is to be trained."""
+    """A row of the jobs table, without its samples."""
 
     id: str
     number: int
@@ -76,12 +76,12 @@ class Job:
     result: dict[str, Any]
 
     def row(self) -> dict[str, Any]:
-        """For people and programs; JSON."""
-        told = {name: getattr(self, name) for name in _TOLD}
-        return told | {"teaching": msgspec.to_builtins(self.teaching), **self.result}
+        """Return it as JSON, for the routes."""
+        fields = {name: getattr(self, name) for name in _ROW_FIELDS}
+        return fields | {"teaching": msgspec.to_builtins(self.teaching), **self.result}
 
 
-_TOLD = ("id", "state", "who", "source", "created", "ended", "attempt", "version", "parent", "why")
+_ROW_FIELDS = ("id", "state", "who", "source", "created", "ended", "attempt", "version", "parent", "why")
 _COLUMNS = "id, number, state, who, source, created, ended, attempt, version, parent, why, teaching, result"
 _OF_VERSIONS = "version, parent, job, state, created, digest, served, bytes"
 _GROUPS = msgspec.json.Decoder(list[list[Sequence1]])
@@ -89,7 +89,7 @@ _TEACHING = msgspec.json.Decoder(Teaching)
 
 
 class JobStore:
-    """Reads are of what is committed, at once; writes are on the disk when they return."""
+    """A read sees what is committed, without waiting; a write is on the disk when it returns."""
 
     def __init__(self, directory: Path, *, max_queued: int = 1000) -> None:
         self._durable = Durable(directory, _SCHEMA)
@@ -102,11 +102,11 @@ class JobStore:
     def close(self) -> None:
         self._durable.close()
 
-    # --- questions
+    # --- reads
 
     @property
     def active(self) -> int:
-        """-1: nothing was ever served."""
+        """The active version; -1: no version was ever served."""
         return int(self._durable.read("SELECT value FROM numbers WHERE name = 'active'")[0][0])
 
     def job(self, id: str) -> Job:
@@ -116,7 +116,7 @@ class JobStore:
         return _job(rows[0])
 
     def jobs(self, most: int, states: Sequence[str] = ()) -> list[Job]:
-        """The newest first; of some states: the oldest first."""
+        """Return all jobs, newest first; or those in some states, oldest first."""
         if not states:
             return [
                 _job(row)
@@ -130,11 +130,11 @@ class JobStore:
         return _GROUPS.decode(self._durable.read("SELECT groups FROM jobs WHERE id = ?", (id,))[0][0])
 
     def said(self, id: str) -> Any:
-        """The samples as they were sent."""
+        """Return the samples as the client sent them."""
         return json.loads(self._durable.read("SELECT said FROM jobs WHERE id = ?", (id,))[0][0])
 
     def versions(self, most: int, before: int) -> list[dict[str, Any]]:
-        """The newest of those before one, oldest first."""
+        """Return the newest versions below `before`, oldest first."""
         sql = f"SELECT {_OF_VERSIONS} FROM versions WHERE version < ? ORDER BY version DESC LIMIT ?"
         return [_version(row) for row in reversed(self._durable.read(sql, (before, most)))]
 
@@ -145,12 +145,12 @@ class JobStore:
         return _version(rows[0])
 
     def usable(self) -> list[int]:
-        """Oldest first."""
+        """Return the versions that can be served, oldest first."""
         sql = "SELECT version FROM versions WHERE state = 'kept' ORDER BY version"
         return [int(row[0]) for row in self._durable.read(sql)]
 
-    def line(self, version: int) -> set[int]:
-        """What it comes from, itself included, back to the first."""
+    def lineage(self, version: int) -> set[int]:
+        """Return this version and all its ancestors."""
         sql = (
             "WITH RECURSIVE line(version) AS (SELECT ? UNION SELECT versions.parent FROM versions JOIN line "
             "ON versions.version = line.version WHERE versions.parent IS NOT NULL) SELECT version FROM line"
@@ -167,15 +167,15 @@ class JobStore:
         }
 
     def answered(self, once: RequestKey) -> dict[str, Any] | None:
-        """What was answered to this very write before. KeyReused if its key came with another one."""
+        """Return the reply that this write request got before, if any. KeyReused: its key came with another request."""
         rows = self._durable.read("SELECT digest, answer FROM keys WHERE key = ?", (once.key,))
         if not rows:
             return None
         if rows[0][0] != once.digest:
-            raise KeyReused(f"Idempotency-Key '{once.key}' came before with another request; take a new one")
+            raise KeyReused(f"Idempotency-Key '{once.key}' was used for another request; use a new key")
         return json.loads(rows[0][1])
 
-    # --- changes
+    # --- writes
 
     async def add(
         self,
@@ -187,7 +187,7 @@ class JobStore:
         said: bytes,
         once: RequestKey,
     ) -> dict[str, Any]:
-        """`said`: the samples as JSON, as the client sent them."""
+        """Queue a job. `said`: the samples as JSON, as the client sent them."""
         packed = msgspec.json.encode(groups), msgspec.json.encode(teaching), said
 
         def change(db: sqlite3.Connection) -> dict[str, Any]:
@@ -195,7 +195,9 @@ class JobStore:
                 return reply
             (waiting,) = db.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()
             if waiting >= self._max_queued:
-                raise QueueFull(f"{waiting} jobs wait, and {self._max_queued} may; send it again later")
+                raise QueueFull(
+                    f"{waiting} jobs are queued, the most allowed is {self._max_queued}; send it again later"
+                )
             id = uuid.uuid4().hex
             db.execute(
                 "INSERT INTO jobs (id, state, who, source, created, groups, teaching, said) VALUES (?,?,?,?,?,?,?,?)",
@@ -207,7 +209,7 @@ class JobStore:
         return await self._durable.write(change)
 
     async def first(self, version: int, digest: str) -> None:
-        """The version that everything begins with."""
+        """Add the version that the server starts with, and make it active."""
 
         def change(db: sqlite3.Connection) -> None:
             _insert_version(db, version, None, None, digest, 0)
@@ -217,7 +219,7 @@ class JobStore:
         await self._durable.write(change)
 
     async def begin(self, id: str) -> Job:
-        """Begin the job, with a version number that is never used again."""
+        """Start the job, and give it a version number that is never used again."""
 
         def change(db: sqlite3.Connection) -> None:
             (version,) = db.execute("SELECT value FROM numbers WHERE name = 'next'").fetchone()
@@ -229,18 +231,18 @@ class JobStore:
                 (version, parent, id),
             )
             if not done.rowcount:
-                raise Conflict(f"job '{id}' does not wait any more")
+                raise Conflict(f"job '{id}' is not queued any more")
 
         await self._durable.write(change)
         return self.job(id)
 
-    async def again(self, id: str, why: str, *, counts: bool = True) -> None:
-        """Back to the queue, unless it was called off: nothing of it is left anywhere. `counts`: as an attempt."""
+    async def requeue(self, id: str, why: str, *, counts: bool = True) -> None:
+        """Queue a running job again; end it instead if a client cancelled it. `counts`: as one of its attempts."""
 
         def change(db: sqlite3.Connection) -> None:
             (called_off,) = db.execute("SELECT called_off FROM jobs WHERE id = ?", (id,)).fetchone()
             if called_off:
-                return _end(db, id, "cancelled", "it was called off")
+                return _end(db, id, "cancelled", "it was cancelled")
             sql = "UPDATE jobs SET state = 'queued', version = NULL, why = ?, attempt = attempt - ? WHERE id = ?"
             db.execute(sql, (why, 0 if counts else 1, id))
             _note(db, "server", "again", {"job": id, "why": why})
@@ -248,14 +250,14 @@ class JobStore:
         await self._durable.write(change)
 
     async def commit(self, job: Job, digest: str, size_bytes: int, result: Mapping[str, Any]) -> bool:
-        """The version is there and active: from now on, whatever is killed, it is what is served after a restart. False
-        if the job was called off at the last moment: then it is cancelled, and there is no such version."""
+        """Add the job's version and make it active: from now on a restart serves it. Return False if the job was
+        cancelled meanwhile; then the version does not exist."""
 
         def change(db: sqlite3.Connection) -> bool:
             assert job.version is not None
             (called_off,) = db.execute("SELECT called_off FROM jobs WHERE id = ?", (job.id,)).fetchone()
             if called_off:
-                _end(db, job.id, "cancelled", "it was called off")
+                _end(db, job.id, "cancelled", "it was cancelled")
                 return False
             _insert_version(db, job.version, job.parent, job.id, digest, size_bytes)
             _set(db, "active", job.version)
@@ -273,7 +275,7 @@ class JobStore:
         await self._durable.write(change)
 
     async def refused(self, job: Job, why: str) -> None:
-        """The engine does not take what was committed: it is taken back, and its number stays used."""
+        """Undo the commit of a version that the engine refused. Its number stays used."""
 
         def change(db: sqlite3.Connection) -> None:
             db.execute("UPDATE versions SET state = 'dropped' WHERE version = ?", (job.version,))
@@ -284,7 +286,7 @@ class JobStore:
         await self._durable.write(change)
 
     async def cancel(self, id: str, who: str) -> JobState:
-        """Of a job that waits. What it is in otherwise: one that is trained is not begun again."""
+        """Cancel a queued job, and mark a running one so that it is not queued again. Return the job's state."""
 
         def change(db: sqlite3.Connection) -> JobState:
             row = db.execute("SELECT state FROM jobs WHERE id = ?", (id,)).fetchone()
@@ -302,14 +304,14 @@ class JobStore:
         return await self._durable.write(change)
 
     async def activate(self, version: int, who: str, why: str) -> int:
-        """Makes a kept version the active one; the one before."""
+        """Make a kept version the active one; return the one before."""
 
         def change(db: sqlite3.Connection) -> int:
             row = db.execute("SELECT state FROM versions WHERE version = ?", (version,)).fetchone()
             if row is None:
                 raise NotKnown(f"there is no version {version}")
             if row[0] != "kept":
-                raise Conflict(f"version {version} is {row[0]}, and cannot be served")
+                raise Conflict(f"version {version} is {row[0]}: only a kept version can be served")
             (before,) = db.execute("SELECT value FROM numbers WHERE name = 'active'").fetchone()
             _set(db, "active", version)
             _note(db, who, "activate", {"version": version, "before": before, "why": why})
@@ -318,7 +320,7 @@ class JobStore:
         return await self._durable.write(change)
 
     async def served(self, version: int, digest: str) -> None:
-        """What an engine proved to serve as this version, the first time."""
+        """Store the digest that the engine proved for this version the first time."""
         await self._durable.write(
             lambda db: db.execute("UPDATE versions SET served = ? WHERE version = ? AND served = ''", (digest, version))
         )
@@ -335,7 +337,7 @@ class JobStore:
         await self._durable.write(lambda db: _note(db, who, what, detail))
 
     async def answer(self, once: RequestKey, reply: Mapping[str, Any]) -> dict[str, Any]:
-        """Remembers what was answered; what was, if another was quicker."""
+        """Store the reply to a write request, and return it; or the reply that is stored already."""
 
         def change(db: sqlite3.Connection) -> dict[str, Any]:
             found = _answered(db, once)
@@ -347,7 +349,7 @@ class JobStore:
 def _answered(db: sqlite3.Connection, once: RequestKey) -> dict[str, Any] | None:
     row = db.execute("SELECT digest, answer FROM keys WHERE key = ?", (once.key,)).fetchone()
     if row is not None and row[0] != once.digest:
-        raise KeyReused(f"Idempotency-Key '{once.key}' came before with another request; take a new one")
+        raise KeyReused(f"Idempotency-Key '{once.key}' was used for another request; use a new key")
     return None if row is None else json.loads(row[1])
 
 

@@ -1,7 +1,7 @@
 """Requests that wait for the gap between two jobs: to activate a version, or to write a checkpoint.
 
 consumes: work, and the callers that wait    waits for: nothing; the orchestrator says when
-produces: its result, or its error           tried again should the engine or the trainer process die over it
+produces: its result, or its error           retried if the engine or the trainer process dies meanwhile
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ class PendingRequests:
         self._open.append(_PendingRequest(work, done))
         return done
 
-    async def grant(self) -> None:
-        """Do all requests, one after the other. Raise EngineLost; the caller gets it if it happened too often."""
+    async def run_all(self) -> None:
+        """Run all requests, one after the other. EngineLost is raised here, and the request is tried again later; after
+        _TRIES times its caller gets the error, too."""
         while self._open:
-            await self._grant(self._open.popleft())
+            await self._run(self._open.popleft())
 
-    def refuse(self, why: str) -> None:
+    def refuse_all(self, why: str) -> None:
+        """Fail all waiting requests."""
         while self._open:
             if not (done := self._open.popleft().done).done():
                 done.set_exception(EngineError(why))
 
-    async def _grant(self, wish: _PendingRequest) -> None:
-        if wish.done.done():  # its caller gave up
+    async def _run(self, request: _PendingRequest) -> None:
+        if request.done.done():  # its caller gave up
             return
         try:
-            result = await wish.work()
+            result = await request.work()
         except EngineLost as error:
-            wish.tries += 1
-            if wish.tries < _TRIES:
-                self._open.append(wish)
-            elif not wish.done.done():
-                wish.done.set_exception(EngineError(f"{error}; ask again"))
+            request.tries += 1
+            if request.tries < _TRIES:
+                self._open.append(request)
+            elif not request.done.done():
+                request.done.set_exception(EngineError(f"{error}; send the request again"))
             raise
         except Exception as error:  # noqa: BLE001 - the caller gets every error
-            if not wish.done.done():
-                wish.done.set_exception(error)
+            if not request.done.done():
+                request.done.set_exception(error)
         else:
-            if not wish.done.done():
-                wish.done.set_result(result)
+            if not request.done.done():
+                request.done.set_result(result)

@@ -1,4 +1,5 @@
-"""The engine as far as the trainer process may ask for it: while a version is published, and that version alone."""
+"""The trainer process's access to the engine while a version is published: the handler in the server process
+(Publishing), and the engine's proxy in the trainer process (EngineProxy)."""
 
 from __future__ import annotations
 
@@ -9,26 +10,30 @@ from typing import Any, Protocol
 
 from tandem.errors import EngineError, NotKnown, SyncError
 from tandem.io.engine_messages import served_as_json, served_of
-from tandem.online.messages import Asked, Attach, CanarySample, Load
+from tandem.online.messages import Attach, CanarySample, Load, RpcCall
 from tandem.protocols import DigestedEngine, OnToken, WeightSource
 from tandem.types import Completion, Sampling, Served, Span
 
-Ask = Callable[[Asked], Awaitable[dict[str, Any]]]
+RpcCaller = Callable[[RpcCall], Awaitable[dict[str, Any]]]
 
 
 class RelayedSource(WeightSource, Protocol):
+    """A weight source that remembers the engine's reply to `attached`, for the bridge in the trainer process."""
+
     @property
     def reply(self) -> Mapping[str, Any]: ...
 
 
 class Publishing:
+    """Serves the trainer process's requests to the engine: during a publication only, of the active version only."""
+
     def __init__(
         self,
         engine: DigestedEngine,
         open_source: Callable[[Mapping[str, Any]], RelayedSource],
         active: Callable[[], int],
     ) -> None:
-        """`active`: the version that was committed last."""
+        """`active` returns the version that was committed last."""
         self._engine, self._open_source, self._active = engine, open_source, active
         self._source: RelayedSource | None = None
         self._under_way = False
@@ -41,9 +46,9 @@ class Publishing:
         finally:
             self._under_way = False
 
-    async def handle(self, what: Asked) -> dict[str, Any]:
+    async def handle(self, what: RpcCall) -> dict[str, Any]:
         if not self._under_way:
-            raise SyncError("online: nothing is being published: the engine's weights are not the trainer's to change")
+            raise SyncError("online: the trainer process may use the engine only while a version is published")
         match what:
             case Attach(link=link):
                 return await self._attach(link)
@@ -60,7 +65,7 @@ class Publishing:
                     "finish_reason": made.finish_reason,
                 }
             case _:
-                raise NotKnown(f"online: the server process is not asked for {type(what).__name__}")
+                raise NotKnown(f"online: the server process does not serve {type(what).__name__}")
 
     def close(self) -> None:
         if self._source is not None:
@@ -78,10 +83,10 @@ class Publishing:
 
 
 class EngineProxy:
-    """Only what a publication needs of an Engine."""
+    """The methods of Engine that a publication needs; each is a request to the server process."""
 
-    def __init__(self, ask: Ask, receivers: int) -> None:
-        self._ask, self._receivers, self._version = ask, receivers, -1
+    def __init__(self, call: RpcCaller, receivers: int) -> None:
+        self._call, self._receivers, self._version = call, receivers, -1
 
     @property
     def version(self) -> int:
@@ -100,21 +105,21 @@ class EngineProxy:
         on_token: OnToken | None = None,
     ) -> Completion:
         if sampling.temperature or on_token is not None:
-            raise EngineError("online: the trainer process samples canaries only, greedily")
-        told = await self._ask(CanarySample(list(prompt_ids), sampling.max_tokens))
-        spans = [Span(int(version), int(count)) for version, count in told["spans"]]
-        return Completion(told["ids"], told["logprobs"], spans, told["finish_reason"])
+            raise EngineError("online: the trainer process samples canaries only: greedily, without streaming")
+        reply = await self._call(CanarySample(list(prompt_ids), sampling.max_tokens))
+        spans = [Span(int(version), int(count)) for version, count in reply["spans"]]
+        return Completion(reply["ids"], reply["logprobs"], spans, reply["finish_reason"])
 
     async def attach(self, source: WeightSource) -> None:
-        source.attached(await self._ask(Attach(dict(source.link))))
+        source.attached(await self._call(Attach(dict(source.link))))
 
     async def load(self, version: int) -> Served:
-        served = served_of(await self._ask(Load(version)))
+        served = served_of(await self._call(Load(version)))
         self._version = served.version
         return served
 
     async def sleep(self) -> None:
-        """The two share no memory: nothing is lent."""
+        """Does nothing: engine and trainer share no memory."""
 
     async def wake(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A served metric that falls with a version: the mean of its newest values there, against those of before."""
+"""Detect that a served metric falls with a version: compare the mean of its newest values with those before it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ class Regression:
 
 
 class RegressionWatch:
-    """Values count for the version that made the answer; late values of an older version count as before. A version
-    with few ratings does not wash out what is known of those before it. A restarted server starts with no values."""
+    """A value counts for the version that made the answer; a late value of an older version counts as one before. A
+    version with few values does not push out those before it. A restarted server starts without values."""
 
     def __init__(self, spec: WatchSpec) -> None:
         self._spec = spec
         self._version = -1
         self._before: deque[float] = deque(maxlen=spec.window)
         self._now: deque[float] = deque(maxlen=spec.window)
-        self._told = False
+        self._reported = False
 
-    def activated(self, version: int, *, fell: bool = False) -> None:
-        """`fell`: the version so far is gone back from. What was said of one that fell is no measure for the next."""
+    def activated(self, version: int, *, regressed: bool = False) -> None:
+        """Another version is served. `regressed`: because the last one regressed. Its values are then dropped: they are
+        no measure for the next version."""
         if version == self._version:
             return
-        if not fell and not self._told:
+        if not regressed and not self._reported:
             self._before.extend(self._now)
         self._now.clear()
-        self._version, self._told = version, False
+        self._version, self._reported = version, False
 
     def add(self, version: int, value: float) -> Regression | None:
-        """Says so once a version. Values of versions to come, and what is no number, count for nothing."""
+        """Add a value; return a Regression at most once a version. Values of later versions, NaN and infinity are
+        ignored."""
         if not math.isfinite(value) or version > self._version:
             return None
         (self._now if version == self._version else self._before).append(value)
-        return None if self._told else self._fallen()
+        return None if self._reported else self._regression()
 
-    def _fallen(self) -> Regression | None:
+    def _regression(self) -> Regression | None:
         fewest = min(len(self._before), len(self._now))
         if fewest < self._spec.min_samples:
             return None
@@ -56,7 +58,7 @@ class RegressionWatch:
         noise = math.hypot(_stderr(self._before), _stderr(self._now))
         if fall <= self._spec.fall or fall <= self._spec.sigmas * noise:
             return None
-        self._told = True
+        self._reported = True
         text = (
             f"'{self._spec.metric}' went from {before:.4g} to {now:.4g} with version {self._version} ({len(self._now)} "
             f"values against {len(self._before)}; more than {self._spec.fall:g} and {self._spec.sigmas:g} standard "

@@ -1,7 +1,7 @@
-"""One end of the socket between the halves: asks, and answers what it is asked.
+"""RPC over a socket between the server process and the trainer process: both ends send requests and serve them.
 
-consumes: frames of the other half      waits for: its answers; for ever, unless the caller says how long
-produces: answers; `gone`, once the other half has closed, died or broken the rules
+consumes: frames of the other process   waits for: its replies; without end unless the caller gives a deadline
+produces: replies; `gone`, once the other process has closed its end, died or broken the protocol
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ import msgspec
 from tandem import errors
 from tandem.errors import EngineLost, TandemError
 from tandem.io import json_frames
-from tandem.online.messages import Asked, JobProgress, Question, RpcFailure, RpcReply, decode, encode
+from tandem.online.messages import JobProgress, RpcCall, RpcFailure, RpcReply, RpcRequest, decode, encode
 
 _log = logging.getLogger(__name__)
 
-Handle = Callable[[Asked], Awaitable[dict[str, Any]]]
+Handle = Callable[[RpcCall], Awaitable[dict[str, Any]]]
 
 
-class PeerLost(EngineLost):
-    """The other half is gone; what it was asked has no answer."""
+class ConnectionLost(EngineLost):
+    """The other process is gone; requests to it get no reply."""
 
 
 class RpcConnection:
+    """One end of the connection."""
+
     def __init__(self, handle: Handle, name: str) -> None:
-        """`handle` answers questions, several at a time. `name`: of the other half, for people."""
+        """`handle` serves requests, several at a time. `name`: what errors call the other process."""
         self.gone = asyncio.Event()
         self._handle, self._name = handle, name
         self._number = 0
-        self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self._in_flight: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -43,24 +45,25 @@ class RpcConnection:
         reader, self._writer = await asyncio.open_unix_connection(sock=end)
         self._reading = asyncio.create_task(self._read(json_frames.Reader(reader)), name=f"from the {self._name}")
 
-    async def ask(self, what: Asked, deadline_s: float | None = None) -> dict[str, Any]:
-        """The answer; the other half's error, of its class; HalfLost. `TimeoutError` after the deadline."""
+    async def call(self, what: RpcCall, deadline_s: float | None = None) -> dict[str, Any]:
+        """Send a request and return the reply. Raises the other process's error with its class; ConnectionLost;
+        `TimeoutError` after the deadline."""
         if self.gone.is_set() or self._writer is None:
-            raise PeerLost(f"online: the {self._name} is gone")
+            raise ConnectionLost(f"online: the {self._name} is gone")
         self._number += 1
         number = self._number
-        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        reply = self._in_flight[number] = asyncio.get_running_loop().create_future()
         try:
-            self._write(Question(number, what))
+            self._write(RpcRequest(number, what))
             async with asyncio.timeout(deadline_s):
-                return await answer
+                return await reply
         finally:
-            self._open.pop(number, None)
+            self._in_flight.pop(number, None)
 
-    def tell(self, what: JobProgress) -> None:
-        """Not answered; a half that is gone does not hear it."""
+    def notify(self, what: JobProgress) -> None:
+        """Send a message without a reply; does nothing if the other process is gone."""
         if not self.gone.is_set():
-            self._write(Question(0, what))
+            self._write(RpcRequest(0, what))
 
     async def close(self) -> None:
         if self._reading is not None:
@@ -68,7 +71,7 @@ class RpcConnection:
             await asyncio.gather(self._reading, return_exceptions=True)
         self._end("it was closed")
 
-    def _write(self, message: Question | RpcReply) -> None:
+    def _write(self, message: RpcRequest | RpcReply) -> None:
         assert self._writer is not None
         if not self._writer.is_closing():
             self._writer.write(json_frames.framed(encode(message)))
@@ -79,18 +82,18 @@ class RpcConnection:
             while frame := await source.read():
                 self._take(decode(frame))
         except (json_frames.BadFrame, msgspec.ValidationError, msgspec.DecodeError) as error:
-            why = f"what it said is not of this protocol: {error}"
+            why = f"it sent a message that is not in this protocol: {error}"
             _log.error("the %s: %s", self._name, why)
         finally:
             self._end(why)
 
-    def _take(self, message: Question | RpcReply) -> None:
-        if isinstance(message, Question):
-            task = asyncio.create_task(self._answer(message))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+    def _take(self, message: RpcRequest | RpcReply) -> None:
+        if isinstance(message, RpcRequest):
+            task = asyncio.create_task(self._serve(message))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
             return
-        waiting = self._open.pop(message.number, None)
+        waiting = self._in_flight.pop(message.number, None)
         if waiting is None or waiting.done():  # the caller has given up
             return
         if message.failure is None:
@@ -98,27 +101,27 @@ class RpcConnection:
         else:
             waiting.set_exception(_error_of(message.failure))
 
-    async def _answer(self, question: Question) -> None:
+    async def _serve(self, request: RpcRequest) -> None:
         try:
-            answer = RpcReply(question.number, await self._handle(question.what))
+            reply = RpcReply(request.number, await self._handle(request.what))
         except TandemError as error:
-            answer = RpcReply(question.number, failure=RpcFailure(type(error).__name__, str(error)))
-        except Exception as error:  # noqa: BLE001 - the other half must hear of it, whatever it is
-            _log.exception("%s failed", type(question.what).__name__)
-            answer = RpcReply(question.number, failure=RpcFailure("TandemError", f"{type(error).__name__}: {error}"))
-        if question.number:
-            self._write(answer)
+            reply = RpcReply(request.number, failure=RpcFailure(type(error).__name__, str(error)))
+        except Exception as error:  # noqa: BLE001 - the other process waits for a reply to every request
+            _log.exception("%s failed", type(request.what).__name__)
+            reply = RpcReply(request.number, failure=RpcFailure("TandemError", f"{type(error).__name__}: {error}"))
+        if request.number:  # 0: a notification
+            self._write(reply)
 
     def _end(self, why: str) -> None:
         if self.gone.is_set():
             return
         self.gone.set()
-        for waiting in self._open.values():
+        for waiting in self._in_flight.values():
             if not waiting.done():
-                waiting.set_exception(PeerLost(f"online: the {self._name} is gone: {why}"))
+                waiting.set_exception(ConnectionLost(f"online: the {self._name} is gone: {why}"))
                 waiting.exception()  # mark it as retrieved, in case the caller gave up
-        self._open.clear()
-        for task in self._answering:
+        self._in_flight.clear()
+        for task in self._serving:
             task.cancel()
         if self._writer is not None:
             self._writer.close()
@@ -130,5 +133,5 @@ def _error_of(failure: RpcFailure) -> TandemError:
         kind = TandemError
     try:
         return kind(failure.text)
-    except TypeError:  # one that is made of more than its text
+    except TypeError:  # a class whose constructor takes more than a text
         return TandemError(failure.text)

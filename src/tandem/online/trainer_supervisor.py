@@ -1,7 +1,7 @@
-"""Whether the trainer process lives; and another one where it does not.
+"""Start the trainer process, watch it, and replace it when it dies or hangs.
 
-consumes: the start of a process, what it tells of its steps     waits for: its answers
-produces: a half that has opened its files                       an error once too many in a row died over their work
+consumes: a way to start the process, its progress messages     waits for: its replies
+produces: a trainer process that has loaded its version         an error after too many deaths in a row
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ import msgspec
 
 from tandem.errors import EngineError, TandemError
 from tandem.online.engine_supervisor import RestartBackoff
-from tandem.online.messages import Asked, JobProgress, Open, Train, Trained, WorkerOpened
-from tandem.online.rpc import Handle, PeerLost, RpcConnection
+from tandem.online.messages import JobProgress, Open, RpcCall, Train, Trained, WorkerOpened
+from tandem.online.rpc import ConnectionLost, Handle, RpcConnection
 
 _log = logging.getLogger(__name__)
 
 _STOP_S = 0.3
-_LOOKS = 8  # a deadline
-_TAIL_BYTES, _TAIL_LINES, _END_S = 8192, 8, 1.0
-_LOG_BYTES = 16 * 2**20
+_CHECKS = 8  # waits that a step's deadline is split into
+_TAIL_BYTES, _TAIL_LINES, _EXIT_S = 8192, 8, 1.0
+LOG_BYTES = 16 * 2**20
 
 
 class TrainerProcess:
-    """`command` gets the descriptor of its end as its last argument; what it prints is appended to `log`, which is
-    begun again at a start that finds it large: the old one is then `<log>.1`."""
+    """A child process, connected by a socket pair; it exits when its end of the socket closes.
+
+    `command` gets the descriptor of its socket as last argument. Its output is appended to `log`; a start that finds
+    more than LOG_BYTES there renames the file to `<log>.1` first.
+    """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._log = log
-        if log.exists() and log.stat().st_size > _LOG_BYTES:
+        if log.exists() and log.stat().st_size > LOG_BYTES:
             log.replace(log.with_name(f"{log.name}.1"))
         private = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with theirs, os.fdopen(private, "ab") as output:
@@ -51,7 +54,7 @@ class TrainerProcess:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is this process's to deal with
+                start_new_session=True,  # Ctrl-C signals this process only, which then ends the other
             )
 
     @property
@@ -59,19 +62,19 @@ class TrainerProcess:
         return self._process.pid
 
     def stop(self, grace_s: float) -> None:
-        """Its socket is closed already, which ends it; killed if that takes longer."""
+        """Wait until it has exited, and kill it after `grace_s`. Close the socket before: that makes it exit."""
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def epitaph(self) -> str:
-        """How it ended, and its last words."""
-        until = time.monotonic() + _END_S  # the socket closes a moment before the process is gone
+    def describe_end(self) -> str:
+        """Return its exit code or signal, and the last lines of its log."""
+        until = time.monotonic() + _EXIT_S  # the socket closes a moment before the process is gone
         while (code := self._process.poll()) is None and time.monotonic() < until:
             time.sleep(0.02)
-        how = "it runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = "still running" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         with self._log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - _TAIL_BYTES))
@@ -82,110 +85,113 @@ class TrainerProcess:
 @dataclass
 class _RunningTrainer:
     process: TrainerProcess
-    peer: RpcConnection
+    connection: RpcConnection
     opened: WorkerOpened
 
 
 class TrainerSupervisor:
-    def __init__(self, start: Callable[[], TrainerProcess], handle: Handle, deadline_s: float, most: int) -> None:
-        """`handle`: what it asks. `deadline_s`: for an answer, and for a step. `most`: losses in a row."""
+    def __init__(self, start: Callable[[], TrainerProcess], handle: Handle, deadline_s: float, max_losses: int) -> None:
+        """`handle` serves its requests. `deadline_s`: for a reply, and for a training step. `max_losses`: how many
+        losses in a row are followed by a restart."""
         self.why_lost = ""
-        self.why_none = ""
-        """Why there will be none any more."""
+        self.why_given_up = ""
+        """Why it is not restarted any more; empty while it is."""
         self.deadline_s = deadline_s
-        self._start, self._handle, self._losses = start, handle, RestartBackoff(most)
-        self._half: _RunningTrainer | None = None
+        self._start, self._handle, self._losses = start, handle, RestartBackoff(max_losses)
+        self._running: _RunningTrainer | None = None
         self._steps = 0
 
     @property
     def is_gone(self) -> bool:
-        return self._half is None or self._half.peer.gone.is_set()
+        return self._running is None or self._running.connection.gone.is_set()
 
     def status(self) -> dict[str, Any]:
-        half = self._half
+        running = self._running
         return {
             "alive": not self.is_gone,
-            "pid": half.process.pid if half is not None and not self.is_gone else 0,
+            "pid": running.process.pid if running is not None and not self.is_gone else 0,
             "restarts": self._losses.count,
-            "why": self.why_none,
-            "parameters": half.opened.parameters if half is not None else 0,
+            "why": self.why_given_up,
+            "parameters": running.opened.parameters if running is not None else 0,
         }
 
-    async def begin(self, asked: Open, deadline_s: float) -> WorkerOpened:
-        """Another one, instead of what is left of the one before."""
-        if self._half is not None and self.is_gone:  # it was not asked for anything since
-            self.why_lost = f"online: the trainer process was gone, with nothing to do: {await self._epitaph()}"
+    async def begin(self, request: Open, deadline_s: float) -> WorkerOpened:
+        """Start a new process in place of the one before, and load the version that `request` names."""
+        if self._running is not None and self.is_gone:  # no request since found out
+            self.why_lost = f"online: the trainer process died while it was idle: {await self._describe_end()}"
             _log.error("%s", self.why_lost)
         await self.end()
         process = await asyncio.to_thread(self._start)
-        peer = RpcConnection(self._heard, "trainer process")
-        await peer.start(process.end)
-        self._half = half = _RunningTrainer(process, peer, WorkerOpened(0, "", False))
-        half.opened = msgspec.convert(await peer.ask(asked, deadline_s), WorkerOpened)
-        _log.info("trainer process %d has version %d", process.pid, half.opened.version)
-        return half.opened
+        connection = RpcConnection(self._serve, "trainer process")
+        await connection.start(process.socket)
+        self._running = running = _RunningTrainer(process, connection, WorkerOpened(0, "", False))
+        running.opened = msgspec.convert(await connection.call(request, deadline_s), WorkerOpened)
+        _log.info("trainer process %d has version %d", process.pid, running.opened.version)
+        return running.opened
 
     async def end(self) -> None:
-        half, self._half = self._half, None
-        if half is not None:
-            await half.peer.close()
-            await asyncio.to_thread(half.process.stop, _STOP_S)
+        running, self._running = self._running, None
+        if running is not None:
+            await running.connection.close()
+            await asyncio.to_thread(running.process.stop, _STOP_S)
 
     async def lost(self, error: TandemError) -> None:
-        """It died over its work, or cannot go on: it is ended."""
-        dead = isinstance(error, PeerLost) and self._half is not None
-        self.why_lost = f"{error}: {await self._epitaph()}" if dead else str(error)
+        """Record a loss: the process died during a request, or failed it. End what is left of it."""
+        dead = isinstance(error, ConnectionLost) and self._running is not None
+        self.why_lost = f"{error}: {await self._describe_end()}" if dead else str(error)
         _log.error("%s", self.why_lost)
         await self.end()
         self._losses.count += 1
 
     async def pause(self) -> None:
-        """Before another one begins, where the disk says; EngineError if there will be none any more."""
-        if self._losses.are_too_many:
-            self.why_none = (
+        """Wait before the next start. EngineError after too many losses in a row."""
+        if self._losses.exceeded:
+            self.why_given_up = (
                 f"online: the trainer process died {self._losses.count} times in a row, and max_restarts = "
-                f"{self._losses.most}; jobs wait until the server is restarted. The last time: {self.why_lost}"
+                f"{self._losses.limit}; jobs wait until the server is restarted. The last time: {self.why_lost}"
             )
-            raise EngineError(self.why_none)
+            raise EngineError(self.why_given_up)
         await self._losses.pause()
 
     def did_well(self) -> None:
-        """A job ended: what was lost before counts no more."""
+        """A job ended: earlier losses count no more."""
         self._losses.count = 0
 
-    async def ask(self, what: Asked, deadline_s: float = 0.0) -> dict[str, Any]:
+    async def call(self, what: RpcCall, deadline_s: float = 0.0) -> dict[str, Any]:
+        """Send a request and return its reply; 0 uses the supervisor's deadline."""
         deadline_s = deadline_s or self.deadline_s
         try:
-            return await self._peer.ask(what, deadline_s)
+            return await self._connection.call(what, deadline_s)
         except TimeoutError:
             kind = type(what).__name__
-            raise PeerLost(f"online: the trainer process did not answer to {kind} in {deadline_s:g} s") from None
+            raise ConnectionLost(f"online: the trainer process did not reply to {kind} in {deadline_s:g} s") from None
 
-    async def train(self, asked: Train) -> Trained:
-        """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
-        answer = asyncio.ensure_future(self._peer.ask(asked))
+    async def train(self, request: Train) -> Trained:
+        """Train a job; the deadline holds for each step, not for the job. It is split into _CHECKS waits, so that if
+        this process itself was stopped for a while, that counts as one of them."""
+        reply = asyncio.ensure_future(self._connection.call(request))
         try:
-            looks = 0
-            while looks < _LOOKS:
+            idle_checks = 0
+            while idle_checks < _CHECKS:
                 steps = self._steps
-                done, _ = await asyncio.wait((answer,), timeout=self.deadline_s / _LOOKS)
+                done, _ = await asyncio.wait((reply,), timeout=self.deadline_s / _CHECKS)
                 if done:
-                    return msgspec.convert(answer.result(), Trained)
-                looks = looks + 1 if self._steps == steps else 0
+                    return msgspec.convert(reply.result(), Trained)
+                idle_checks = idle_checks + 1 if self._steps == steps else 0
         finally:
-            answer.cancel()
-        raise PeerLost(f"online: the trainer process did no step of a job in {self.deadline_s:g} s")
+            reply.cancel()
+        raise ConnectionLost(f"online: the trainer process finished no step of a job in {self.deadline_s:g} s")
 
-    async def _epitaph(self) -> str:
-        assert self._half is not None
-        return await asyncio.to_thread(self._half.process.epitaph)
+    async def _describe_end(self) -> str:
+        assert self._running is not None
+        return await asyncio.to_thread(self._running.process.describe_end)
 
     @property
-    def _peer(self) -> RpcConnection:
-        if self._half is None:
-            raise PeerLost("online: there is no trainer process")
-        return self._half.peer
+    def _connection(self) -> RpcConnection:
+        if self._running is None:
+            raise ConnectionLost("online: there is no trainer process")
+        return self._running.connection
 
-    async def _heard(self, what: Asked) -> dict[str, Any]:
+    async def _serve(self, what: RpcCall) -> dict[str, Any]:
         self._steps += isinstance(what, JobProgress)
         return await self._handle(what)

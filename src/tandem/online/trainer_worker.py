@@ -1,9 +1,9 @@
-"""The trainer process: a candidate of its own, which becomes a version only after every gate.
+"""The work of the trainer process: train a candidate, measure the gates, and write it as a version if it passes all.
 
 consumes: jobs, one at a time                  waits for: the server process
-produces: versions on the disk, and published  or everything as it was before the job
+produces: versions on the disk, and published; after any other outcome, the exact state before the job
 
-It knows no HTTP and no jobs table. What it has trained is an orphan until the server process commits it.
+It knows neither HTTP nor the jobs table. A version that it wrote counts only once the server process commits it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tandem.online import gates
 from tandem.online.gates import GateOutcome
 from tandem.online.messages import (
     Activate,
-    Asked,
     Cancel,
     Checkpoint,
     GateReport,
     JobProgress,
     Open,
     Publish,
+    RpcCall,
     Settle,
     Teaching,
     Train,
@@ -59,12 +59,12 @@ _GIB = 2**30
 
 
 class Cancelled(TandemError):
-    """The job was called off between two steps."""
+    """The job was cancelled between two steps."""
 
 
 @dataclass(frozen=True)
 class CanaryPrompt:
-    """A prompt that the model must go on answering as it does."""
+    """A prompt whose answer must not change."""
 
     name: str
     prompt_ids: list[int]
@@ -74,36 +74,36 @@ class CanaryPrompt:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the trainer process is made of; recipes/online_trainer_process.py knows which classes."""
+    """The parts of the trainer process; build/online.py picks the classes."""
 
     policy: Policy
     optimizer: Optimizer
     trainer: Callable[[Algorithm, Teaching, int], Trainer]
-    """Of an algorithm, for one job, at a version."""
+    """Make the trainer of one job, at this version."""
     algorithm: Callable[[Teaching, JudgedAnswers | None], Algorithm]
-    """With whatever judges each token, where the algorithm needs it."""
+    """Make the algorithm; self_distill needs the judge of its tokens."""
     make_batch: Callable[[list[Group], Algorithm, int], Batch]
     score: Callable[[Sequence[int], int], list[float]]
     """Logprobs of ids[first:]."""
-    losses: Callable[[Trajectory], list[float]]
+    trained_logprobs: Callable[[Trajectory], list[float]]
     """Logprobs of its trained tokens."""
     greedy: Callable[[Sequence[int], int], list[int]]
-    """What the model says after a prompt, greedily."""
+    """Sample so many tokens after a prompt, greedily."""
     publisher: Publisher
     reference: Callable[[bool], None]
-    """True: from now on the weights of this moment are what held tokens are compared with; False: none are kept."""
+    """True: copy the current weights as the reference for held tokens. False: free that copy."""
     trained: Mapping[str, Any]
-    """Which weights: requested, engaged, why not."""
+    """Which weights are trained: requested, engaged, why not."""
     frozen_norm: float
-    """Of the weights that are not trained."""
+    """Norm of the weights that are not trained."""
     base: Callable[[], dict[str, Any]]
-    """Whether the base of adapters is the engine's memory, and why not; empty where there are none."""
+    """Whether the adapters' base is shared with the engine, and why not; empty without adapters."""
     held_out: Sequence[Trajectory] = ()
     canaries: Sequence[CanaryPrompt] = ()
 
 
 class JobTrainerView:
-    """What publishing needs of a trainer; its version is that of the server, and counts jobs."""
+    """The trainer as Publisher sees it. Its version is the server's version number, not a count of steps."""
 
     def __init__(self, parts: TrainerParts) -> None:
         self._parts, self.version = parts, 0
@@ -122,8 +122,8 @@ class JobTrainerView:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the gates measure twice."""
+class _Measured:
+    """What the gates compare: measured before the first step and after the last."""
 
     held_out: list[float]
     drawn: list[list[float]]
@@ -131,31 +131,32 @@ class _Seen:
 
 
 class UndoJob:
-    """The optimizer's state, and the bits that 16-bit weights lack, copied to the host: into memory that is kept from
-    job to job. (Weights: updates.Held.)"""
+    """A copy of the optimizer's state, with the bits that 16-bit weights lack, to restore after a job that is not
+    published. It is in host memory that is reused by the next job. (HeldVersion restores the weights.)"""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._copies = optimizer, Copies()
         self._state: dict[str, Tensor] = {}
 
     def mark(self) -> None:
-        """The way back leads here from now on."""
+        """Copy the current state."""
         self._state = self._copies.of(self._optimizer.state())
 
-    def back(self) -> None:
+    def restore(self) -> None:
         self._optimizer.load(self._state)
 
 
 class PeakMemory:
-    """Beside a GPU's tensors; of a CPU's it says nothing."""
+    """The peak GPU memory of each part of a job; measures nothing on a CPU."""
 
     def __init__(self, like: Tensor) -> None:
+        """`like`: any tensor on the device to measure."""
         self._device = like.device if like.is_cuda else None
         self._gib: dict[str, float] = {}
 
     @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        """Whatever torch had allocated meanwhile, at most. A part that ends with an error counts, too."""
+    def of(self, part: str) -> Iterator[None]:
+        """Measure the peak of torch's allocations within this block, also if it ends with an error."""
         if self._device is None:
             yield
             return
@@ -163,40 +164,43 @@ class PeakMemory:
         try:
             yield
         finally:
-            self._gib[what] = torch.cuda.max_memory_allocated(self._device) / _GIB
+            self._gib[part] = torch.cuda.max_memory_allocated(self._device) / _GIB
 
     def metrics(self) -> Metrics:
-        """The last of each part; `reserved` is what torch keeps, and `allocated` what is in use, at this moment."""
+        """Return the last peak of each part; `reserved` is what torch holds now, `allocated` what is in use of it."""
         if self._device is None:
             return {}
-        found = {f"memory/peak_{what}": gib for what, gib in self._gib.items()}
+        found = {f"memory/peak_{part}": gib for part, gib in self._gib.items()}
         found["memory/allocated"] = torch.cuda.memory_allocated(self._device) / _GIB
         found["memory/reserved"] = torch.cuda.memory_reserved(self._device) / _GIB
         return found
 
 
 class TrainerWorker:
-    def __init__(self, make_parts: Callable[[OnlineSpec], TrainerParts], tell: Callable[[JobProgress], None]) -> None:
-        self._make_parts, self._tell = make_parts, tell
+    """Handles the requests of the server process, one at a time; only Cancel does not wait for its turn."""
+
+    def __init__(self, make_parts: Callable[[OnlineSpec], TrainerParts], notify: Callable[[JobProgress], None]) -> None:
+        self._make_parts, self._notify = make_parts, notify
         self._parts: TrainerParts | None = None
         self._turn = asyncio.Lock()
-        self._called_off: set[str] = set()
+        self._cancelled: set[str] = set()
         """Cancelled jobs, also those that have not arrived yet: a cancellation may overtake its job."""
-        self._before: int | None = None
-        """The version that the candidate comes from, until it is settled."""
-        self._stale = False
-        """The optimizer's state is of another version than the weights: it is read from the disk before it is used."""
+        self._unsettled_from: int | None = None
+        """The version that the candidate was trained from, until the server settles it."""
+        self._state_is_stale = False
+        """Whether the optimizer's state is of another version than the weights. If so, it is read from the disk before
+        its next use."""
 
-    async def handle(self, what: Asked) -> dict[str, Any]:
+    async def handle(self, what: RpcCall) -> dict[str, Any]:
         match what:
             case Cancel(job=job):
-                self._called_off.add(job)
+                self._cancelled.add(job)
                 return {}
             case _:
                 async with self._turn:
                     return msgspec.to_builtins(await self._in_turn(what))
 
-    async def _in_turn(self, what: Asked) -> Any:
+    async def _in_turn(self, what: RpcCall) -> Any:
         match what:
             case Open():
                 return await asyncio.to_thread(self._open, what)
@@ -211,201 +215,206 @@ class TrainerWorker:
             case Checkpoint(keep=keep):
                 return await asyncio.to_thread(self._checkpoint, keep)
             case _:
-                raise TandemError(f"online: the trainer process is not asked for {type(what).__name__}")
+                raise TandemError(f"online: the trainer process does not serve {type(what).__name__}")
 
-    # --- beginning
+    # --- start
 
-    def _open(self, asked: Open) -> WorkerOpened:
-        spec = self._spec = OnlineSpec.model_validate(asked.spec, strict=False)
+    def _open(self, request: Open) -> WorkerOpened:
+        spec = self._spec = OnlineSpec.model_validate(request.spec, strict=False)
         parts = self._parts = self._make_parts(spec)
-        self._teacher = JobTrainerView(parts)
+        self._trainer_view = JobTrainerView(parts)
         trained = dict(parts.policy.trainable())
         self._store = VersionStore(
-            Path(asked.versions),
+            Path(request.versions),
             anchor_every=spec.updates.anchor_every,
             anchor_share=spec.updates.anchor_share,
             threads=spec.trainer_threads,
         )
         self._store.sweep()
-        self._store.forget(set(asked.known) & self._store.named())
+        self._store.forget(set(request.known) & self._store.named())
         parameters = sum(tensor.numel() for tensor in trained.values())
         like = next(iter(trained.values()))
         self._peaks = PeakMemory(like)
-        self._rewind = UndoJob(parts.optimizer)
-        if not asked.known:
+        self._undo = UndoJob(parts.optimizer)
+        if not request.known:
             self._held = HeldVersion.of(0, trained).at_rest()
             self._store.anchor(0, trained, parts.optimizer.state())
-            self._teacher.version = self._anchored = 0
+            self._trainer_view.version = self._anchored = 0
             return WorkerOpened(0, self._held.digest, True, parameters, os.getpid(), trained=dict(parts.trained))
-        loaded, damaged = self._store.whole(asked.active, like.device)
+        loaded, damaged = self._store.whole(request.active, like.device)
         for text in damaged:
             _log.error("%s", text)
         loaded.held.restore(trained)
         self._held, version = loaded.held.at_rest(), loaded.held.version
         if loaded.state is not None:
             parts.optimizer.load(loaded.state)
-        self._teacher.version = version
+        self._trainer_view.version = version
         self._anchored = loaded.state_version if loaded.state is not None else -1
         exact = self._anchored == version
         return WorkerOpened(version, self._held.digest, exact, parameters, os.getpid(), damaged, dict(parts.trained))
 
     # --- a job
 
-    async def _train(self, asked: Train) -> Trained:
+    async def _train(self, request: Train) -> Trained:
         loop = asyncio.get_running_loop()
 
-        def tell(progress: JobProgress) -> None:
-            loop.call_soon_threadsafe(self._tell, progress)
+        def notify(progress: JobProgress) -> None:
+            loop.call_soon_threadsafe(self._notify, progress)
 
         try:
-            return await asyncio.to_thread(self._train_here, asked, tell)
+            return await asyncio.to_thread(self._train_on_thread, request, notify)
         finally:
-            self._called_off.discard(asked.job)
+            self._cancelled.discard(request.job)
 
-    def _train_here(self, asked: Train, tell: Callable[[JobProgress], None]) -> Trained:
-        if self._teacher.version != asked.parent:
+    def _train_on_thread(self, request: Train, notify: Callable[[JobProgress], None]) -> Trained:
+        if self._trainer_view.version != request.parent:
             raise TandemError(
-                f"online: a job for version {asked.parent}, and the trainer process has {self._teacher.version}"
+                f"online: the job trains on from version {request.parent}, but the trainer process holds version "
+                f"{self._trainer_view.version}"
             )
         self._refresh_state()
-        self._rewind.mark()
-        self._before = asked.parent
+        self._undo.mark()
+        self._unsettled_from = request.parent
         try:
-            return self._attempt(asked, tell)
+            return self._attempt(request, notify)
         except Cancelled as error:
-            self._back()
+            self._undo_job()
             return Trained("cancelled", str(error))
         except (NonFinite, TandemError, OSError) as error:  # OSError: the disk has no room for the update
-            self._back()
+            self._undo_job()
             return Trained("failed", f"{type(error).__name__}: {error}")
         except BaseException:
-            self._back()
+            self._undo_job()
             raise
 
-    def _attempt(self, asked: Train, tell: Callable[[JobProgress], None]) -> Trained:
+    def _attempt(self, request: Train, notify: Callable[[JobProgress], None]) -> Trained:
         started = time.perf_counter()
         with self._peaks.of("train"):
-            before = self._look(asked)
+            before = self._measure(request)
             try:
-                metrics = self._steps(asked, tell)
+                metrics = self._steps(request, notify)
             finally:
                 self._open_parts.reference(False)
         with self._peaks.of("gates"):
-            measured = self._gates(before, self._look(asked), asked)
+            outcomes = self._gates(before, self._measure(request), request)
         metrics["time/train_s"] = time.perf_counter() - started
-        passed, why = gates.verdict(measured)
-        rows = [GateReport(**each.row()) for each in measured]
+        passed, why = gates.verdict(outcomes)
+        rows = [GateReport(**each.row()) for each in outcomes]
         if not passed:
-            self._back()
+            self._undo_job()
             return Trained("rejected", why, rows, metrics)
-        if asked.job in self._called_off:
-            raise Cancelled("it was called off before it was published")
+        if request.job in self._cancelled:
+            raise Cancelled("it was cancelled before it was published")
         live = dict(self._open_parts.policy.trainable())
         with self._peaks.of("update"):
-            written = self._store.update(asked.version, self._held, live)
-        self._teacher.version = asked.version
+            written = self._store.update(request.version, self._held, live)
+        self._trainer_view.version = request.version
         metrics |= self._peaks.metrics()
         return Trained(
             "passed", "", rows, metrics, written.size_bytes, written.seconds, written.digest, written.changed
         )
 
-    def _steps(self, asked: Train, tell: Callable[[JobProgress], None]) -> Metrics:
-        parts, teaching = self._open_parts, asked.teaching
-        groups, judge = groups_from_wire(asked.groups, asked.job), None
+    def _steps(self, request: Train, notify: Callable[[JobProgress], None]) -> Metrics:
+        parts, teaching = self._open_parts, request.teaching
+        groups, judge = groups_from_wire(request.groups, request.job), None
         if teaching.algorithm == "self_distill":
             judge = JudgedAnswers(groups, parts.score)
             groups = judge.groups
         algorithm = parts.algorithm(teaching, judge)
-        trainer = parts.trainer(algorithm, teaching, asked.parent)
-        parts.reference(bool(asked.held) or algorithm.needs_reference)
-        fresh = _rounds(groups, self._spec.train.batch_size, teaching.seed)
-        again = groups_from_wire(asked.replay, "replay")
-        own = _rounds(groups_from_wire(asked.held, "held"), self._spec.ordinary.per_step, teaching.seed)
-        lesson = [each for group in groups for each in group]
+        trainer = parts.trainer(algorithm, teaching, request.parent)
+        parts.reference(bool(request.held) or algorithm.needs_reference)
+        fresh = _shuffled_batches(groups, self._spec.train.batch_size, teaching.seed)
+        replay = groups_from_wire(request.replay, "replay")
+        ordinary = _shuffled_batches(
+            groups_from_wire(request.held, "held"), self._spec.ordinary.per_step, teaching.seed
+        )
+        samples = [each for group in groups for each in group]
         metrics: Metrics = {}
         for step in range(teaching.steps):
-            if asked.job in self._called_off:
-                raise Cancelled(f"it was called off before step {step + 1}")
-            earlier = again[step % max(1, asked.replay_rounds) :: max(1, asked.replay_rounds)]
-            batch = parts.make_batch([*next(fresh), *earlier], algorithm, trainer.version)
-            if asked.held:
-                held = parts.make_batch(next(own), algorithm, trainer.version)
+            if request.job in self._cancelled:
+                raise Cancelled(f"it was cancelled before step {step + 1}")
+            replayed = replay[step % max(1, request.replay_rounds) :: max(1, request.replay_rounds)]
+            batch = parts.make_batch([*next(fresh), *replayed], algorithm, trainer.version)
+            if request.held:
+                held = parts.make_batch(next(ordinary), algorithm, trainer.version)
                 for micro in held.micro:
                     micro.hold = self._spec.ordinary.weight / held.totals.tokens
                 batch.micro += held.micro
             metrics = trainer.step(batch)
             if metrics.get("train/set_aside"):
                 raise NonFinite(f"step {step + 1}: the loss or a gradient is not finite")
-            told = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            tell(JobProgress(asked.job, step + 1, teaching.steps, told))
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            notify(JobProgress(request.job, step + 1, teaching.steps, finite))
             metrics["train/steps"] = step + 1.0
             if teaching.known:
-                known = _known(lesson, teaching.known, parts.losses)
+                known = _known(samples, teaching.known, parts.trained_logprobs)
                 metrics["train/known"] = float(known)
                 if known:
                     break
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _look(self, asked: Train) -> _Seen:
-        """Before the first step, and after the last."""
+    def _measure(self, request: Train) -> _Measured:
+        """Called before the first step and after the last."""
         parts = self._open_parts
-        return _Seen(
-            [-_mean(parts.losses(sample)) for sample in parts.held_out],
-            [parts.score([*prompt, *said], len(prompt)) for prompt, said in asked.drawn],
+        return _Measured(
+            [-_mean(parts.trained_logprobs(sample)) for sample in parts.held_out],
+            [parts.score([*prompt, *answer], len(prompt)) for prompt, answer in request.drawn],
             [parts.score([*each.prompt_ids, *each.expected_ids], len(each.prompt_ids)) for each in parts.canaries],
         )
 
-    def _gates(self, before: _Seen, after: _Seen, asked: Train) -> list[GateOutcome]:
+    def _gates(self, before: _Measured, after: _Measured, request: Train) -> list[GateOutcome]:
         spec, parts = self._spec.gates, self._open_parts
         change = size_of_change(self._held.tensors, dict(parts.policy.trainable()), beside=parts.frozen_norm)
         numbers = [*after.held_out, *(value for each in (*after.drawn, *after.canaries) for value in each)]
-        found = [gates.finite(change, numbers), gates.update_norm(change, max_relative=spec.update_norm)]
+        outcomes = [gates.finite(change, numbers), gates.update_norm(change, max_relative=spec.update_norm)]
         if parts.held_out:
-            found.append(gates.held_out(before.held_out, after.held_out, max_rise=spec.held_out_rise))
-        if asked.drawn:
-            found.append(gates.kl(list(zip(before.drawn, after.drawn, strict=True)), limit=spec.kl))
+            outcomes.append(gates.held_out(before.held_out, after.held_out, max_rise=spec.held_out_rise))
+        if request.drawn:
+            outcomes.append(gates.kl(list(zip(before.drawn, after.drawn, strict=True)), limit=spec.kl))
         for each, then, now in zip(parts.canaries, before.canaries, after.canaries, strict=True):
-            said = parts.greedy(each.prompt_ids, len(each.expected_ids)) if each.exact else None
-            found.append(
+            answer_ids = parts.greedy(each.prompt_ids, len(each.expected_ids)) if each.exact else None
+            outcomes.append(
                 gates.canary(
                     each.name,
                     expected_ids=each.expected_ids,
-                    said_ids=said,
+                    answer_ids=answer_ids,
                     before=then,
                     after=now,
                     max_drop=spec.canary_drop,
                 )
             )
-        return found
+        return outcomes
 
-    # --- afterwards
+    # --- after the job
 
-    def _back(self) -> None:
-        """As it was before the job, bit for bit."""
-        assert self._before is not None
+    def _undo_job(self) -> None:
+        """Restore weights and optimizer to their state before the job, bit for bit."""
+        assert self._unsettled_from is not None
         live = dict(self._open_parts.policy.trainable())
-        if self._held.version != self._before:
+        if self._held.version != self._unsettled_from:
             with self._held.beside(live):
-                self._store.move(self._held, self._before)
+                self._store.move(self._held, self._unsettled_from)
         self._held.restore(live)
-        self._rewind.back()
-        self._teacher.version = self._before
-        self._before = None
+        self._undo.restore()
+        self._trainer_view.version = self._unsettled_from
+        self._unsettled_from = None
 
     def _settle(self, version: int, keep: bool) -> dict[str, Any]:
-        if self._before is not None and self._teacher.version == version:
+        if self._unsettled_from is not None and self._trainer_view.version == version:
             if keep:
-                self._before = None
+                self._unsettled_from = None
             else:
-                self._back()
-        version = self._teacher.version
+                self._undo_job()
+        version = self._trainer_view.version
         return {"version": version, "anchor_due": self._store.anchor_due(version), "memory": self._peaks.metrics()}
 
     async def _publish(self, version: int) -> dict[str, Any]:
-        if version != self._teacher.version:
-            raise TandemError(f"online: asked to publish {version}; the trainer has {self._teacher.version}")
+        if version != self._trainer_view.version:
+            raise TandemError(
+                f"online: cannot publish version {version}: the trainer process holds {self._trainer_view.version}"
+            )
         with self._peaks.of("publish"):
-            proof: Proof = await self._open_parts.publisher.publish(self._teacher)
+            proof: Proof = await self._open_parts.publisher.publish(self._trainer_view)
         return {**msgspec.to_builtins(proof), "base": self._open_parts.base()}
 
     def _activate(self, version: int) -> dict[str, Any]:
@@ -413,25 +422,25 @@ class TrainerWorker:
         with self._peaks.of("activate"), self._held.within(live):
             if why := self._store.move(self._held, version):
                 _log.warning("version %d was read from an anchor: %s", version, why)
-        self._teacher.version, self._before, self._stale = version, None, True
+        self._trainer_view.version, self._unsettled_from, self._state_is_stale = version, None, True
         return {"version": version, "digest": self._held.digest, "memory": self._peaks.metrics()}
 
     def _refresh_state(self) -> None:
-        """After another version was made the active one: the optimizer goes on from the state of the last checkpoint on
-        the way to that version, as it would after a restart."""
-        if not self._stale:
+        """If another version was activated, load the optimizer state of the last checkpoint before that version, as a
+        restart would."""
+        if not self._state_is_stale:
             return
-        version, self._anchored, self._stale = self._teacher.version, -1, False
+        version, self._anchored, self._state_is_stale = self._trainer_view.version, -1, False
         if (found := self._store.state_of(version)) is not None:
             state, self._anchored = found
             self._open_parts.optimizer.load(state)
         for name, why in self._store.without_state.items():
-            behind = f"that of version {self._anchored}" if found else "the one that it has"
-            _log.error("version %d goes on with an older optimizer, or %s: %s: %s", version, behind, name, why)
+            used = f"that of version {self._anchored}" if found else "the current one"
+            _log.error("version %d: no optimizer state in %s (%s); training uses %s", version, name, why, used)
 
     def _checkpoint(self, keep: Sequence[int]) -> UpdateWritten:
         self._refresh_state()
-        version = self._teacher.version
+        version = self._trainer_view.version
         known = self._store.known().get(version)
         if self._anchored == version or (known and known.anchored):
             return UpdateWritten(version, 0, 0.0, already=True)
@@ -444,12 +453,12 @@ class TrainerWorker:
     @property
     def _open_parts(self) -> TrainerParts:
         if self._parts is None:
-            raise TandemError("online: the trainer process was not opened")
+            raise TandemError("online: the first request to the trainer process must be Open")
         return self._parts
 
 
-def _rounds(groups: Sequence[Group], size: int, seed: int) -> Iterator[list[Group]]:
-    """Every group once a round, each round in a new order."""
+def _shuffled_batches(groups: Sequence[Group], size: int, seed: int) -> Iterator[list[Group]]:
+    """Yield batches without end: every group once a round, each round in a new order."""
     rng = random.Random(seed)
     waiting: list[Group] = []
     while True:
@@ -461,12 +470,12 @@ def _rounds(groups: Sequence[Group], size: int, seed: int) -> Iterator[list[Grou
         waiting = waiting[size:]
 
 
-def _known(lesson: list[Trajectory], least: float, logprobs: Callable[[Trajectory], list[float]]) -> bool:
-    """Whether every trained token has this probability. The sample that shows that it is not so comes first the next
-    time: until all is known, one is looked at after most steps."""
-    for number, sample in enumerate(lesson):
+def _known(samples: list[Trajectory], least: float, logprobs: Callable[[Trajectory], list[float]]) -> bool:
+    """Return whether every trained token has at least this probability. The first sample that fails moves to the front:
+    it likely fails again after the next step, and then only one sample is scored."""
+    for number, sample in enumerate(samples):
         if min(logprobs(sample)) < math.log(least):
-            lesson.insert(0, lesson.pop(number))
+            samples.insert(0, samples.pop(number))
             return False
     return True
 

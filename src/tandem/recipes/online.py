@@ -1,4 +1,4 @@
-"""`tandem online serve`: a model answers requests, and learns from what it is told, in one server of two halves."""
+"""`tandem online serve`: serve a model and train it from its users' samples; one process serves, another trains."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _TRAINER = (sys.executable, "-m", "tandem.recipes.online_trainer_process")
 
 
 def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: Listen) -> None:
-    """Until SIGTERM or Ctrl-C. All state is in the listener's data directory: named again, the server goes on with
-    the version that was published last."""
+    """Serve until SIGTERM or Ctrl-C. All state is in the listener's data directory: a server that is restarted on it
+    serves the active version."""
     from tandem.serve.http.service import create_app
     from tandem.serve.online.keys import KeyRing, Keys
     from tandem.serve.online.past_versions import PastVersions
@@ -33,7 +33,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
 
     spec = as_online_spec(spec)
     refuse_missing(spec.model)
-    online.held_out_rows(spec)  # what is wrong with files is better said before anything starts
+    online.held_out_rows(spec)  # a bad file is reported before anything slow starts
     online.ordinary_prompts(spec)
     token = listen.token()
     keep_spec(spec, listen.data_dir)
@@ -41,14 +41,14 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
     log = listen.data_dir / "trainer.log"
     environment = {"OMP_NUM_THREADS": str(spec.trainer_threads)}
     versions = atomic_write.make_directory(listen.data_dir / "versions", mode=atomic_write.PRIVATE)
-    waiting = [TrainerProcess(_TRAINER, log, environment)]  # it starts while the engine is built
+    prestarted = [TrainerProcess(_TRAINER, log, environment)]  # it imports torch while the engine is built
     alone = online.alone(spec, listen.data_dir)
-    conductor = Orchestrator(
+    orchestrator = Orchestrator(
         spec,
         store,
         alone.engine,
         open_source,
-        lambda: waiting.pop() if waiting else TrainerProcess(_TRAINER, log, environment),
+        lambda: prestarted.pop() if prestarted else TrainerProcess(_TRAINER, log, environment),
         versions,
         ReplayMemory(spec.replay, spec.seed, store, spec.train.batch_size),
         online.ordinary(spec, alone, listen.data_dir),
@@ -56,7 +56,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
     )
     sessions = SessionStore(listen.data_dir / "sessions")
     service = online_service(
-        conductor,
+        orchestrator,
         alone.renderer,
         sessions,
         PastVersions(online.past(spec, alone, versions)),

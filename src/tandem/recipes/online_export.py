@@ -1,5 +1,5 @@
-"""What an online server learned, as a model directory: a published version, put into the model that the server began
-with. The server may be running or stopped."""
+"""Export what an online server learned: load a published version into the model that the server started with, and write
+it as a model directory. The server may be running or stopped."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ class Learned:
 
 
 def keep_spec(spec: OnlineSpec, home: Path) -> None:
-    """Write what the server was told beside what it learns: an export needs it. Paths become absolute."""
-    told = spec.model_dump(mode="json")
-    model: dict[str, Any] = told["model"]
+    """Write the server's spec to its data directory, for later exports. Paths become absolute."""
+    content = spec.model_dump(mode="json")
+    model: dict[str, Any] = content["model"]
     for key in ("path", "warm_start"):
         if model.get(key) and Path(model[key]).exists():
             model[key] = str(Path(model[key]).resolve())
-    atomic_write.write_bytes(home / SPEC, json.dumps(told, indent=2).encode(), mode=0o600)
+    atomic_write.write_bytes(home / SPEC, json.dumps(content, indent=2).encode(), mode=0o600)
 
 
 def find_learned(source: Path, version: str = "") -> Learned | None:
-    """`source`: the data directory, its `versions`, or one version in there. `version`: a number, `anchor-N` or
-    `current`, which is also what an empty one means. None: this is no data directory of an online server."""
+    """Return the version that these name, or None if `source` is no data directory of an online server. `source`: the
+    data directory, its `versions`, or one version in there. `version`: a number, `anchor-N` or `current` (the default).
+    """
     for home, name in ((source, ""), (source.parent, ""), (source.parent.parent, source.name)):
         if (home / VERSIONS).is_dir() and (home / JOBS).is_dir() and source in (home, home / VERSIONS / name):
             return Learned(home, _number(home, version or name))
@@ -57,7 +58,7 @@ def find_learned(source: Path, version: str = "") -> Learned | None:
 def _number(home: Path, version: str) -> int:
     if not (home / SPEC).exists():
         raise RunError(
-            f"{home}: has no {SPEC}, which says what the server began with; an older Tandem wrote this directory: "
+            f"{home}: has no {SPEC}, which holds the server's spec: an older Tandem wrote this directory; "
             "start `tandem online serve SPEC` on it once"
         )
     if version in ("", "current"):
@@ -68,13 +69,13 @@ def _number(home: Path, version: str) -> int:
 
 
 def export_learned(learned: Learned, *, merge: bool = False, directory: Path | None = None) -> Path:
-    """Write the version in Hugging Face format, and return where: of [model.lora] the adapter, unless `merge` asks for
-    the whole model."""
+    """Write the version in Hugging Face format, and return its directory. With [model.lora] that is the adapter, or the
+    whole model with `merge`."""
     spec = learned.spec()
     as_adapter = spec.model.lora is not None and not merge
     if as_adapter and isinstance(spec.model, PresetModel):
         raise RunError(
-            f"{learned.home}: the adapter's base was made from scratch and is kept nowhere else; add --merge"
+            f"{learned.home}: the adapter's base was made from scratch and is stored nowhere else; add --merge"
         )
     name = f"version-{learned.version:06d}{'-merged' * (merge and spec.model.lora is not None)}"
     target = directory or learned.home / EXPORT / name
@@ -92,7 +93,7 @@ def export_learned(learned: Learned, *, merge: bool = False, directory: Path | N
 
 
 def merged_copy(learned: Learned) -> Path:
-    """The whole model, for `tandem serve`; written once, for a version never changes."""
+    """Return the directory of the whole model, for `tandem serve`. It is written once: a version never changes."""
     suffix = "-merged" * (learned.spec().model.lora is not None)
     there = learned.home / EXPORT / f"version-{learned.version:06d}{suffix}"
     return there if (there / "config.json").exists() else export_learned(learned, merge=True)
@@ -103,8 +104,8 @@ def _restore(learned: Learned, trained: Mapping[str, Any]) -> None:
 
     store = VersionStore(learned.home / VERSIONS)
     if learned.version not in (known := store.named()):
-        there = ", ".join(map(str, sorted(known)))
-        raise CheckpointError(f"{learned.home}: version {learned.version} is not there; these are: {there}")
+        existing = ", ".join(map(str, sorted(known)))
+        raise CheckpointError(f"{learned.home}: version {learned.version} is not there; these are: {existing}")
     store.load(learned.version).held.restore(trained)
 
 
@@ -116,7 +117,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generat
 
 
 def copy_export(source: Path, place: Path, *, as_adapter: bool) -> None:
-    """What `Policy.export` wrote: without the adapter, or the adapter with the tokenizer."""
+    """Copy what `Policy.export` wrote: the model without its adapter, or the adapter with the tokenizer."""
     shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("adapter"))
     if as_adapter:
         for pattern in _WEIGHTS:
