@@ -39,7 +39,7 @@ async def supervised_stage(
     *,
     seed: int,
     deterministic: bool,
-    keeper: RunCheckpointer,
+    checkpointer: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """Every conversation by itself."""
@@ -52,7 +52,7 @@ async def supervised_stage(
         training.sft_algorithm(),
         seed=seed,
         deterministic=deterministic,
-        keeper=keeper,
+        checkpointer=checkpointer,
         before_record=before_record,
     )
 
@@ -67,7 +67,7 @@ async def recorded_stage(
     *,
     seed: int,
     deterministic: bool,
-    keeper: RunCheckpointer,
+    checkpointer: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
@@ -90,7 +90,7 @@ async def recorded_stage(
         last_version=stage.steps,
         after_step=record_step,
         call=call,
-        keeper=keeper,
+        keeper=checkpointer,
     )
     trainer.finish()
 
