@@ -56,7 +56,7 @@ class RlRun:
         self.joined = run_engines.join(spec, self.model, run.directory / "engines")
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = run_engines.publisher(
-            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._attached
+            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached
         )
         self._noted = set[str]()
         self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
@@ -128,7 +128,7 @@ class RlRun:
             self.checkpointer.keep_reference(version, training.weights_writer(self.model))
         training.reference(self.spec.algorithm, self.model, self.spec.precision)
 
-    def _attached(self, attachment: Mapping[str, Any]) -> None:
+    def attached(self, attachment: Mapping[str, Any]) -> None:
         """Record what the engines reported when the bridge attached them; note each of their options once."""
         self.run.met(attachment)
         for part, name in TOLD.items():
