@@ -59,7 +59,7 @@ def test_what_may_not_fit_is_said_and_under_strict_refused(tmp_path, monkeypatch
     monkeypatch.setattr(plan_run, "live_memory", lambda spec: ("cpu", 16.0, free_gib))
     tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     told = [event for event in events(tmp_path / "run") if event.get("option") == "the plan"]
-    assert "the largest micro-batch takes it to" in str(told[0]["why_not"])
+    assert "the largest micro-batch needs" in str(told[0]["why_not"])
     with pytest.raises(SpecError, match="the largest micro-batch"):
         tandem.run(spec(tmp_path / "rows.jsonl", strict=True), tmp_path / "strict")
 

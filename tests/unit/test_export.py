@@ -63,7 +63,7 @@ def test_a_run_with_an_adapter_gives_the_adapter_or_the_merged_model(tmp_path: P
     assert export_run(run) == adapter  # its own copy is made anew
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match="something else"):
+    with pytest.raises(RunError, match="is not empty and is no earlier export"):
         export_run(run, directory=tmp_path / "other")
     assert names(tmp_path / "other") == {"thesis.tex"}
 
