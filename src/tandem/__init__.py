@@ -1,11 +1,11 @@
-"""Tandem post-trains language models while they serve. `import tandem` is light; torch comes with the first call."""
+"""Tandem post-trains language models while they serve. `import tandem` is light; the first call imports torch."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Python does
+if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is used
     from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _API below is what Pyth
 
 __version__ = "0.1.0"
 
-# The Python API: each name, and the module that it is imported from when it is first used.
+# The Python API: each name, and the module that it is imported from at its first use.
 _API = {
     "run": "tandem.recipes",
     "run_atropos": "tandem.recipes.atropos_run",
@@ -100,7 +100,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_API})
 
 
-if not TYPE_CHECKING:  # or else a misspelt name would have a type
+if not TYPE_CHECKING:  # otherwise type checkers would accept misspelt names
 
     def __getattr__(name: str) -> object:
         if name in _API:

@@ -92,7 +92,7 @@ def test_the_page_s_own_commands_train_on_an_environment_of_theirs(tmp_path: Pat
     with begun(tmp_path, command) as second:
         said, _ = second.communicate(timeout=300)
     assert second.returncode == 0, said
-    assert "goes on from the checkpoint of step" in said
+    assert "resumes from the checkpoint of step" in said
     assert "The mean training reward was" in said
     rows = steps_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

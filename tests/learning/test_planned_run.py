@@ -48,7 +48,7 @@ def test_a_run_keeps_its_plan_and_shows_it_beside_what_was_measured(tmp_path):
 
 def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_run, "live_memory", lambda spec: ("cpu", 16.0, 0.1))
-    with pytest.raises(SpecError, match=r"takes at least 0\.\d\d GiB, and 0\.10 GiB of this machine are free"):
+    with pytest.raises(SpecError, match=r"needs at least 0\.\d\d GiB, but only 0\.10 GiB of this machine are free"):
         tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     assert "load" not in [event["stage"] for event in events(tmp_path / "run")]
 
@@ -59,7 +59,7 @@ def test_what_may_not_fit_is_said_and_under_strict_refused(tmp_path, monkeypatch
     monkeypatch.setattr(plan_run, "live_memory", lambda spec: ("cpu", 16.0, free_gib))
     tandem.run(spec(tmp_path / "rows.jsonl"), tmp_path / "run")
     told = [event for event in events(tmp_path / "run") if event.get("option") == "the plan"]
-    assert "the largest micro-batch takes it to" in str(told[0]["why_not"])
+    assert "the largest micro-batch needs" in str(told[0]["why_not"])
     with pytest.raises(SpecError, match="the largest micro-batch"):
         tandem.run(spec(tmp_path / "rows.jsonl", strict=True), tmp_path / "strict")
 
@@ -93,6 +93,6 @@ def test_a_rehearsal_that_does_not_go_through_ends_the_run_before_it_begins(tmp_
             "engine": vllm, "sync": {"bridge": "disk"}, "train": train, "eval": {"tasks": 2},
         }
     )  # fmt: skip
-    with pytest.raises(SpecError, match=r"--rehearse: it did not go through: .*no-python"):
+    with pytest.raises(SpecError, match=r"--rehearse: the rehearsal failed: .*no-python"):
         tandem.run(asked, tmp_path / "run", rehearse=True)
     assert "load" not in [event["stage"] for event in events(tmp_path / "run")]

@@ -77,7 +77,7 @@ def test_what_it_cannot_start_is_refused(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_a_run_of_atropos_s_environments_is_refused_by_train_with_the_command_that_starts_it(tmp_path: Path):
-    with pytest.raises(SpecError, match="`tandem atropos SPEC` starts such a run"):
+    with pytest.raises(SpecError, match="start this spec with `tandem atropos SPEC`"):
         run(parse_spec(SPEC), tmp_path / "run")
 
 

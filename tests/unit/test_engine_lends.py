@@ -56,14 +56,14 @@ def test_a_run_says_once_whether_it_was_had():
     rl = object.__new__(RlRun)
     rl.run, rl._noted = run, set()
     told = {"requested": "free", "engaged": False, "why_not": "no sleep mode"}
-    rl._met({"engines": [{"boot_id": "a"}]})
+    rl.attached({"engines": [{"boot_id": "a"}]})
     assert noted == []
     for boot_id in ("b", "c"):
-        rl._met({"engines": [{"boot_id": boot_id, "sleep": told}]})
+        rl.attached({"engines": [{"boot_id": boot_id, "sleep": told}]})
     assert noted == [("engine.sleep", "free", False, "no sleep mode")]
     sampled = {"requested": "kept", "engaged": True, "why_not": ""}
-    rl._met({"engines": [{"boot_id": "d", "sampled": sampled, "sleep": told}]})
+    rl.attached({"engines": [{"boot_id": "d", "sampled": sampled, "sleep": told}]})
     assert noted[1:] == [("logprobs of rollouts", "kept", True, "")]
     chosen = {"requested": "auto", "engaged": True, "why_not": "", "note": "continue"}
-    rl._met({"engines": [{"boot_id": "d", "on_update": chosen}]})
+    rl.attached({"engines": [{"boot_id": "d", "on_update": chosen}]})
     assert noted[2:] == [("requests under way", "auto", True, "continue")]

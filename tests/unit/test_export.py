@@ -63,7 +63,7 @@ def test_a_run_with_an_adapter_gives_the_adapter_or_the_merged_model(tmp_path: P
     assert export_run(run) == adapter  # its own copy is made anew
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match="something else"):
+    with pytest.raises(RunError, match="is not empty and is no earlier export"):
         export_run(run, directory=tmp_path / "other")
     assert names(tmp_path / "other") == {"thesis.tex"}
 
@@ -78,7 +78,7 @@ def test_an_adapter_on_a_base_that_nobody_has_must_be_merged(tmp_path: Path):
 def test_a_run_that_did_not_end_well_has_steps_or_nothing(tmp_path: Path):
     run = made_run(tmp_path / "run", adapter=True)
     shutil.rmtree(run / "export")
-    with pytest.raises(RunError, match=r"no export/.*nothing was saved"):
+    with pytest.raises(RunError, match=r"no export/.*no step was saved"):
         export_run(run)
 
     def fill(step: int, directory: Path) -> None:
@@ -87,9 +87,9 @@ def test_a_run_that_did_not_end_well_has_steps_or_nothing(tmp_path: Path):
 
     for step in (3, 6):
         Checkpoints(run).write(step, partial(fill, step), {"stage": "rl"})
-    with pytest.raises(RunError, match="--step takes what was saved: 3, 6"):
+    with pytest.raises(RunError, match="saved steps for --step: 3, 6"):
         export_run(run)
-    with pytest.raises(RunError, match="no checkpoint of step 4 is there; --step takes what was saved: 3, 6"):
+    with pytest.raises(RunError, match="has no checkpoint of step 4; saved steps for --step: 3, 6"):
         export_run(run, step=4)
     copy = export_run(run, step=3)
     assert copy.name == "deploy-step-3"

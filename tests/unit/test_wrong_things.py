@@ -49,7 +49,7 @@ WRONG: list[tuple[str, int, str]] = [
     ("serve folder", 2, "model = 'folder': has no config.json"),
     ("serve binary", 2, "model = 'binary': is a file"),
     ("chat deep", 2, "model = 'deep': is a file"),
-    ("eval folder", 2, "folder: is no run, so it does not say what to play"),
+    ("eval folder", 2, "folder: is not a run, so it has no spec of its own"),
     ("engine serve ./nowhere", 2, "model = './nowhere': there is no such directory"),
     ("gateway serve --model binary", 2, "--model = 'binary': is a file"),
     ("online serve list", 2, "list: is not TOML"),

@@ -1,4 +1,4 @@
-"""The recipes, and the functions behind the command line and the Python API."""
+"""Run or resume a spec: check it, set up the run directory, train by its recipe, save, report and upload."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ require_extra("train", "torch", "transformers", "tokenizers", "safetensors", "pe
 
 _log = logging.getLogger(__name__)
 
-_ENDING = b"\ntandem: the run is saved and ends when this step has ended; Ctrl-C again ends it without that\n"
+_ENDING = b"\ntandem: ending after this step, with a checkpoint; press Ctrl-C again to end now without one\n"
 
 
 def run(
@@ -52,22 +52,23 @@ def run(
     view: LiveView | None = None,
     rehearse: bool = False,
 ) -> Run:
-    """Do what the spec asks, in a directory of its own; the run that is returned says how it went. `rehearse`: tries
-    the largest micro-batches and a sync before, against the plan."""
+    """Train as the spec says, in a new run directory, and return the run with its status. `rehearse`: first try the
+    largest micro-batches and a sync, and compare them with the plan."""
     spec = as_spec(spec)
     if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
-        raise SpecError("rollouts.kind = 'atropos': `tandem atropos SPEC` starts such a run, and all that it needs")
-    # Before torch: what is not there, and wrong parameters of an environment, are refused at once.
+        raise SpecError("rollouts.kind = 'atropos': start this spec with `tandem atropos SPEC`")
+    # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
     environment = _environment(spec)
     directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
-    spec = spec.in_place()  # it may be resumed from another directory
+    spec = spec.in_place()  # absolute paths: the run may be resumed from another directory
     begin(directory, to_toml(spec))
-    return _go(spec, DirectoryLease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+    lease = DirectoryLease(directory)
+    return _run(spec, lease, directory, environment, view or LiveView(spec.name), rehearse=rehearse)
 
 
 def _refuse_missing(spec: RunSpec) -> None:
-    """What a spec names and is not there, before the run has a directory, and before torch is imported."""
+    """Refuse models and files that do not exist, before the run directory is made and before torch is imported."""
     refuse_missing(spec.model)
     algorithm = getattr(spec, "algorithm", None)
     if isinstance(algorithm, DistillSpec):
@@ -81,20 +82,20 @@ def _refuse_missing(spec: RunSpec) -> None:
 
 
 def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
-    """Go on with a run that was killed, stopped or failed, from its last whole checkpoint; return its status. One
-    that succeeded is left as it is. `take_over`: from a process that holds the run and cannot be ended."""
+    """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
+    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
-    if (status := finished(directory)) is None or _lacks(spec, directory, status):
+    if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
-        if (status := finished(directory)) is None:  # or the process that held it finished meanwhile
+        if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
             environment = _environment(spec)
-            return _go(spec, lease, directory, environment, view).status
+            return _run(spec, lease, directory, environment, view).status
         try:
-            if _lacks(spec, directory, status):
+            if _is_incomplete(spec, directory, status):
                 write_report(directory)
                 if spec.artifacts is not None:
-                    _keep(directory, spec.artifacts, view, math.inf)
+                    _upload(directory, spec.artifacts, view, math.inf)
         finally:
             lease.close()
         status = read_status(directory)
@@ -110,45 +111,45 @@ def _environment(spec: RunSpec) -> Any:
     return training.environment(spec.environment)
 
 
-def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
-    """True if the process that finished the run was killed before it wrote the report, or uploaded the artifacts."""
+def _is_incomplete(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
+    """Return whether a finished run lacks its report or uploads: its process was killed before it made them."""
     return not (directory / "report.html").exists() or (spec.artifacts is not None and "artifacts" not in status)
 
 
-def _go(
+def _run(
     spec: RunSpec, lease: DirectoryLease, directory: Path, environment: Any, view: LiveView, *, rehearse: bool = False
 ) -> Run:
+    """Train under the lease, from the newest checkpoint if there is one. Afterwards, in any case: finish the uploads,
+    write the report, close the environment and release the lease, in this order."""
     from tandem.build import training
 
     try:
-        shelf = Checkpoints(directory, permit=lease.check)
-        shelf.sweep()
+        checkpoints = Checkpoints(directory, permit=lease.check)
+        checkpoints.sweep()
         try:
-            found = shelf.newest()
+            found = checkpoints.newest()
         except TandemError as error:
             say_failed(directory, read_status(directory), classify_error(error), f"{type(error).__name__}: {error}")
             raise
-        made = Run(
+        run = Run(
             directory, name=spec.name, recipe=spec.recipe, view=view, lease=lease, strict=spec.strict,
             earlier=found.state["run"] if found else None,
         )  # fmt: skip
         uploads = _uploads(directory, spec.artifacts)
-        checkpointer = RunCheckpointer(spec.checkpoint, shelf, made, found, uploads)
+        checkpointer = RunCheckpointer(spec.checkpoint, checkpoints, run, found, uploads)
         try:
-            with _signals_end(checkpointer), view, made:
+            with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
-                for text in shelf.set_aside:
-                    made.event("checkpoint_damaged", message=text)
+                for text in checkpoints.set_aside:
+                    run.event("checkpoint_damaged", message=text)
                     view.say(f"   {text}")
                 if found is not None:
-                    made.event("resume", step=found.version, epoch=lease.epoch)
-                    view.say(f"   goes on from the checkpoint of step {found.version}")
+                    run.event("resume", step=found.version, epoch=lease.epoch)
+                    view.say(f"   resumes from the checkpoint of step {found.version}")
                 try:
-                    asyncio.run(
-                        _train(spec, made, environment, checkpointer, rehearse=rehearse, fresh=lease.epoch == 1)
-                    )
+                    asyncio.run(_train(spec, run, environment, checkpointer, rehearse=rehearse, fresh=lease.epoch == 1))
                 except Exception as error:
-                    if checkpointer.ending in chain(error):  # a library made an error of it, while it was imported
+                    if checkpointer.ending in chain(error):  # a library wrapped it in an error of its own at import
                         raise checkpointer.ending from error
                     raise
                 finally:
@@ -156,53 +157,55 @@ def _go(
         finally:
             if uploads is not None:
                 uploads.finish(checkpointer.left_s())
-            if lease.holds():  # or else another process owns the run and its report
-                _conclude(made)
+            if lease.holds():  # otherwise another process has the run, and writes its report
+                _report(run)
                 if spec.artifacts is not None:
-                    _keep(directory, spec.artifacts, view, checkpointer.left_s())
+                    _upload(directory, spec.artifacts, view, checkpointer.left_s())
     finally:
         training.close(environment)
         lease.close()
-    return made
+    return run
 
 
-def _conclude(run: Run) -> None:
+def _report(run: Run) -> None:
+    """Write the report and print the summary; a failure is logged only."""
     try:
         write_report(run.directory)
-        run.view.console.print(closing_text(run.directory, run.status), soft_wrap=True)  # paths stay whole
-    except Exception:  # noqa: BLE001 - a picture that cannot be drawn must not hide how the run went
-        _log.exception("the report could not be written; `tandem report %s` tries again", run.directory)
+        run.view.console.print(closing_text(run.directory, run.status), soft_wrap=True)  # keeps paths on one line
+    except Exception:  # noqa: BLE001 - a failed report must not hide the result of the run
+        _log.exception("the report could not be written; to try again: `tandem report %s`", run.directory)
 
 
 def _uploads(directory: Path, spec: ArtifactsSpec | None) -> CheckpointUploads | None:
-    """A store that cannot be opened is reported at the end, as all that goes wrong with copies."""
+    """Return the uploads of checkpoints during the run; None if the spec wants none or the store cannot be opened."""
     if spec is None or "checkpoints" not in spec.what:
         return None
     try:
         return CheckpointUploads(directory, spec)
     except ArtifactError as error:
-        _log.warning("checkpoints are not uploaded while the run goes on: %s", error)
+        _log.warning("checkpoints are not uploaded during the run: %s", error)
         return None
 
 
-def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float) -> None:
-    """Whatever becomes of the copies, the run is what it is."""
+def _upload(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float) -> None:
+    """Upload the artifacts and print what failed. A failed upload does not change the result of the run."""
     try:
         done = push_artifacts(directory, spec, timeout_s=timeout_s)
-    except Exception:  # noqa: BLE001 - the same
-        _log.exception("nothing was uploaded; `tandem artifacts push %s` tries again", directory)
+    except Exception:  # noqa: BLE001 - a failed upload must not hide the result of the run
+        _log.exception("nothing was uploaded; to try again: `tandem artifacts push %s`", directory)
         return
     failed = [upload for upload in done if upload.state == "failed"]
     view.say(f"artifacts: {len(done) - len(failed)} of {len(done)} in {spec.url}")
     for upload in failed:
         view.say(f"   {upload.name}: {upload.error}")
     if failed:
-        view.say(f"   `tandem artifacts push {directory}` tries again; the run itself is not affected")
+        view.say(f"   to try again: `tandem artifacts push {directory}`; the run itself is not affected")
 
 
 async def _train(
     spec: RunSpec, run: Run, environment: Any, checkpointer: RunCheckpointer, *, rehearse: bool, fresh: bool
 ) -> None:
+    """Set up trackers, progress and plan, then train by the spec's recipe. `fresh`: no process has run it before."""
     from tandem.build import training
     from tandem.recipes import rehearsal
     from tandem.recipes.plan_run import keep_plan
@@ -211,15 +214,15 @@ async def _train(
     from tandem.recipes.sft import train_sft
 
     if (track := spec.track) is not None:
-        place = TrackerTarget(str(run.directory), run.directory.name, track.project, track.url)
-        run.tracking = Feed(openers(track.to, place), tell=run.warn)
+        target = TrackerTarget(str(run.directory), run.directory.name, track.project, track.url)
+        run.tracking = Feed(openers(track.to, target), tell=run.warn)
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     plan = keep_plan(spec, run, environment)
     if plan is not None and fresh:
         need_room(run.directory, "begin", int(plan.checkpoint_gib * 2**30), ", one checkpoint included")
     if rehearse:
         if plan is None:
-            raise SpecError("--rehearse: the planner does not know this model, so there is nothing to compare with")
+            raise SpecError("--rehearse: the planner does not know this model; leave --rehearse out")
         await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
     if isinstance(spec, SftSpec):
@@ -238,10 +241,12 @@ async def _train(
 
 @contextmanager
 def _signals_end(checkpointer: RunCheckpointer) -> Iterator[None]:
-    """SIGTERM and Ctrl-C save and end the run: at once, or when the step that is under way has ended; after
-    checkpoint.grace_s, or when the signal comes again, with what was saved before. A run that saves nothing is
-    cancelled."""
-    last: list[threading.Timer] = []
+    """Save and end the run on SIGTERM and Ctrl-C.
+
+    Between steps the run is saved at once. During a step it is saved when the step ends; after checkpoint.grace_s, or
+    at a second signal, the run ends with its last checkpoint instead. A run that saves nothing ends at once.
+    """
+    timers: list[threading.Timer] = []
 
     def stop(number: int, _frame: Any) -> None:
         by_hand = number == signal.SIGINT
@@ -255,22 +260,22 @@ def _signals_end(checkpointer: RunCheckpointer) -> Iterator[None]:
             checkpointer.save_now()
         elif not asked_before:
             if by_hand:
-                os.write(2, _ENDING)  # and not by print: a handler may have interrupted one
-            last.append(threading.Timer(checkpointer.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
-            last[0].daemon = True
-            last[0].start()
+                os.write(2, _ENDING)  # not print: the handler may have interrupted a print
+            timers.append(threading.Timer(checkpointer.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
+            timers[0].daemon = True
+            timers[0].start()
             return
         raise checkpointer.ending
 
     try:
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # not the main thread, which alone may set handlers
+    except ValueError:  # only the main thread may set handlers
         yield
         return
     try:
         yield
     finally:
-        for timer in last:
+        for timer in timers:
             timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
-"""How long a run's rows and prompts are, read before it begins: for its plan.
+"""Measure the lengths of a run's rows or prompts for its plan.
 
-Bounded, so that a plan of a large data set comes in seconds: the first rows stand for all. torch is not imported.
+Only the first rows of a large data set are read, so that a plan takes seconds. torch is not imported.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 from tandem.types import Group
 
 _ROWS, _CHARACTERS, _PROMPTS = 2000, 4_000_000, 256
-"""Read at most."""
+"""Most rows, characters and prompts to read."""
 R = TypeVar("R")
 
 
 def read_lengths(spec: RunSpec, environment: Environment | None = None, *, in_a_run: bool = False) -> Lengths:
-    """Return the lengths of what a run trains on; none, with the reason, where they cannot be had.
+    """Return the lengths of a run's rows or prompts, or no lengths with the reason.
 
-    `in_a_run`: the data and `environment` are used in a moment anyway. Otherwise no data set is downloaded, and no
-    environment is loaded that starts processes or downloads something.
+    `in_a_run`: the run uses the data and `environment` anyway. Otherwise no data set is downloaded, and no environment
+    is loaded that starts processes or downloads something.
     """
     try:
         if isinstance(spec, RlSpec):
-            return _of_prompts(spec, environment or _environment(spec))
-        return _of_rows(spec, download=in_a_run)
-    except NoPlan:  # there will be no plan either
+            return _prompt_lengths(spec, environment or _environment(spec))
+        return _row_lengths(spec, download=in_a_run)
+    except NoPlan:  # the caller cannot plan at all
         raise
     except TandemError as error:
         return Lengths(f"lengths are assumed, because none could be read: {error}")
 
 
-def _of_rows(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
+def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
+    """Return the lengths of recorded conversations or pairs."""
     data = spec.data
     if isinstance(data, DatasetData) and not download and not Path(data.name).exists():
         raise DataError(f"data.name = '{data.name}' is not on this machine")
@@ -74,12 +75,12 @@ def _of_rows(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
     lengths = [length for group in groups for length in group.lengths]
     trained = fmean(count for group in groups for count in group.trained)
     what = f"{'the first ' if read == _ROWS else ''}{read:,} rows were read"
-    told = f"{what}: sequences have {min(lengths):,} to {max(lengths):,} tokens, {fmean(lengths):,.0f} on average, of "
-    return Lengths(f"{told}which {trained:,.0f} are trained on", groups=groups)
+    text = f"{what}: sequences have {min(lengths):,} to {max(lengths):,} tokens, {fmean(lengths):,.0f} on average, of "
+    return Lengths(f"{text}which {trained:,.0f} are trained on", groups=groups)
 
 
 def _measured(rows: Sequence[R], to_group: Callable[[R], Group], most: int) -> list[RecordedGroup]:
-    """Without those that the run leaves out."""
+    """Return the token counts of rows, without the rows that the run would drop."""
     found: list[RecordedGroup] = []
     characters = 0
     for row in rows:
@@ -100,15 +101,16 @@ def _measured(rows: Sequence[R], to_group: Callable[[R], Group], most: int) -> l
 
 
 def _environment(spec: RlSpec) -> Environment:
-    its = training.its_spec(spec)
-    name = its.name
-    if its.workers or name.partition(":")[0] in ADAPTERS:
-        raise SpecError(f"environment.name = '{name}' is not loaded for a plan (--prompt-tokens)")
-    return training.environment(its)
+    """Load the environment, unless loading it would start processes or download something."""
+    environment_spec = training.its_spec(spec)
+    name = environment_spec.name
+    if environment_spec.workers or name.partition(":")[0] in ADAPTERS:
+        raise SpecError(f"environment.name = '{name}': is not loaded for a plan; give --prompt-tokens")
+    return training.environment(environment_spec)
 
 
-def _of_prompts(spec: RlSpec, environment: Environment) -> Lengths:
-    """Of tasks from all parts of the training split."""
+def _prompt_lengths(spec: RlSpec, environment: Environment) -> Lengths:
+    """Return the prompt lengths of tasks spread evenly over the training split."""
     with their_code(training.its_spec(spec).name, "tasks('train')"):
         tasks = environment.tasks("train")
         step = max(1, len(tasks) // _PROMPTS)

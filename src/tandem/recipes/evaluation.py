@@ -1,4 +1,4 @@
-"""Held-out tasks of an environment, played by any model: outside of a run, by the same rules as inside one."""
+"""`tandem eval`: evaluate any model on held-out tasks of an environment, by the same rules as inside a run."""
 
 from __future__ import annotations
 
@@ -24,29 +24,33 @@ from tandem.types import Measure, Sampling, Task
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
+    """The evaluation of a model, and the verdict if it was compared with another one."""
+
     found: StoredEval
     path: Path
-    """Where it was stored."""
+    """The file of the stored evaluation."""
     against: StoredEval | None = None
     verdict: Verdict | None = None
     answers: str = ""
-    """Some of them, where none scored."""
+    """Some answers, if no answer scored."""
 
     def row(self) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        """Return the result for `--json`."""
+        row: dict[str, Any] = {
             "version": self.found.version, "metric": self.found.metric, self.found.metric: self.found.mean,
             "tasks": len(self.found.tasks), "failed": self.found.failed, "stored": str(self.path),
         }  # fmt: skip
         if self.verdict is not None and self.against is not None:
-            told |= {
+            row |= {
                 "against": {
                     "version": self.against.version, self.against.metric: self.against.mean, "when": self.against.when,
                 },
             }  # fmt: skip
-            told |= {"verdict": self.verdict.verdict, "paired": asdict(self.verdict)}
-        return told
+            row |= {"verdict": self.verdict.verdict, "paired": asdict(self.verdict)}
+        return row
 
     def text(self) -> str:
+        """Return the result as text."""
         found, measure = self.found, self.found.metric
         what = "of" if measure == "accuracy" else f"{measure} a task, mean over"
         lines = [f"{figure_of(measure, found.mean)} {what} {len(found.tasks)} held-out tasks (version {found.version})"]
@@ -64,16 +68,16 @@ class EvaluatedModel:
 def evaluate_model(
     source: str | Path, spec: AnySpec | None = None, *, base: str | Path = "", directory: str | Path | None = None
 ) -> EvaluatedModel:
-    """`source` and `base`: a run, a model directory, or a hub id. `spec` says what is played; a run brings its own.
+    """Evaluate `source` and compare it with `base`; each is a run, a model directory or a hub id.
 
-    The result is stored beside those of the run, or in `directory`. Without `base`, a run is compared with its earliest
-    evaluation on the same tasks, if there is one.
+    `spec` names the environment and tasks; the default is the run's own. The result is stored with those of the run, or
+    in `directory`. Without `base`, a run is compared with its earliest evaluation on the same tasks, if there is one.
     """
     spec = as_spec(spec) if spec is not None else _spec_of(source)
     if not isinstance(spec, RlSpec):
-        raise SpecError(f"recipe = '{spec.recipe}': only an environment can be played; name a spec with recipe = 'rl'")
+        raise SpecError(f"recipe = '{spec.recipe}': evaluations need an environment; give a spec with recipe = 'rl'")
     is_run = (Path(source) / "status.json").exists()
-    place = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
+    target = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
     environment = training.environment(training.its_spec(spec))
     measure: Measure | None = None
     try:
@@ -89,7 +93,7 @@ def evaluate_model(
         training.close(environment)
     if against is None and is_run:
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
-    path = store_eval(place, found)
+    path = store_eval(target, found)
     if against is None:
         return EvaluatedModel(found, path, answers=played.none_scored)
     verdict = judge(against.scores, found.scores, confidence=spec.eval.confidence, measure=found.metric, seed=spec.seed)
@@ -105,8 +109,9 @@ def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int
 def _play(
     source: str | Path, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None
 ) -> Evaluation:
+    """Load a model, let it play the tasks greedily, and return the scores."""
     path, _, version = find_model(source)
-    its = training.its_spec(spec)
+    environment_spec = training.its_spec(spec)
     model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
     setting = Setting(
         environment,
@@ -115,16 +120,16 @@ def _play(
         Sampling(max_tokens=spec.train.max_tokens, temperature=0.0),
         model.context,
         spec.engine.deadline_s,
-        its.episode_timeout_s,
+        environment_spec.episode_timeout_s,
         0.0,
-        training.judge(its.judge, engine, model.renderer, model.context),
-        retries=1 if its.workers else 0,
+        training.judge(environment_spec.judge, engine, model.renderer, model.context),
+        retries=1 if environment_spec.workers else 0,
     )
 
     async def play() -> Evaluation:
         try:
             max_tokens = spec.eval.max_tokens or spec.train.max_tokens
-            share = its.max_failed_share
+            share = environment_spec.max_failed_share
             return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
         finally:
             await engine.close()
@@ -135,5 +140,5 @@ def _play(
 def _spec_of(source: str | Path) -> RunSpec:
     path = Path(source) / "spec.toml"
     if not path.exists():
-        raise SpecError(f"{source}: is no run, so it does not say what to play; name a spec with --spec")
+        raise SpecError(f"{source}: is not a run, so it has no spec of its own; give one with --spec")
     return load_spec(path)

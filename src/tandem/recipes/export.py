@@ -1,4 +1,4 @@
-"""A deployable copy of what a run made, or an online server learned: an adapter or a whole model, with a card."""
+"""`tandem export`: write a deployable copy of a run's or an online server's model, with a model card."""
 
 from __future__ import annotations
 
@@ -32,38 +32,41 @@ def export_run(
     public: bool = False,
     endpoint: str | None = None,
 ) -> Path:
-    """What a run of [model.lora] made is its adapter, unless `merge` asks for the whole model; a new directory holds it
-    (default: RUN/deploy, RUN/deploy-merged; of a `step` RUN/deploy-step-N...). `step`: as it was then, of a run in any
-    state, from a checkpoint that is still there. `push`: also a repository of the Hugging Face hub, in one commit.
+    """Write a deployable copy into a new directory and return the directory.
 
-    `run_dir` may also be the data directory of an online server. `version` then says which of its versions (a number,
-    `anchor-N`, or `current`, the default); the new directory is export/version-N in there."""
+    After training with [model.lora] this is the adapter, or with `merge` the whole model. The directory defaults to
+    RUN/deploy, RUN/deploy-merged, or with `step` RUN/deploy-step-N. `step`: export that checkpoint, of a run in any
+    state. `push`: also upload to a repository of the Hugging Face hub, in one commit.
+
+    `run_dir` may also be the data directory of an online server. `version` then selects a version (a number, `anchor-N`
+    or `current`, the default), and the directory defaults to export/version-N in it.
+    """
     if push and not _REPO.fullmatch(push):
-        raise ArtifactError(f"--push {push}: write user/name, as the hub does")
+        raise ArtifactError(f"--push {push}: write user/name")
     run_dir, directory = Path(run_dir), Path(directory) if directory else None
     if (learned := find_learned(run_dir, version)) is not None:
         if step is not None:
-            raise RunError(f"{run_dir}: is an online server's, which has versions and no steps; give --version")
+            raise RunError(f"{run_dir}: is an online server's directory, which has no steps; use --version, not --step")
         _must_be_free(directory)
         target = export_learned(learned, merge=merge, directory=directory)
         if push:
             push_folder(target, push, public=public, endpoint=endpoint)
         return target
     if version:
-        raise RunError(f"{run_dir}: is a run, which has steps and no versions; give --step")
+        raise RunError(f"{run_dir}: is a run, which has no --version; use --step")
     spec = spec_of(run_dir)
     as_adapter = spec.model.lora is not None and not merge
     if as_adapter and isinstance(spec.model, PresetModel):
-        raise RunError(f"{run_dir}: the adapter's base was made from scratch and is kept nowhere else; add --merge")
+        raise RunError(f"{run_dir}: the adapter's base was made from scratch, so the adapter needs it; add --merge")
     source = run_dir / "export" if step is None else _checkpoint(run_dir, step) / "deploy"
     if not source.exists():
-        raise RunError(f"{run_dir}: has no export/, because it did not end well; {_saved_steps(run_dir)}")
+        raise RunError(f"{run_dir}: has no export/, because the run did not succeed; {_saved_steps(run_dir)}")
     name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
     target = directory or run_dir / name
     _must_be_free(target)
     with atomic_write.directory(target) as place:
         if step is not None and spec.model.lora is not None and merge:
-            _merged(spec, source.parent, place)
+            _write_merged(spec, source.parent, place)
         elif step is not None:
             shutil.copytree(source, place, dirs_exist_ok=True)
         else:
@@ -76,19 +79,20 @@ def export_run(
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:
-    """Verified."""
-    shelf = Checkpoints(run_dir)
-    if step not in shelf.versions():
-        raise RunError(f"{run_dir}: no checkpoint of step {step} is there; {_saved_steps(run_dir)}")
-    return shelf.read(step).path
+    """Verify the checkpoint of a step and return its directory."""
+    checkpoints = Checkpoints(run_dir)
+    if step not in checkpoints.versions():
+        raise RunError(f"{run_dir}: has no checkpoint of step {step}; {_saved_steps(run_dir)}")
+    return checkpoints.read(step).path
 
 
 def _saved_steps(run_dir: Path) -> str:
     saved = ", ".join(map(str, Checkpoints(run_dir).versions()))
-    return f"--step takes what was saved: {saved}" if saved else f"nothing was saved; see {run_dir / 'status.json'}"
+    return f"saved steps for --step: {saved}" if saved else f"no step was saved; see {run_dir / 'status.json'}"
 
 
-def _merged(spec: RunSpec, checkpoint: Path, place: Path) -> None:
+def _write_merged(spec: RunSpec, checkpoint: Path, place: Path) -> None:
+    """Write the whole model of a checkpoint with its adapter merged in."""
     model = training.model(spec.model, spec.precision, spec.seed, training.pick_device(spec.device))
     training.load_weights(model, checkpoint)
     model.policy.export(place)
@@ -96,7 +100,8 @@ def _merged(spec: RunSpec, checkpoint: Path, place: Path) -> None:
 
 
 def push_folder(directory: Path, repo: str, *, public: bool = False, endpoint: str | None = None) -> str:
-    """One commit: on the hub all of it is there, or nothing is. Private unless `public`."""
+    """Upload a directory to the hub in one commit, so that it is complete or absent. A new repository is private unless
+    `public`."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint)
@@ -115,9 +120,10 @@ def push_folder(directory: Path, repo: str, *, public: bool = False, endpoint: s
 
 def _must_be_free(directory: Path | None) -> None:
     if directory is not None and directory.exists() and any(directory.iterdir()) and not _is_ours(directory):
-        raise RunError(f"{directory}: holds something else; name another directory with --out")
+        raise RunError(f"{directory}: is not empty and is no earlier export; choose another directory with --out")
 
 
 def _is_ours(directory: Path) -> bool:
+    """Return whether a directory holds an earlier export, which may be replaced."""
     card = directory / "README.md"
     return card.exists() and "tandem-rl" in card.read_text(encoding="utf-8", errors="replace")

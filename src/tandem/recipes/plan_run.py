@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start: kept in it, and held against the memory that is really free."""
+"""Plan a run from its spec and data; at its start, save the plan and compare it with the free memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def plan_run(
     environment: Environment | None = None,
     in_a_run: bool = False,
 ) -> Plan:
-    """Return the plan of a run, whose rows or prompts are read first; lengths that are told are not read. What `gpu`
-    and the numbers mean: `plan_run` in runs/planner/plan.py."""
+    """Return the plan of a run, after measuring its rows or prompts unless `prompt_tokens` or `row_tokens` is given.
+    `plan_run` in runs/planner/plan.py explains the other arguments."""
     spec = as_spec(spec)
-    told = prompt_tokens or row_tokens
+    lengths_given = prompt_tokens or row_tokens
     return plans.plan_run(
         spec,
         gpu=gpu,
@@ -45,35 +45,36 @@ def plan_run(
         prompt_tokens=prompt_tokens,
         row_tokens=row_tokens,
         answer_tokens=answer_tokens,
-        lengths=None if told else read_lengths(spec, environment, in_a_run=in_a_run),
+        lengths=None if lengths_given else read_lengths(spec, environment, in_a_run=in_a_run),
     )
 
 
 def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -> Plan | None:
-    """Writes plan.json; returns the plan, if there is one. Refuses what cannot fit whatever a step's tokens are; what
-    would not fit in the worst case is said, and refused under `strict`."""
+    """Write plan.json and return the plan; None if the planner does not know the model. SpecError if the run cannot fit
+    with any number of tokens per step. If only the largest micro-batch would not fit, report it (refuse it under
+    `strict`)."""
     kind, total_gib, free_gib = live_memory(spec)
     try:
         plan = plan_run(spec, gpu=kind, memory_gib=total_gib, environment=environment, in_a_run=True)
     except NoPlan as error:
         run.event("plan", why_not=str(error))
         return None
-    kept = {**plan.as_json(), "free_gib": free_gib, "before_gib": release_host_memory.peak_bytes() / _GIB}
-    atomic_write.write_json(run.directory / "plan.json", kept)
+    content = {**plan.as_json(), "free_gib": free_gib, "before_gib": release_host_memory.peak_bytes() / _GIB}
+    atomic_write.write_json(run.directory / "plan.json", content)
     run.event("plan", gpu=kind, peak_gib=plan.peak_gib, least_gib=plan.least_gib, free_gib=free_gib)
     if plan.least_gib > free_gib:
         raise SpecError(
-            f"the run takes at least {plan.least_gib:.2f} GiB, and {free_gib:.2f} GiB of this "
+            f"the run needs at least {plan.least_gib:.2f} GiB, but only {free_gib:.2f} GiB of this "
             f"{'machine' if kind == 'cpu' else 'GPU'} are free; {_way_out(plan)}"
         )
     if plan.peak_gib > free_gib:
-        worst = f"the largest micro-batch takes it to {plan.peak_gib:.2f} GiB, and {free_gib:.2f} GiB are free"
+        worst = f"the largest micro-batch needs {plan.peak_gib:.2f} GiB, but only {free_gib:.2f} GiB are free"
         run.note_option("the plan", f"{free_gib:.2f} GiB", False, f"{worst}; {_way_out(plan)}")
     return plan
 
 
 def live_memory(spec: RunSpec) -> tuple[str, float, float]:
-    """Whose figures a plan goes by, GiB in all and GiB that are free; on a CPU this process' own count as free."""
+    """Return the device kind to plan for, its total and its free GiB; on a CPU this process's memory counts as free."""
     device = training.pick_device(spec.device)
     if device.type == "cpu":
         return ("cpu", *ram_gib())
@@ -87,5 +88,5 @@ def live_memory(spec: RunSpec) -> tuple[str, float, float]:
 def _way_out(plan: Plan) -> str:
     if plan.changes:
         return "try " + "; ".join(plan.changes[-2:])
-    smaller = plan.largest_micro_tokens
-    return f"`tandem plan` says where it goes; train.micro_tokens = {smaller:,} is the most for an empty one"
+    largest = plan.largest_micro_tokens
+    return f"`tandem plan` shows the phases; on an empty device train.micro_tokens = {largest:,} is the most that fits"

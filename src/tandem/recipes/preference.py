@@ -1,4 +1,4 @@
-"""Training on pairs of recorded answers, judged by the loss on held-out pairs."""
+"""The preference recipe: train on pairs of answers (DPO), judged by the loss on held-out pairs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from tandem.types import Group, Metrics
 
 
 async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunCheckpointer) -> None:
+    """Train as a preference spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     for note in training.options(spec, model):
@@ -41,7 +42,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
     run.status["steps_total"] = stage.steps
 
     def evaluate(name: str, label: str) -> tuple[list[float], Metrics]:
-        """The loss of each pair, and the means of loss and accuracy."""
+        """Return the loss of each held-out pair, and the means of loss and accuracy."""
         if not held_out:
             return [], {}
         if (known := checkpointer.remembered(name)) is not None:
@@ -83,7 +84,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
 def checked_pairs(
     model: training.BuiltModel, data: training.FileOrDataset, run: Run
 ) -> tuple[list[Group], list[Group]]:
-    """Rows of a file or data set as groups of two, with the report that says what was left out and why."""
+    """Load pairs as groups of two, training and held-out ones; report which rows were dropped and why."""
     longest = longest_of(model, data)
 
     def recorded(pair: Pair) -> Group:

@@ -1,4 +1,4 @@
-"""Checkpoints with the shape of a released model and random weights: for benchmarks."""
+"""Write checkpoints with a released model's shape and random weights, for benchmarks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tandem.build import training
 from tandem.io import atomic_write
 
 _IDS = {"qwen3": 151_669, "llama": 49_152}
-"""Of the released models' tokenizers."""
+"""Vocabulary sizes of the released models' tokenizers."""
 _OWN_IDS = 266
-"""Of the presets' tokenizer."""
+"""Vocabulary size of the presets' tokenizer."""
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
     "max_position_embeddings": 40960, "tie_word_embeddings": True,
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_checkpoint(shape: str, path: Path, seed: int = 0, device: str = "cpu") -> None:
     """Write a checkpoint in bfloat16, with the presets' tokenizer and as many ids as the released model has.
 
-    A large one is made sooner on a GPU, of other numbers.
+    A large one is made faster on a GPU, with different random numbers.
     """
     import torch
     from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM

@@ -1,6 +1,6 @@
-"""A run rehearsed: micro-batches as large as they come, an update and a sync, in a process that is gone afterwards.
+"""`--rehearse`: try the largest micro-batches, an update and a sync in a child process, and compare with the plan.
 
-The run itself begins untouched: with its own seed, on an empty GPU. What was measured lies in rehearsal.json.
+The run itself then starts unaffected, with its own seed and on an empty GPU. The results are in rehearsal.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTABLE = 0.1
 
 
 def rehearse(run: Run, spec: RunSpec, plan: Plan) -> None:
-    """Says how plan and rehearsal differ. SpecError if it does not go through: then the run would not either."""
+    """Run the rehearsal and print how it differs from the plan. SpecError if it fails, as the run would fail too."""
     run.event("rehearse")
     run.view.say("   rehearsal: micro-batches of the largest size, an update, a sync")
     log = run.directory / "rehearsal.txt"
@@ -44,7 +44,7 @@ def rehearse(run: Run, spec: RunSpec, plan: Plan) -> None:
     if done.returncode:
         last = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()][-1:]
         way_out = f"; try {'; '.join(plan.changes[-2:])}" if plan.changes else ""
-        raise SpecError(f"--rehearse: it did not go through: {' '.join(last)} ({log} has all of it){way_out}")
+        raise SpecError(f"--rehearse: the rehearsal failed: {' '.join(last)} (full log: {log}){way_out}")
     found = json.loads((run.directory / _FILE).read_text(encoding="utf-8"))
     run.event("rehearsed", seconds=time.monotonic() - started, planned_gib=plan.trainer_gib, **found)
     for line in differences(plan, found):
@@ -52,7 +52,7 @@ def rehearse(run: Run, spec: RunSpec, plan: Plan) -> None:
 
 
 def differences(plan: Plan, found: Mapping[str, Any]) -> list[str]:
-    """One line each; those within a tenth say so."""
+    """Return one line per measured quantity: measured, planned, and the difference if it is above a tenth."""
     per_token = plan.times.train_s / plan.work.step_tokens
     rows = [
         ("peak memory", plan.trainer_gib, found["peak_gib"], "GiB"),
@@ -60,13 +60,13 @@ def differences(plan: Plan, found: Mapping[str, Any]) -> list[str]:
     ]
     if found.get("sync_s"):
         rows.append(("sync", plan.times.sync_s, found["sync_s"], "s"))
-    told = [
+    lines = [
         f"{what} {measured:.3g} {unit}, planned {planned:.3g}: {_off(planned, measured)}"
         for what, planned, measured, unit in rows
     ]
     if found.get("verified"):
-        told.append(f"the version that the engine got is proven: {found['verified']}")
-    return told
+        lines.append(f"the version that the engine received is proven: {found['verified']}")
+    return lines
 
 
 def _off(planned: float, measured: float) -> str:
@@ -74,18 +74,19 @@ def _off(planned: float, measured: float) -> str:
     return "as planned" if abs(off) <= _NOTABLE else f"{off:+.0%}"
 
 
-# --- in a process of its own
+# --- in the child process
 
 
 def planned_work(directory: Path) -> Work:
-    """Return what the run's plan says of a step."""
+    """Return the work of one step, from the run's plan."""
     work = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["work"]
     later = Micro(**work["later"]) if work["later"] else None
     return Work(**{**work, "micro": Micro(**work["micro"]), "later": later})
 
 
 async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
-    """`work`: of the plan. `home`: where an engine's files go."""
+    """Train and sync twice with the largest micro-batches; return the figures of the second time. `work`: from the
+    plan. `home`: directory for the engine's files."""
     limit = getattr(getattr(spec, "engine", None), "max_context", 0)
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec), limit)
     algorithm = _algorithm(spec, model)
@@ -101,7 +102,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
     metrics: Mapping[str, float] = {}
     train_s = sync_s = 0.0
     try:
-        for _ in range(2):  # the first one compiles
+        for _ in range(2):  # twice, because the first one compiles
             if publisher is not None:
                 await publisher.hold(trainer)
                 await publisher.rest(trainer)
@@ -109,7 +110,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
             metrics = trainer.step(training.batches(spec.train, model, algorithm)(groups, trainer.version))
             train_s = time.perf_counter() - started
             if saves_between_steps(spec):
-                trainer.snapshot()  # whose room stays
+                trainer.snapshot()  # its memory stays allocated, as in the run
             if publisher is not None:
                 started = time.perf_counter()
                 await publisher.publish(trainer)
@@ -125,7 +126,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
 
 
 def _elsewhere(spec: RlSpec) -> bool:
-    """True if the run does not own its engine: then it is not used for a rehearsal."""
+    """Return whether the run uses an engine that it does not own; a rehearsal must not change that one's weights."""
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 
@@ -142,15 +143,15 @@ def _algorithm(spec: RunSpec, model: training.BuiltModel) -> Any:
 
 
 def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
-    """Two micro-batches as large as they come, or the one that a step has: of random tokens, each sequence as long as
-    the longest."""
+    """Return groups of random tokens that fill two micro-batches (or the only one of a step); every sequence has the
+    plan's greatest length."""
     rng = random.Random(spec.seed)
     size = spec.train.group_size if isinstance(spec, RlSpec) else 2 if isinstance(spec, PreferenceSpec) else 1
     most = max(1, work.sequences // size)
     prompt = max(1, work.row_tokens - work.answer_tokens) if work.answer_tokens else 1
-    alone = isinstance(spec, RlSpec) and not work.micro.masked
-    a_group = work.row_tokens * size if alone else prompt + size * (work.row_tokens - prompt)
-    count = min(most, max(1, min(work.num_micro, 2) * work.micro.tokens // a_group))
+    unshared = isinstance(spec, RlSpec) and not work.micro.masked  # each sample has its own copy of the prompt
+    group_tokens = work.row_tokens * size if unshared else prompt + size * (work.row_tokens - prompt)
+    count = min(most, max(1, min(work.num_micro, 2) * work.micro.tokens // group_tokens))
     groups: list[Group] = []
     for _ in range(count):
         shared = _ids(rng, prompt, num_ids)

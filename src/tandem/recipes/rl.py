@@ -1,4 +1,4 @@
-"""Reinforcement learning: judge, warm up, judge, train, judge."""
+"""The RL recipe: evaluate, warm up, evaluate, train, evaluate, and give the verdict."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from tandem.spec.train import WarmupStage
 from tandem.types import Batch, Group, Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
-_SHOWN_PART = 5  # the first and the last fifth of the steps are told of, where nothing was held out
+_SHOWN_PART = 5  # without held-out tasks, the first and the last fifth of the steps are reported
 
 
 def training_reward(run_dir: Path) -> dict[str, Any]:
-    """The mean training reward of the first steps and of the last: all that is known of a run without an environment
-    of its own."""
+    """Return the mean training reward of the first and the last fifth of the steps; for runs without an environment."""
     rewards = [row["reward/mean"] for row in read_history(run_dir).rows if "reward/mean" in row]
     count = max(1, len(rewards) // _SHOWN_PART)
     if not rewards:
@@ -47,7 +46,7 @@ def training_reward(run_dir: Path) -> dict[str, Any]:
 
 
 class RlRun:
-    """What the stages of one RL run share."""
+    """One RL run: the model, engine, publisher and environment that its stages share."""
 
     def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, checkpointer: RunCheckpointer) -> None:
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
@@ -57,7 +56,7 @@ class RlRun:
         self.joined = run_engines.join(spec, self.model, run.directory / "engines")
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = run_engines.publisher(
-            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
+            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached
         )
         self._noted = set[str]()
         self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
@@ -65,7 +64,8 @@ class RlRun:
         if environment is not None:
             say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
-    def _setting(self, environment: Environment, its: EnvironmentSpec) -> Setting:
+    def _setting(self, environment: Environment, environment_spec: EnvironmentSpec) -> Setting:
+        """Return what every episode of the run needs: engine, renderer, sampling, deadlines and judge."""
         spec = self.spec
         return Setting(
             environment,
@@ -74,15 +74,16 @@ class RlRun:
             Sampling(max_tokens=spec.train.max_tokens, temperature=spec.train.temperature, top_p=spec.train.top_p),
             self.model.context,
             spec.engine.deadline_s,
-            its.episode_timeout_s,
+            environment_spec.episode_timeout_s,
             spec.train.thinking_length_penalty,
-            training.judge(its.judge, self.joined.engine, self.model.renderer, self.model.context),
-            retries=1 if its.workers else 0,
+            training.judge(environment_spec.judge, self.joined.engine, self.model.renderer, self.model.context),
+            retries=1 if environment_spec.workers else 0,
         )
 
     async def train(self) -> None:
+        """Run all stages, or those that a resumed run has not finished."""
         if self.spec.environment is not None:
-            alarm_missing = "" if self.spec.environment.workers else why_not()  # a worker is killed, whatever it does
+            alarm_missing = "" if self.spec.environment.workers else why_not()  # workers can be killed
             self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
         for note in training.options(self.spec, self.model):
             self.run.note_option(*note)
@@ -110,45 +111,48 @@ class RlRun:
             measure=after.measure,
             seed=self.spec.seed,
         )
-        told = {
+        results = {
             "metric": after.measure,
             "after_minus_before_rl": verdict.difference,
             "failed_episodes_before_rl": before.failed,
             "failed_episodes_after": after.failed,
         }
-        self.run.conclude(verdict.verdict, told | verdict.evaluation())
+        self.run.conclude(verdict.verdict, results | verdict.evaluation())
 
     def _reference(self, version: int) -> None:
-        """Where RL began, also if another process was there then."""
-        kept = self.checkpointer.reference()
-        if kept is not None and self.checkpointer.goes_on_in("rl"):
-            training.load_weights(self.model, kept)
-        elif version and not isinstance(self.spec.algorithm, DistillSpec):  # or else the spec says it
+        """Set the reference to the weights that RL began with. A resumed run loads them from its checkpoint."""
+        saved = self.checkpointer.reference()
+        if saved is not None and self.checkpointer.goes_on_in("rl"):
+            training.load_weights(self.model, saved)
+        elif version and not isinstance(self.spec.algorithm, DistillSpec):  # a teacher's weights need no copy
             self.checkpointer.keep_reference(version, training.weights_writer(self.model))
         training.reference(self.spec.algorithm, self.model, self.spec.precision)
 
-    def _met(self, meeting: Mapping[str, Any]) -> None:
-        self.run.met(meeting)
+    def attached(self, attachment: Mapping[str, Any]) -> None:
+        """Record what the engines reported when the bridge attached them; note each of their options once."""
+        self.run.met(attachment)
         for part, name in TOLD.items():
-            told = next((engine[part] for engine in meeting["engines"] if engine.get(part)), None)
-            if told is not None and part not in self._noted:
+            option = next((engine[part] for engine in attachment["engines"] if engine.get(part)), None)
+            if option is not None and part not in self._noted:
                 self._noted.add(part)
-                note = told["why_not"] or told.get("note", "")
-                self.run.note_option(name, told["requested"], told["engaged"], note)
+                note = option["why_not"] or option.get("note", "")
+                self.run.note_option(name, option["requested"], option["engaged"], note)
 
     async def close(self) -> None:
+        """End the environment's workers, the engine and the bridge."""
         training.close(self.environment)
         await self.joined.engine.close()
         self.joined.bridge.close()
 
     async def _warm_up(self, stage: WarmupStage) -> int:
+        """Run the supervised stage and return its last version."""
         trainer = training.trainer(stage, self.model, training.sft_algorithm(), 0, self.spec.seed)
         self.checkpointer.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
-        await self.publisher.rest(trainer)  # until the next version is published, no engine samples
+        await self.publisher.rest(trainer)  # the engine is idle until the next version is published
         await supervised_stage(
             self.run, self.model, trainer, stage, recordings, seed=self.spec.seed,
             deterministic=self.spec.deterministic, checkpointer=self.checkpointer,
@@ -158,13 +162,14 @@ class RlRun:
     def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
         if not isinstance(stage.data, Demonstrations):
             train, held_out = checked_rows(self.model, stage.data, self.run, "warmup.data")
-            return train + held_out  # a warm-up is judged by its environment
+            return train + held_out  # no rows are held out, because the environment judges the warm-up
         count = stage.steps * stage.batch_size
-        assert self.environment is not None, "a spec without one is refused"
+        assert self.environment is not None, "RlSpec refuses demonstrations without an environment"
         shown = training.demonstrations(self.environment, training.its_spec(self.spec).name, count, self.spec.seed)
         return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
+        """Run the loop over the RL steps. `first`, `last`: versions before the first step and after the last."""
         spec, stage = self.spec, self.spec.train
         training.show_life(trainer, self.run.progress.tick, self.run.note_option)
         store, producer = training.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
@@ -201,16 +206,18 @@ class RlRun:
                 after_step=after_step,
                 sync_every=spec.sync.every,
                 call=self.call,
-                checkpointer=self.checkpointer,
+                keeper=self.checkpointer,
             )
             trainer.finish()
         except NothingLearned as error:
-            raise NothingLearned(f"{error}\nof the last batch, with what the scorer gave:\n{answers(latest)}") from None
+            raise NothingLearned(
+                f"{error}\nanswers of the last batch, with their rewards:\n{answers(latest)}"
+            ) from None
         finally:
             await training.leave(store)
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
-        """What is judged is what the engine serves."""
+        """Play the held-out tasks with the served version, unless the checkpoint already has this evaluation."""
         await self.publisher.hold(trainer)
         if (known := self.checkpointer.remembered(name)) is not None:
             return Evaluation(known["scores"], [], known["failed"], known.get("measure", "accuracy"))
@@ -220,20 +227,20 @@ class RlRun:
         return result
 
     def _tell(self, found: Evaluation, name: str, label: str) -> None:
-        """The mean; and where nothing was right, answers that show why. A warm-up may still come after `before`."""
+        """Report the mean, and example answers if none scored; not for `before`, which a warm-up may follow."""
         self.run.evaluated(name, label, found.mean, metric=found.measure)
         if name != "before" and found.none_scored:
             self.run.view.say(f"   {found.none_scored}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
-        assert self.setting is not None, "a spec without an environment is refused"
+        assert self.setting is not None, "RlSpec refuses evaluations without an environment"
         share = training.its_spec(self.spec).max_failed_share
-        measure = self.run.status["eval"].get("metric")  # of the evaluation before, in another process perhaps
+        measure = self.run.status["eval"].get("metric")  # from an earlier evaluation, perhaps of another process
         found = await evaluate(self.setting, self.eval_tasks, max_tokens, max_failed_share=share, measure=measure)
         tasks = [task.id for task in self.eval_tasks]
-        kept = StoredEval(version, name, found.measure, played_as(self.spec), tasks, found.scores, found.failed)
-        store_eval(self.run.directory, kept)
+        stored = StoredEval(version, name, found.measure, played_as(self.spec), tasks, found.scores, found.failed)
+        store_eval(self.run.directory, stored)
         for trajectory in found.played[:_SAMPLES_KEPT]:
             self.run.sample(name, version, trajectory.task_id, trajectory.messages, trajectory.reward)
         return found

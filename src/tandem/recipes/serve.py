@@ -1,4 +1,4 @@
-"""Serve what a run made, or any model: over HTTP, or in the terminal."""
+"""Serve the model of a run, or any model, over HTTP or in the terminal; serve an engine for a trainer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tandem.types import Sampling
 def serve_model(
     source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False
 ) -> None:
-    """Until SIGTERM or Ctrl-C."""
+    """Serve a model over OpenAI's API until SIGTERM or Ctrl-C."""
     from tandem.serve.http.service import create_app
     from tandem.serve.openai.routes import openai_service
 
     path, name, version = find_model(source)
-    token = listen.token()  # what is wrong with its directory is better said before a model is loaded
-    # Forward passes leave the event loop: HTTP must answer while the model works.
+    token = listen.token()  # before the model is loaded, so that a wrong data directory is reported at once
+    # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
     model, engine = load_model(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     service = openai_service(engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids)
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
@@ -56,13 +56,15 @@ def serve_engine(
     allow_hosts: Sequence[str] = (),
     allow_directories: Sequence[str | Path] = (),
 ) -> None:
-    """An engine for a trainer in another process, until SIGTERM or Ctrl-C. It answers with what lies on the disk, as
-    `version`, until a trainer attaches and loads another. vLLM needs to know how many versions of an adapter may be in
-    use at a time (`adapter_slots`), and of which rank; `unchecked` takes one that has not passed the conformance
-    suite. StoreOwned if another process holds the data directory.
+    """Serve an engine for a trainer in another process, until SIGTERM or Ctrl-C.
 
-    A `source` of "@FILE" is started ahead: everything is imported, and nothing loaded, until FILE is there:
-    {"model": DIRECTORY, "version": N}."""
+    It answers with the weights on disk, as `version`, until a trainer attaches and loads another. vLLM must know
+    how many adapter versions may be in use at one time (`adapter_slots`) and their highest rank. `unchecked` accepts a
+    vLLM version that has not passed the conformance suite. StoreOwned if another process holds the data directory.
+
+    With a `source` of "@FILE" the process starts ahead of time: it imports everything, and loads nothing until FILE
+    exists, which holds {"model": DIRECTORY, "version": N}.
+    """
     from tandem.serve.engine.link_rules import Allowed
     from tandem.serve.engine.service import engine_service
     from tandem.serve.http.service import create_app
@@ -75,34 +77,34 @@ def serve_engine(
             spec, device=device, dtype=dtype, adapter_slots=adapter_slots, max_rank=max_rank, unchecked=unchecked
         )
     if (source := str(source)).startswith("@"):
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what was made for vLLM is taken away
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # exits in order, which ends vLLM's process too
         if options is None:
             standalone_engines.embedded_ahead()
         else:
             waiting = standalone_engines.vllm_ahead(options, listen.data_dir)
-        print(f"engine: ready to load what {source[1:]} will name", file=sys.stderr, flush=True)
-        told = prestart.told(Path(source[1:]))
-        source, version = told["model"], told["version"]
+        print(f"engine: ready to load the model that {source[1:]} will name", file=sys.stderr, flush=True)
+        order = prestart.told(Path(source[1:]))
+        source, version = order["model"], order["version"]
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    path, name, found = find_model(source)
-    version = found if version is None else version
+    path, name, found_version = find_model(source)
+    version = found_version if version is None else version
     token = listen.token()
     with owned(listen.data_dir):
         if isinstance(spec, VllmEngineSpec):
             assert options is not None
-            alone = standalone_engines.vllm_alone(
+            standalone = standalone_engines.vllm_alone(
                 spec, path, listen.data_dir, options, version=version, thinking=thinking, waiting=waiting
             )
         else:
-            alone = standalone_engines.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
-            _publish(alone.model, alone.engine, version)
+            standalone = standalone_engines.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
+            _publish(standalone.model, standalone.engine, version)
         service = engine_service(
-            alone.engine,
+            standalone.engine,
             open_source,
-            renderer=alone.renderer,
+            renderer=standalone.renderer,
             model_id=name,
-            context=alone.context,
-            num_ids=alone.num_ids,
+            context=standalone.context,
+            num_ids=standalone.num_ids,
             allowed=Allowed(hosts=frozenset(allow_hosts), directories=tuple(map(Path, allow_directories))),
         )
         serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
@@ -126,12 +128,13 @@ def chat_with(
 
 
 def default_data_dir(source: str | Path) -> Path:
+    """Return serve/ in a run, and .tandem/serve for any other model."""
     return Path(source) / "serve" if (Path(source) / "status.json").exists() else Path(".tandem") / "serve"
 
 
 def find_model(source: str | Path, *, field: str = "model", weights: bool = True) -> tuple[str, str, int]:
-    """Path or hub id, the name to serve it under, and the version of its weights. `field`: what the caller named it by.
-    Without `weights`, a tokenizer alone will do."""
+    """Return a model's path or hub id, the name to serve it under, and the version of its weights. `field`: the name of
+    the caller's option, for errors. `weights=False`: a tokenizer without weights is enough."""
     path = Path(source)
     if (learned := find_learned(path)) is not None:
         return str(merged_copy(learned)), learned.spec().name, learned.version
@@ -140,13 +143,14 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
         return str(source), path.name or str(source), 0
     export = path / "export"
     if not export.exists():
-        raise RunError(f"{path}: this run has no export/, because it did not end well; see {path / 'status.json'}")
+        raise RunError(f"{path}: has no export/, because the run did not succeed; see {path / 'status.json'}")
     return str(export), path.name, int(read_status(path).get("steps_done", 0))
 
 
 def load_model(
     path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
 ) -> tuple[training.BuiltModel, Engine]:
+    """Load a model and the embedded engine that serves it as `version`."""
     device = training.pick_device("auto")
     model = training.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
     engine = standalone_engines.embedded(spec, model, inline=inline)
@@ -155,6 +159,7 @@ def load_model(
 
 
 def _publish(model: training.BuiltModel, engine: Engine, version: int) -> None:
+    """Make the embedded engine serve the model's weights as `version`."""
     bridge = run_engines.inproc_bridge()
 
     async def publish() -> None:

@@ -1,4 +1,4 @@
-"""Supervised training on recorded conversations, judged by the held-out loss."""
+"""The SFT recipe: supervised training on recorded conversations, judged by the held-out loss."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tandem.types import Metrics, Trajectory
 
 
 async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer) -> None:
+    """Train as an SFT spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     for note in training.options(spec, model):
@@ -68,6 +69,6 @@ async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer) -> N
 
 
 def held_out_losses(model: training.BuiltModel, recordings: Sequence[Trajectory], micro_tokens: int) -> list[float]:
-    """Mean loss a trained token of each conversation, in their order."""
+    """Return each conversation's mean loss per trained token, in the same order."""
     score = training.scorer(model, micro_tokens)
     return [-sum(logprobs) / len(logprobs) for logprobs in (score(recording) for recording in recordings)]

@@ -1,4 +1,4 @@
-"""Steps on recordings: the warm-up of an RL run, the whole of an SFT or preference run."""
+"""Supervised steps on recorded data: the warm-up of an RL run, and all steps of an SFT or preference run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MORE_ROWS = "give it more rows, a larger data.eval_share, or rows of their own (
 
 
 def due(every: int, done: int, steps: int) -> bool:
-    """Whether to evaluate after `done` of `steps`; the last one is judged by itself."""
+    """Return whether to evaluate after `done` of `steps`; the last step has an evaluation of its own."""
     return bool(every) and done % every == 0 and done < steps
 
 
@@ -42,7 +42,7 @@ async def supervised_stage(
     checkpointer: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
-    """Every conversation by itself."""
+    """Train on conversations, each as a group of one."""
     await recorded_stage(
         run,
         model,
@@ -70,7 +70,7 @@ async def recorded_stage(
     checkpointer: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
-    """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
+    """Run the training loop on recorded groups, with an engine and a bridge that do nothing; versions start at 0."""
     training.show_life(trainer, run.progress.tick, run.note_option)
     call = training.caller(deterministic)
     store = training.store(stage)
@@ -90,7 +90,7 @@ async def recorded_stage(
         last_version=stage.steps,
         after_step=record_step,
         call=call,
-        checkpointer=checkpointer,
+        keeper=checkpointer,
     )
     trainer.finish()
 
@@ -98,11 +98,11 @@ async def recorded_stage(
 def recordings_of(
     model: training.BuiltModel, conversations: Sequence[tuple[str, Sequence[Message]]]
 ) -> list[Trajectory]:
-    """Conversations that an environment showed, as trajectories."""
+    """Return an environment's demonstrations as trajectories; DataError if one is longer than the model's context."""
     recorded = [record(model.renderer, messages, name) for name, messages in conversations]
     if longest := next((t for t in recorded if len(t.ids) > model.context), None):
         raise DataError(
-            f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, the model's "
+            f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, but the model's "
             f"context holds {model.context}; use shorter tasks, or a model with a longer context"
         )
     return recorded
@@ -111,7 +111,7 @@ def recordings_of(
 def checked_rows(
     model: training.BuiltModel, data: training.FileOrDataset, run: Run, field: str
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Rows of a file or data set as trajectories, with the report that says what was left out and why."""
+    """Load conversations as trajectories, training and held-out ones; report which rows were dropped and why."""
     longest = longest_of(model, data)
 
     def unusable(conversation: Conversation) -> str:
@@ -131,11 +131,12 @@ def checked_rows(
 
 
 def longest_of(model: training.BuiltModel, data: training.FileOrDataset) -> int:
+    """Return the most tokens that a row may have."""
     return min(data.max_tokens or model.context, model.context)
 
 
 def reported(split: DataSplit[R], noun: str, run: Run, field: str) -> DataSplit[R]:
-    """Says what was left out and why; DataError if nothing is left."""
+    """Report how many rows were dropped and why; DataError if none is left."""
     if not split.train:
         raise DataError(f"{field}: no {noun} is left to train on; {split.report.text()}")
     run.event("data", read=split.report.read, used=split.report.used, dropped=split.report.by_reason())
@@ -144,24 +145,24 @@ def reported(split: DataSplit[R], noun: str, run: Run, field: str) -> DataSplit[
 
 
 def conclude_by_loss(run: Run, before: Sequence[float], after: Sequence[float], eval: LossEvalSpec, seed: int) -> None:
-    """The verdict from the held-out losses, in the same order both times."""
+    """Compute the run's verdict from the held-out losses, which have the same order before and after."""
     if not before:
-        why = "nothing was held out, so nothing can be compared"
+        why = "no rows were held out, so there is no comparison"
         run.conclude("undecided", {"metric": "loss", "tasks": 0, "why": why})
         return
     verdict = judge(before, after, confidence=eval.confidence, measure="loss", seed=seed)
-    told = {"metric": "loss", "after_minus_before": verdict.difference}
-    run.conclude(verdict.verdict, told | verdict.evaluation())
+    results = {"metric": "loss", "after_minus_before": verdict.difference}
+    run.conclude(verdict.verdict, results | verdict.evaluation())
 
 
 def say_if_too_few(run: Run, held_out: int, confidence: float, way_out: str) -> None:
-    """Before hours are spent: that no verdict can come of it."""
+    """Warn before training starts if there are too few held-out tasks or rows for a verdict."""
     if why := too_few(held_out, confidence):
         run.view.say(f"   the verdict will be undecided: {why}; {way_out}")
 
 
 def marked(model: training.BuiltModel, trajectory: Trajectory) -> str:
-    """A trajectory as text with its trained tokens between [[ and ]]."""
+    """Return a trajectory's text, with its trained tokens between [[ and ]]."""
     runs = groupby(zip(trajectory.ids, trajectory.trained, strict=True), key=lambda pair: pair[1])
     texts = ((trained, model.renderer.decode([pair[0] for pair in run], skip_special=False)) for trained, run in runs)
     return "".join(f"[[{text}]]" if trained else text for trained, text in texts)

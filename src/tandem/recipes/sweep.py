@@ -1,4 +1,4 @@
-"""One spec with several seeds, one after the other, in a directory that can be taken up again."""
+"""`tandem sweep`: train one spec with several seeds, one after the other; a sweep can be resumed."""
 
 from __future__ import annotations
 
@@ -33,84 +33,93 @@ def sweep(
     root: str | Path = "runs",
     console: Console | None = None,
 ) -> Sweep:
-    """Run `spec` with each seed in `directory`/seed-N, and say what they show together (sweep.json, sweep.md).
+    """Run `spec` with each seed in `directory`/seed-N and write the combined result (sweep.json, sweep.md).
 
-    A seed that succeeded there is not run again; one that was cut off goes on; one that failed is set aside and run
+    A seed that already succeeded is not run again. An interrupted one is resumed. A failed one is moved aside and run
     again.
     """
     if not seeds or len(set(seeds)) < len(seeds):
-        raise SpecError(f"seeds = {list(seeds)}: name one or more, each once, as in 0, 1, 2")
+        raise SpecError(f"seeds = {list(seeds)}: give one or more different seeds, as in 0, 1, 2")
     spec = as_spec(spec)
     directory = Path(directory) if directory else Run.new_directory(Path(root), f"{spec.name}-sweep")
     console = console or OutlivedConsole(highlight=False)
     specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}).in_place() for seed in seeds}
-    held = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}  # refused before hours of work
+    # Before the first run, so that a directory of another spec is refused at once.
+    done = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}
     results: list[SeedResult] = []
     statuses: list[Mapping[str, Any]] = []
     for number, seed in enumerate(seeds, start=1):
-        place = directory / f"seed-{seed}"
-        console.print(f"seed {seed} ({number} of {len(seeds)}): {'done already, ' if held[seed] else ''}{place}")
+        run_dir = directory / f"seed-{seed}"
+        console.print(f"seed {seed} ({number} of {len(seeds)}): {'done already, ' if done[seed] else ''}{run_dir}")
         try:
-            error = "" if held[seed] else _play(specs[seed], place, console)
+            error = "" if done[seed] else _run_seed(specs[seed], run_dir, console)
         except (KeyboardInterrupt, SystemExit):
-            console.print(f"\nthe sweep is cut off; the same command with --dir {directory} goes on", soft_wrap=True)
+            console.print(
+                f"\nthe sweep was interrupted; to resume it, give the same command with --dir {directory}",
+                soft_wrap=True,
+            )
             raise
-        if (place / "status.json").exists():
-            result, status = read_seed(place, seed)
-        else:  # it failed before it had a directory
-            result, status = SeedResult(seed, place.name, "failed", error=error), {}
+        if (run_dir / "status.json").exists():
+            result, status = read_seed(run_dir, seed)
+        else:  # it failed before it had a run directory
+            result, status = SeedResult(seed, run_dir.name, "failed", error=error), {}
         results.append(result)
         if result.state == "succeeded":
             statuses.append(status)
-        _write(summarise(directory, results, statuses, spec.eval.confidence))  # after each: a sweep may be cut off
+        _write(
+            summarise(directory, results, statuses, spec.eval.confidence)
+        )  # after each seed, in case of an interrupt
     found = summarise(directory, results, statuses, spec.eval.confidence)
     console.print(f"\nsweep {directory}\n\n{table(found)}", soft_wrap=True, markup=False)
     return found
 
 
 def _succeeded(place: Path, spec: RunSpec) -> bool:
+    """Return whether a seed's run succeeded; RunError if it did so with another spec."""
     if not (place / "status.json").exists():
         return False
     if read_seed(place, spec.seed)[0].state != "succeeded":
         return False
     if (place / "spec.toml").read_text(encoding="utf-8") != to_toml(spec):
-        raise RunError(f"{place}: succeeded with another spec than this one; give this sweep a directory of its own")
+        raise RunError(f"{place}: succeeded with another spec than this one; choose another directory with --dir")
     return True
 
 
-def _play(spec: RunSpec, place: Path, console: Console) -> str:
-    """Empty if it succeeded, else how it failed. A spec that is wrong is wrong for every seed, and ends the sweep."""
+def _run_seed(spec: RunSpec, place: Path, console: Console) -> str:
+    """Run or resume one seed; return the error, or empty if it succeeded. A wrong spec raises, as every seed has it."""
     view = LiveView(f"{spec.name} seed {spec.seed}", console)
     try:
-        if _cut_off(place, spec):
+        if _was_interrupted(place, spec):
             resume(place, view=view)
             return ""
         if place.exists() and any(place.iterdir()):
-            place.rename(_aside(place))
+            place.rename(_failed_name(place))
         run(spec, place, view=view)
         return ""
     except (SpecError, DataError):
         raise
-    except Exception as error:  # noqa: BLE001 - one seed's failure is a result; the others are still to come
+    except Exception as error:  # noqa: BLE001 - one seed's failure is a result; the other seeds still run
         _log.warning("seed %d failed: %s: %s", spec.seed, type(error).__name__, error)
         return f"{type(error).__name__}: {error}"
     finally:
-        gc.collect()  # the model of a failed run hangs on frames that point at each other
+        gc.collect()  # frees the model of a failed run, which the frames of its traceback keep in cycles
 
 
-def _cut_off(place: Path, spec: RunSpec) -> bool:
-    """It was begun with this spec, and did not come to an end of its own."""
+def _was_interrupted(place: Path, spec: RunSpec) -> bool:
+    """Return whether a run was begun with this spec and neither succeeded nor failed."""
     if not (place / "spec.toml").exists() or (place / "spec.toml").read_text(encoding="utf-8") != to_toml(spec):
         return False
     return read_status(place).get("state", "queued") not in ("succeeded", "failed")
 
 
-def _aside(place: Path) -> Path:
+def _failed_name(place: Path) -> Path:
+    """Return a free name for the directory of a failed run."""
     names = (place.with_name(f"{place.name}-failed-{number}") for number in range(1, 1000))
     return next(path for path in names if not path.exists())
 
 
 def _write(found: Sweep) -> None:
+    """Write sweep.json and sweep.md."""
     seeds = [asdict(each) | {"difference": each.difference} for each in found.seeds]
     content = asdict(found) | {"seeds": seeds, "directory": str(found.directory), "conclusion": conclusion(found)}
     found.directory.mkdir(parents=True, exist_ok=True)
