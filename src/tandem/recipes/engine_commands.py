@@ -1,7 +1,7 @@
-"""`tandem engine install` and `tandem engine check`: install vLLM, and check that runs can train with it.
+"""`tandem engine install | check`: an environment for vLLM, and whether what it holds may be trained with.
 
-A check does what a run does: it uses the trainer's policy, vLLM in its own process and environment, every bridge that
-the device supports with a run's proofs, and requests whose logprobs are compared with the trainer's.
+A check is what a run would do: the trainer's own policy, vLLM in its own process and environment, every bridge that the
+device allows, with the proofs that a run asks for; and requests, compared with what the trainer says of those tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from tandem.types import Completion, Sampling
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
-_BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # inproc is for the embedded engine
+_BRIDGES = tuple(name for name, traits in BRIDGES.items() if "vllm" in traits.engines)
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. `not here`: this machine does not support it."""
-
     name: str
     state: Literal["passed", "failed", "not here"]
     why: str = ""
@@ -42,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """The results of all checks of one engine."""
+    """What became of one engine."""
 
     python: str
     version: str
@@ -61,10 +59,10 @@ def install_engine(
     version: str = "",
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Create a Python environment with vLLM and return its interpreter. `directory` defaults to where runs look for
-    one, `version` to one that passed the conformance suite on this device."""
-    target = Path(directory or Path(standalone_engines.default_python()).parent.parent)
-    return standalone_engines.install_vllm(target, _device_type(device), version, tell)
+    """A Python environment with vLLM: its interpreter. No `directory`: where runs look for one. No `version`: one that
+    has passed the conformance suite on this device."""
+    place = Path(directory or Path(standalone_engines.default_python()).parent.parent)
+    return standalone_engines.install_vllm(place, _picked(device), version, tell)
 
 
 def check_engine(
@@ -73,22 +71,22 @@ def check_engine(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
-    """Check that the vLLM of an interpreter does what runs need; if it does, record that in its environment."""
-    python, device_type = str(python or standalone_engines.default_python()), _device_type(device)
+    """Whether the vLLM of an interpreter does what runs need. If so, that is recorded beside it."""
+    python, picked = str(python or standalone_engines.default_python()), _picked(device)
     version = standalone_engines.vllm_version(python)
-    tell(f"vLLM {version}, {python}, on {device_type}")
+    tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[Check] = []
-    for check in _checks(python, device_type):
+    for check in _checks(python, picked):
         checks.append(check)
         tell(str(check))
-    found = EngineCheck(python, version, device_type, tuple(checks))
+    found = EngineCheck(python, version, picked, tuple(checks))
     if found.passed:
         names = [check.name for check in checks if check.state == "passed"]
         tell(f"vLLM {version} has passed: recorded in {standalone_engines.record_passed(python, version, names)}")
     return found
 
 
-def _device_type(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+def _picked(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     return device if device != "auto" else training.pick_device("auto").type
 
 
@@ -117,18 +115,18 @@ def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Chec
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """An engine that serves a version, the trainer of that version, and the prompts to compare them with."""
+class _Asked:
+    """A version is served. `ask` goes to the engine, `score` to the trainer."""
 
     engine: Engine
     trainer: Trainer
     prompts: Sequence[list[int]]
     end_ids: frozenset[int]
     limit: float
-    """Largest mean difference of the two sides' logprobs, in nats per token."""
+    """Nats a token that two computations of the same logprobs may differ by."""
 
     async def ask(self, sampling: Sampling) -> list[Completion]:
-        """Send all prompts to the engine at once, each with its own seed."""
+        """All at once, each with a seed of its own."""
         return await asyncio.gather(
             *(
                 self.engine.generate(prompt, replace(sampling, seed=sampling.seed + number))
@@ -158,71 +156,69 @@ async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Ch
         await publisher.publish(trainer)
         sync_bench.move_weights(model, trainer)
         await publisher.publish(trainer)
-        served = _Served(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
-        return [await _outcome(name, check, served) for name, check in _CHECKS.items()]
+        asked = _Asked(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
+        return [await _outcome(name, check, asked) for name, check in _CHECKS.items()]
     finally:
         await joined.engine.close()
         joined.bridge.close()
 
 
-async def _outcome(name: str, check: Callable[[_Served], Any], served: _Served) -> Check:
+async def _outcome(name: str, check: Callable[[_Asked], Any], asked: _Asked) -> Check:
     try:
-        why = await check(served)
+        why = await check(asked)
     except TandemError as error:
         why = f"{type(error).__name__}: {error}"
     return Check(name, "failed" if why else "passed", why)
 
 
-async def _counts(served: _Served) -> str:
-    for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=1)):
-        ended = bool(answer.ids) and answer.ids[-1] in served.end_ids
-        if len(answer.ids) > _TOKENS or (len(answer.ids) < _TOKENS and not ended):
-            return f"{len(answer.ids)} tokens instead of {_TOKENS}, and the last is no end token"
-        if len(answer.logprobs) != len(answer.ids) or len(answer.versions) != len(answer.ids):
-            return f"{len(answer.ids)} tokens, {len(answer.logprobs)} logprobs, {len(answer.versions)} versions"
-        if (answer.finish_reason == "stop") != ended:
-            return f"finish_reason is '{answer.finish_reason}', but the last token is {answer.ids[-1]}"
+async def _counts(asked: _Asked) -> str:
+    for told in await asked.ask(Sampling(max_tokens=_TOKENS, seed=1)):
+        ended = bool(told.ids) and told.ids[-1] in asked.end_ids
+        if len(told.ids) > _TOKENS or (len(told.ids) < _TOKENS and not ended):
+            return f"{len(told.ids)} tokens where {_TOKENS} were asked for, and none that ends"
+        if len(told.logprobs) != len(told.ids) or len(told.versions) != len(told.ids):
+            return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs, {len(told.versions)} versions"
+        if (told.finish_reason == "stop") != ended:
+            return f"'{told.finish_reason}' is why it ended, and its last token is {told.ids[-1]}"
     return ""
 
 
-async def _logprobs(served: _Served) -> str:
+async def _logprobs(asked: _Asked) -> str:
     for sampling in (Sampling(max_tokens=_TOKENS, seed=2), Sampling(max_tokens=_TOKENS, temperature=0.0)):
-        for prompt, answer in zip(served.prompts, await served.ask(sampling), strict=True):
-            if not answer.ids or len(answer.logprobs) != len(answer.ids):
-                return f"{len(answer.ids)} tokens, {len(answer.logprobs)} logprobs"
-            ours = served.trainer.score([*prompt, *answer.ids], len(prompt))
-            gap = sum(abs(a - b) for a, b in zip(ours, answer.logprobs, strict=True)) / len(ours)
-            if not gap <= served.limit:
-                return f"{gap:.4f} nats per token from the trainer's, at temperature {sampling.temperature:g}"
+        for prompt, told in zip(asked.prompts, await asked.ask(sampling), strict=True):
+            if not told.ids or len(told.logprobs) != len(told.ids):
+                return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs"
+            ours = asked.trainer.score([*prompt, *told.ids], len(prompt))
+            gap = sum(abs(a - b) for a, b in zip(ours, told.logprobs, strict=True)) / len(ours)
+            if not gap <= asked.limit:
+                return f"{gap:.4f} nats a token from the trainer's, at temperature {sampling.temperature:g}"
     return ""
 
 
-async def _seeds(served: _Served) -> str:
-    first, again, other = [await served.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
-    if [answer.ids for answer in first] != [answer.ids for answer in again]:
+async def _seeds(asked: _Asked) -> str:
+    first, again, other = [await asked.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
+    if [told.ids for told in first] != [told.ids for told in again]:
         return "one seed gave two answers"
-    return "two seeds gave one answer" if [answer.ids for answer in first] == [answer.ids for answer in other] else ""
+    return "two seeds gave one answer" if [told.ids for told in first] == [told.ids for told in other] else ""
 
 
-async def _stop_ids(served: _Served) -> str:
-    prompt = served.prompts[0]
-    free = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
+async def _stop_ids(asked: _Asked) -> str:
+    prompt = asked.prompts[0]
+    free = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
     stop = free.ids[len(free.ids) // 2]
-    answer = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
+    told = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
     until = free.ids[: free.ids.index(stop) + 1]
-    if answer.ids != until or answer.finish_reason != "stop":
-        return f"{answer.ids} ('{answer.finish_reason}') instead of {until}, which ends with the stop id {stop}"
+    if told.ids != until or told.finish_reason != "stop":
+        return f"{told.ids} ('{told.finish_reason}') where {until} was to be said: the first {stop}, and no more"
     return ""
 
 
-async def _versions(served: _Served) -> str:
-    found = {
-        version for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in answer.versions
-    }
-    return "" if found == {served.trainer.version} else f"{sorted(found)} instead of {served.trainer.version}"
+async def _versions(asked: _Asked) -> str:
+    found = {version for told in await asked.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in told.versions}
+    return "" if found == {asked.trainer.version} else f"{sorted(found)} where {asked.trainer.version} is served"
 
 
-_CHECKS: dict[str, Callable[[_Served], Any]] = {
+_CHECKS: dict[str, Callable[[_Asked], Any]] = {
     "as many tokens as asked for": _counts,
     "logprobs are the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,

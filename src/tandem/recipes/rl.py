@@ -206,7 +206,7 @@ class RlRun:
                 after_step=after_step,
                 sync_every=spec.sync.every,
                 call=self.call,
-                keeper=self.checkpointer,
+                checkpointer=self.checkpointer,
             )
             trainer.finish()
         except NothingLearned as error:

@@ -90,7 +90,7 @@ async def recorded_stage(
         last_version=stage.steps,
         after_step=record_step,
         call=call,
-        keeper=checkpointer,
+        checkpointer=checkpointer,
     )
     trainer.finish()
 

@@ -1,8 +1,8 @@
-"""`tandem sync bench`: measure what each weight bridge costs on this machine.
+"""`tandem sync bench`: what each way of moving weights costs on this machine, measured on the real thing.
 
-Every row does what a run does: it uses the trainer's policy, the engine in its own process (except `inproc`), the
-bridge, and the publisher with its canary. In each round every trained tensor changes a little, then the version is
-published. The first publication attaches the engine and warms up; it is not counted.
+Every row is what a run would do: the trainer's own policy, the engine in its own process (`inproc` apart), the bridge,
+the publisher with its canary. Between rounds every trained weight moves a little, then the version is published. The
+first publication attaches the engine and warms up; it is not counted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
-BRIDGES = ("inproc", "shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart")
-_OF_ADAPTERS = ("adapter", "adapter_broadcast")
-_MAX_ROUNDS = {"restart": 1}  # each round starts a process, and the warm-up has started two
-_CHANGE, _NUM_CHANGED = 1e-3, 2**20  # standard deviation of a weight's change in a round; weights per tensor
+ON_ANY_DEVICE = "disk"  # a bridge that every machine can run
+_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a round's change of a weight; of how many of a tensor
 
 
 def bench_sync(
@@ -49,42 +47,37 @@ def bench_sync(
     unchecked: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """Measure each of `bridges`, by default all, and return the table.
-
-    `engine`: the engine in the other process; auto takes vLLM on a GPU. `python`: vLLM's interpreter, if it is not the
-    default one. `unchecked`: accept a vLLM version that has not passed the conformance suite. `options`: further fields
-    of [engine], such as start_deadline_s.
-    """
+    """`bridges`: none named, all of them. `engine`: what serves outside this process; auto takes vLLM on a GPU.
+    `python`: vLLM's interpreter, if not where it is installed by default; `unchecked`: whatever version that has.
+    `options`: what else a spec's [engine] would say of it, such as start_deadline_s."""
     if shape not in SHAPES:
-        raise SpecError(f"--shape = '{shape}': must be one of {', '.join(SHAPES)}")
-    if unknown := [name for name in bridges if name not in BRIDGES]:
-        raise SpecError(f"--bridge = '{unknown[0]}': must be one of {', '.join(BRIDGES)}")
+        raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
+    if odd := [name for name in bridges if name not in BRIDGES]:
+        raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(BRIDGES)}")
     from tandem.build import training
     from tandem.ops.memory_meter import copy_bytes_per_s
 
-    device_type = training.pick_device(device).type
-    kind = ("vllm" if device_type == "cuda" else "server") if engine == "auto" else engine
-    link, destination = _link(device_type)
-    link_bytes_per_s = copy_bytes_per_s(device_type, destination)
+    picked = training.pick_device(device).type
+    kind = ("vllm" if picked == "cuda" else "server") if engine == "auto" else engine
+    link, other = _link(picked)
+    link_bytes_per_s = copy_bytes_per_s(picked, other)
     rows: list[BenchRow] = []
     parameters = 0
     options = {**({"python": str(python)} if python else {}), **(options or {})}
     with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
-        bench_spec("disk", "tiny", device_type, kind, Path(home), options)  # refuses wrong options before the first row
+        bench_spec(ON_ANY_DEVICE, "tiny", picked, kind, Path(home), options)  # refused at once, and not way by way
         for name in bridges or BRIDGES:
             tell(f"{name} ...")
-            row, counted = _row(
-                name, shape, device_type, kind, rounds, link_bytes_per_s, Path(home), options, unchecked
-            )
+            row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home), options, unchecked)
             tell(f"{name}: {row.skipped or row.error or f'{row.ms:.1f} ms, {row.how}'}")
             rows.append(row)
-            _free_memory()
+            _let_go()
             parameters = max(parameters, counted)
-    return Bench(device_type, shape, parameters, link, link_bytes_per_s / 1e9, tuple(rows))
+    return Bench(picked, shape, parameters, link, link_bytes_per_s / 1e9, tuple(rows))
 
 
-def _free_memory() -> None:
-    """Free the last measured model before the next one is made."""
+def _let_go() -> None:
+    """Of the model that was measured last, before the next one is made."""
     import torch
 
     gc.collect()
@@ -93,7 +86,7 @@ def _free_memory() -> None:
 
 
 def _link(device: str) -> tuple[str, str]:
-    """Describe the fastest copy that a sync could reach, and return the device that it copies to."""
+    """What bytes travel over at best, and where a copy that shows it ends."""
     import torch
 
     if device == "cuda" and torch.cuda.device_count() > 1:
@@ -112,7 +105,7 @@ def _row(
     options: Mapping[str, Any],
     unchecked: bool,
 ) -> tuple[BenchRow, int]:
-    """Measure one bridge; return its row and the model's number of parameters."""
+    """And how many parameters the model has."""
     from tandem.build import training
 
     row = BenchRow(name, _engine_kind(name, kind))
@@ -125,21 +118,24 @@ def _row(
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
-        num_rounds = min(rounds, _MAX_ROUNDS.get(name, rounds))
-        measured = asyncio.run(_publish(spec, model, num_rounds, home / name, unchecked))
-    except (TandemError, RuntimeError) as error:  # torch raises RuntimeError, for example when out of memory
+        # A round of a bridge that restarts the engine starts a process, and the warm-up has started two.
+        times = 1 if BRIDGES[name].restarts_engine else rounds
+        measured = asyncio.run(_publish(spec, model, times, home / name, unchecked))
+    except (TandemError, RuntimeError) as error:  # RuntimeError: torch's own, out of memory for one
         return replace(row, error=f"{type(error).__name__}: {error}"), parameters
     return _summed_up(row, *measured, link_bytes_per_s), parameters
 
 
 def _why_not(name: str, device: str, kind: str) -> str:
-    """Return why this machine cannot use a bridge; empty if it can."""
+    """Return why this machine cannot run that bridge; empty if it can."""
     import torch
 
-    if device == "cuda" and name == "broadcast" and torch.cuda.device_count() < 2:
-        return "needs a GPU each for trainer and engine, and there is only one; use 'shared' on one GPU"
-    if device == "cpu" and name == "shared" and kind == "vllm":
-        return "vLLM cannot share its memory on a CPU; 'shared' needs a GPU, or the embedded engine"
+    traits = BRIDGES[name]
+
+    if device == "cuda" and traits.separate_gpus and torch.cuda.device_count() < 2:
+        return "trainer and engine each need a GPU of their own, and there is one; 'shared' is for one"
+    if device == "cpu" and traits.shares_memory and kind == "vllm":
+        return "vLLM's memory on a CPU is its own; 'shared' is for one GPU, or for the embedded engine"
     return ""
 
 
@@ -151,12 +147,13 @@ def _engine_kind(name: str, kind: str) -> str:
 def bench_spec(
     name: str, shape: str, device: str, kind: str, home: Path, options: Mapping[str, Any] | None = None
 ) -> RlSpec:
-    """Return the spec of a small run; the benchmark uses only its model, engine and sync."""
+    """A whole run's, of which only what concerns weights is used."""
     model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
-    engine: dict[str, Any] = {"kind": "hf" if name == "inproc" else kind, "max_context": 256}
-    if kind == "vllm" and name != "inproc":
-        engine["memory_share"] = 0.5  # the trainer already uses part of the GPU
-    if kind == "vllm" and name == "broadcast":
+    traits = BRIDGES[name]
+    engine: dict[str, Any] = {"kind": _engine_kind(name, kind), "max_context": 256}
+    if kind == "vllm" and not traits.in_process:
+        engine["memory_share"] = 0.5  # the trainer is there first
+    if kind == "vllm" and traits.separate_gpus:
         engine["gpus"] = [1]
     if not traits.in_process:
         engine |= options or {}
@@ -168,7 +165,7 @@ def bench_spec(
         "precision": {"weights": "bfloat16", "master": "split"} if device == "cuda" else {"weights": "float32"},
         "environment": {"name": "guess"},
         "engine": engine,
-        # No retries, so that the table shows failed rounds.
+        # No retry: a round that fails is to be seen.
         "sync": {"bridge": name, "retries": 0},
         "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8},
     }
@@ -176,7 +173,6 @@ def bench_spec(
 
 
 def _checkpoint(shape: str, home: Path) -> Path:
-    """Return a checkpoint with random weights, written on first use."""
     from tandem.recipes.random_checkpoints import random_checkpoint
 
     path = home / shape
@@ -191,7 +187,7 @@ def _checkpoint(shape: str, home: Path) -> Path:
 async def _publish(
     spec: RlSpec, model: BuiltModel, rounds: int, home: Path, unchecked: bool
 ) -> tuple[list[Proof], float | None]:
-    """Publish once to warm up, then `rounds` times; return the proofs of these, and the extra memory in bytes."""
+    """The proofs, and the extra memory in bytes."""
     from tandem.build import run_engines, training
     from tandem.ops.memory_meter import DeviceMemory, ProcessMemory
 
@@ -203,7 +199,7 @@ async def _publish(
     on_gpu = model.device.type == "cuda"
     extra: list[int | None] = []
     try:
-        if on_gpu:  # attach before measuring memory: allocators keep the memory that they took once
+        if on_gpu:  # the engine is to be there before anything is sent: allocators keep what they took once
             await joined.engine.attach(joined.bridge.source(joined.engine.receivers))
         with DeviceMemory() if on_gpu else nullcontext() as devices:
             await publisher.publish(trainer)
@@ -221,15 +217,15 @@ async def _publish(
 
 
 def move_weights(model: BuiltModel, trainer: Trainer) -> None:
-    """Change some weights of every trained tensor, as a step would, without an optimizer's memory."""
+    """As little as an optimizer step does, and without its memory: some of every trained tensor."""
     import torch
 
     trainer.version += 1
     generator = torch.Generator(model.device).manual_seed(trainer.version)
     with torch.no_grad():
         for _, tensor in model.policy.trainable():
-            some = tensor.view(-1)[:_NUM_CHANGED]
-            some += _CHANGE * torch.randn(some.shape, generator=generator, device=some.device, dtype=some.dtype)
+            some = tensor.view(-1)[:_MOVED]
+            some += _MOVE * torch.randn(some.shape, generator=generator, device=some.device, dtype=some.dtype)
 
 
 # --- figures
@@ -237,14 +233,14 @@ def move_weights(model: BuiltModel, trainer: Trainer) -> None:
 
 def _summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> BenchRow:
     middle = sorted(proofs, key=lambda proof: proof.seconds["total"])[(len(proofs) - 1) // 2]
-    seconds = dict(middle.seconds)  # of the median round, so that the phases add up to its total
+    seconds = dict(middle.seconds)  # of one round, so that they add up
     total_s = seconds.pop("total")
     moved = middle.bytes_moved
     in_turn_s = sum(seconds.get(phase, 0.0) for phase in ONE_AFTER_THE_OTHER)
     bytes_per_s = moved / (total_s - seconds["canary"]) if moved else None
     return replace(
         row,
-        verified=_all_proven(proofs),
+        verified=_sound(proofs),
         how=proofs[0].verified,
         rounds=len(proofs),
         tensors=proofs[0].tensors,
@@ -259,11 +255,11 @@ def _summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None
     )
 
 
-def _all_proven(proofs: Sequence[Proof]) -> bool:
-    """Return whether every round is proven. Weights change in each round, so equal digests mean stale weights."""
+def _sound(proofs: Sequence[Proof]) -> bool:
+    """Weights moved between any two rounds: equal digests would mean that old ones were sent."""
     fresh = len({proof.digest for proof in proofs}) == len(proofs) or proofs[0].verified == "identity"
-    canaries = all(proof.canary_tokens and proof.logprob_gap <= proof.gap_limit for proof in proofs)
-    return fresh and canaries and all(proof.verified != "none" for proof in proofs)
+    asked = all(proof.canary_tokens and proof.logprob_gap <= proof.gap_limit for proof in proofs)
+    return fresh and asked and all(proof.verified != "none" for proof in proofs)
 
 
 def _median(values: Sequence[float | None]) -> float | None:
