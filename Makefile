@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install quickstart test test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
+.PHONY: install docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -22,12 +22,22 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml
 
-# Three at a time: a third of the time is waiting for processes and deadlines. In order, as the long files come first.
-# With bytecode, even where the environment says otherwise: hundreds of processes import us. What was done again, since
-# the machine stood still (tests/conftest.py), is told with what it said.
+# Three files at a time: a third of the time is waiting for processes and deadlines. In the order of the folders, since the
+# long files come first. With bytecode, even where the environment says otherwise: hundreds of processes import us. Tests
+# that ran again because the machine stood still (tests/conftest.py) are reported with what they said.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
+	--no-loadscope-reorder --rerun-show-tracebacks --durations=50 --durations-min=1
+
+# What a newcomer and every change runs.
 test: install
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
-		--no-loadscope-reorder --rerun-show-tracebacks
+	$(PYTEST) -m 'not slow'
+
+# Kills, whole runs that must learn, and the other files that tests/conftest.py names.
+test-slow: install
+	$(PYTEST) -m slow
+
+test-all: install
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks
@@ -39,6 +49,11 @@ format: install
 
 types: install
 	$(BIN)/pyright
+
+# The site, into build/site; strictly: a link that leads nowhere fails. It needs no network.
+docs: install
+	$(BIN)/python docs/make_architecture.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: install
 	$(BIN)/python benchmarks/all.py
@@ -83,6 +98,10 @@ run-kills: install
 # How long a save keeps the training thread; a few minutes. Exit code 1 if it is over a twentieth of a step.
 checkpoint-stall: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/checkpoint_stall.py
+
+# Builds the wheel and uses it without the checkout: first the light part, then a short run. Half a minute.
+test-wheel: install
+	$(BIN)/python tests/wheel_check.py
 
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install

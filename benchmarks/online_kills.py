@@ -120,7 +120,8 @@ def main() -> None:
         print(json.dumps(told))
     else:
         print(
-            f"{told['kills']} kills ({told['server']} of the server half, {told['trainer']} of the trainer half): "
+            f"{told['kills']} kills ({told['server']} of the server process, {told['trainer']} of the trainer "
+            "process): "
             f"served digest the one before {told['before']} times, the one after {told['after']} times, "
             f"{told.get('double_trained')} jobs trained twice"
         )

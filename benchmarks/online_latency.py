@@ -2,8 +2,8 @@
 pauses for an update.
 
 Learning and not learning take turns, so that whatever else runs on the machine meets both. One thread for the engine in
-both, one for the trainer half. Between tokens of one stream lies one iteration of the engine, so the pause is told in
-iterations, too.
+both, one for the trainer process. Between tokens of one stream lies one iteration of the engine, so the pause is told
+in iterations, too.
 
 python benchmarks/online_latency.py [--preset small] [--rounds 6] [--seconds 5] [--json]
 """

@@ -1,7 +1,7 @@
 """A server whose model votes on its version (tests/votes.py), taught hundreds of times while streams ask it: is any
 token made of two versions, or stamped with another version than made it?
 
-All is the server's own (HTTP, jobs, gates, files, bridge, engine); only the step of the trainer half is another: it
+All is the server's own (HTTP, jobs, gates, files, bridge, engine); only the step of the trainer process is another: it
 writes the next version's votes. Beside the torn tokens: how long a stream waits at most for its next token where an
 update came, against where none did. Exit code 1 if a token is torn.
 
@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 TOKENS = 200
 
 
-# --- the trainer half: a step votes
+# --- the trainer process: a step votes
 
 
 def trainer(fd: int) -> None:
     import votes
     from tandem.build import online as build_online
-    from tandem.online.engine_proxy import EngineAcross
-    from tandem.online.rpc import Peer
-    from tandem.online.trainer_worker import TrainerHalf, TrainerParts
+    from tandem.online.publishing import EngineProxy
+    from tandem.online.rpc import RpcConnection
+    from tandem.online.trainer_worker import TrainerParts, TrainerWorker
 
     class Votes:
         def __init__(self, parts: TrainerParts, version: int) -> None:
@@ -52,13 +52,13 @@ def trainer(fd: int) -> None:
 
     async def serve() -> None:
         def make_parts(spec: Any) -> TrainerParts:
-            parts = build_online.parts(spec, EngineAcross(server.ask, 1))
+            parts = build_online.parts(spec, EngineProxy(server.ask, 1))
             # A job says by its seed which version it will be.
             make = lambda algorithm, teaching, version: Votes(parts, teaching.seed)  # noqa: E731
             return dataclasses.replace(parts, trainer=make)
 
-        server = Peer(lambda what: half.handle(what), "server half")
-        half = TrainerHalf(make_parts, server.tell)
+        server = RpcConnection(lambda what: half.handle(what), "server process")
+        half = TrainerWorker(make_parts, server.tell)
         await server.start(socket.socket(fileno=fd))
         await server.gone.wait()
         os._exit(0)
@@ -67,7 +67,7 @@ def trainer(fd: int) -> None:
 
 
 def server(home: Path) -> None:
-    """The server half, with that trainer half."""
+    """The server process, with that trainer process."""
     from tandem.recipes import online
     from tandem.serve.http.run import Listen
     from tandem.spec.online import parse_online_spec

@@ -155,7 +155,7 @@ def measure(learner: Learner, steps: int, device: str, threads: int, directory: 
     store = VersionStore(directory, threads=threads)
     live, first = learner.live, {name: tensor.clone() for name, tensor in learner.live.items()}
     full = store.anchor(0, live, learner.state())
-    held = HeldVersion.of(0, live).at_rest()  # as in the trainer half: on the host, of weights that move
+    held = HeldVersion.of(0, live).at_rest()  # as in the trainer process: on the host, of weights that move
 
     def move(version: int) -> None:
         with held.within(live):

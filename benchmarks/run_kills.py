@@ -124,7 +124,7 @@ def newest(run_dir: Path) -> int:
 
 def trial(home: Path, spec: dict[str, Any], *, kills: int, seed: int) -> Told:
     """Kills runs of one spec, `kills` times in all."""
-    import tandem.build.joined_engines
+    import tandem.build.run_engines
     import tandem.build.training
     import tandem.recipes.rl
     import tandem.recipes.sft

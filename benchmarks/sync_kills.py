@@ -98,21 +98,21 @@ def train(mode: str, home: Path, number: int, version: int, engine: Mapping[str,
 
 
 async def publish_for_ever(spec: Any, model: Any, home: Path, number: int, version: int, journal: Journal) -> None:
-    from tandem.build import joined_engines, training
+    from tandem.build import run_engines, training
     from tandem.engine.pool import EnginePool
     from tandem.engine.server.engine import ExistingServer, ServerEngine
     from tandem.errors import EngineError, SyncError
 
     own = home / f"run-{number}"
-    bridge = joined_engines.bridge(spec, model, own, home / "model")
+    bridge = run_engines.bridge(spec, model, own, home / "model")
     if spec.engine.url:
         place = ExistingServer(spec.engine.url, Path(spec.engine.token_file))
         shares = spec.sync.bridge == "shared"
         engine = EnginePool([ServerEngine(place, deadline_s=DEADLINE_S, shares_memory=shares, lease_s=LEASE_S)])
     else:
-        engine = joined_engines.outside(spec, model, own, home / "model")
-    joined = joined_engines.Joined(engine, bridge, spec.sync.retries)
-    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
+        engine = run_engines.outside(spec, model, own, home / "model")
+    joined = run_engines.Joined(engine, bridge, spec.sync.retries)
+    publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     rng = random.Random(version)
     announce(model, trainer, 0, journal)  # what an engine serves from the start

@@ -1,4 +1,4 @@
-"""Writes docs/spec.md from the spec's own classes: `python docs/make_spec.py`. A test compares the two."""
+"""Write docs/spec.md from the spec's classes: `python docs/make_spec.py`. A test compares the two."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ HEAD = """\
 
 Written by `python docs/make_spec.py` from the classes in `src/tandem/spec/`; do not edit it here.
 
-A spec is TOML. Its first line says what to do: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below is a
-table. Where a table comes in several kinds, its `kind` chooses (in `[model]` the key `preset` or `path`, in
-`[precision]` `weights`), and keys of the other kinds are refused. Keys that nobody knows, values of another type or
-out of range, and knobs that the run could not use are refused before anything is loaded, with the field, the value
-and the way out.
+A spec is a TOML file. Its first line names the recipe: `recipe = "rl"`, `"sft"` or `"preference"`. Each heading below
+is a table. If a table has several kinds, its key `kind` selects one (in `[model]` the key `preset` or `path`, in
+`[precision]` the key `weights`), and keys of the other kinds are refused. Tandem also refuses unknown keys, values of
+another type or out of range, and settings that the run could not use. It does so before it loads anything, and the
+error names the field, the value and what to write instead.
 
-`tandem train SPEC --set train.lr=1e-4` overrides a value, `tandem spec show SPEC` prints a spec with its defaults
-filled in, and `tandem spec schema` prints the JSON Schema for your editor.
+`tandem train SPEC --set train.lr=1e-4` overrides a value. `tandem spec show SPEC` prints a spec with its defaults.
+`tandem spec schema` prints the JSON Schema for your editor.
 """
 
 
 def text() -> str:
+    """Return the whole page."""
     schema = json_schema()
     definitions: Table = schema["$defs"]
     parts, shown = [HEAD], dict[str, str]()
@@ -39,7 +40,7 @@ def text() -> str:
 
 
 def _table(node: Table, path: str, definitions: Table, shown: dict[str, str]) -> list[str]:
-    """The keys of a table, then the tables inside it. A class is shown once; `shown` says under which heading."""
+    """Return the keys of a table, then the tables inside it. A class is shown once; `shown` maps it to its heading."""
     required = node.get("required", [])
     rows, inner = [], []
     for name, field in sorted(node["properties"].items(), key=lambda item: item[0] not in required):

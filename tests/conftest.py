@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from standstill import Standstill
 
+HERE = Path(__file__).parent
+SLOW = {
+    "faults": "kills, hangs and lies between real processes",
+    "learning": "whole runs that must learn, and the examples",
+    "conformance/test_bridge_processes.py": "both ends of each bridge killed at many instants",
+    "http/test_slow_bodies.py": "bodies that arrive slower than their deadline",
+    "http/test_service_run.py": "a whole run over the rollout service",
+    "http/test_online_take_home.py": "an online server that is taught, exported and served",
+    "http/test_env_serve.py": "environments in processes of their own, against a service",
+    "unit/test_sync_bench.py": "every bridge measured on a real model",
+    "parity/test_apollo.py": "many steps beside the published optimizer",
+}
+"""The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
 _PAUSE_S, _REPEATS = 0.25, 2
 _machine = Standstill()
 
@@ -22,6 +36,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leases, deadlines and patience are real seconds here, between real processes. If the machine stands still in the
     middle of one, its failure says nothing of the code: the test is done again, and what it said is told. What fails on
     a machine that works has failed."""
+    for item in items:
+        path = item.path.relative_to(HERE) if item.path.is_relative_to(HERE) else item.path
+        if path.parts[0] in SLOW or path.as_posix() in SLOW:
+            item.add_marker(pytest.mark.slow)
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
             item.add_marker(pytest.mark.flaky(reruns=_REPEATS, condition=_machine_stood_still))

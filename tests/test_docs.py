@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
+import tandem
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.spec.load import parse_spec
@@ -248,3 +249,37 @@ def test_the_page_of_every_field_is_as_the_classes_are():
     assert page == make_spec.text(), "run: python docs/make_spec.py"
     for key in ("max_lag", "eval_share", "spread_floor", "targets", "kv_gib", "confidence"):
         assert f"| `{key}` |" in page
+
+
+# --- the site
+
+
+def linked_from(page: Path) -> set[Path]:
+    targets = (target for target, _ in LINK.findall(page.read_text()) if not target.startswith(("http://", "https://")))
+    return {(page.parent / target).resolve() for target in targets if target.endswith(".md")}
+
+
+def test_every_page_can_be_reached_from_the_readme_by_links():
+    seen, ahead = set[Path](), {ROOT / "README.md"}
+    while ahead:
+        page = ahead.pop()
+        seen.add(page)
+        ahead |= linked_from(page) - seen
+    assert {page.name for page in PAGES if page not in seen} == set()
+
+
+def test_the_site_has_every_page_in_its_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().split("nav:", 1)[1]
+    listed = set(re.findall(r"([\w-]+)\.md", nav))
+    assert listed == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"changelog", "contributing", "security"}
+
+
+def test_the_page_of_the_python_api_has_every_public_name():
+    listed = re.findall(r"^::: tandem\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(tandem._API)
+
+
+def test_the_picture_of_the_architecture_is_of_this_code():
+    drawn = maker("make_architecture").draw()
+    picture = ROOT / "docs" / "architecture.svg"
+    assert picture.read_text() == drawn, "run `python docs/make_architecture.py`"

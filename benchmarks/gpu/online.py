@@ -1,4 +1,4 @@
-"""`tandem online serve` with vLLM on one GPU: what the trainer half takes there, and what clients notice.
+"""`tandem online serve` with vLLM on one GPU: what the trainer process takes there, and what clients notice.
 
 For each way (full: bf16, a split master, APOLLO with its tables' moments in 8 bits; lora: rank 16): a server as a
 process, 8 streams that ask without pause, jobs of one micro-batch a step. Short jobs have next to no activations, so
@@ -298,7 +298,7 @@ def main() -> None:
         device, model, long_tokens = "cpu", f'preset = "{asked.preset}"', 300
     elif not checkpoint.exists():
         random_checkpoint(asked.shape, checkpoint, device="cuda")
-    note(f"{asked.preset or asked.shape}, {asked.threads} threads of the trainer half; GiB unless said otherwise")
+    note(f"{asked.preset or asked.shape}, {asked.threads} threads of the trainer process; GiB unless said otherwise")
     found: list[Any] = []
     for way in asked.ways:
         home = Path("/tmp/online") / way

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from sync import VERSIONS, difference, gap, move, spec_of
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.recipes.random_checkpoints import random_checkpoint
 from tandem.types import Proof
 
@@ -50,10 +50,10 @@ async def check(mode: str, checkpoint: Path, python: str, home: Path) -> dict[st
     spec = spec_of(mode, "auto", 1, checkpoint, python)
     spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"sleep": "free"})})
     model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
-    joined = joined_engines.join(spec, model, home)
+    joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
     meetings: list[Any] = []
-    publisher = joined_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
+    publisher = run_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
     row: dict[str, Any] = {"mode": mode, "alone_gib": used_gib(), "awake": [], "asleep": [], "again": []}
     row |= {"sleep_ms": [], "wake_ms": [], "batch_gap": [], "stale_gap": []}

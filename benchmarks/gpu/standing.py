@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tandem.bridge.files.adapter import memory_backed
-from tandem.build import joined_engines
+from tandem.build import run_engines
 from tandem.io.child_process import Child
 from tandem.ops.memory_meter import DeviceMemory
 from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
@@ -64,7 +64,7 @@ def standing(
     """`engine`: a spec's [engine] for vLLM. Yields what a spec says of the one that stands. It may read versions from
     the directory that `home` is in."""
     spec = VllmEngineSpec.model_validate(engine)
-    command = joined_engines.engine_command(
+    command = run_engines.engine_command(
         spec, device=device, dtype="bfloat16", thinking=False, directory=home, readable=[home.parent, memory_backed()]
     )
     gpus, started = spec.gpus_of(0), time.perf_counter()

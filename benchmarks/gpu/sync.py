@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import TandemError
 from tandem.recipes.random_checkpoints import random_checkpoint
 from tandem.spec.load import parse_spec
@@ -85,10 +85,10 @@ async def check(
     spec = spec_of(mode, backend, tensor_parallel, checkpoint, python)
     torch.cuda.empty_cache()
     model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
-    joined = joined_engines.join(spec, model, home)
+    joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
     meetings: list[Any] = []
-    publisher = joined_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
+    publisher = run_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
     gaps: list[float] = []
     stale: list[float] = []

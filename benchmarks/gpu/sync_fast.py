@@ -26,7 +26,7 @@ import torch
 from standing import ask_for_checkpoint, checkpoint_of, standing, used_bytes
 from sync import difference, gap
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import TandemError
 from tandem.spec.load import parse_spec
@@ -123,9 +123,9 @@ async def measure(mode: str, checkpoint: Path, engine: dict[str, Any], home: Pat
     spec = spec_of(mode, checkpoint, engine, arguments)
     began = time.perf_counter()
     model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
-    joined = joined_engines.join(spec, model, home)
+    joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
-    publisher = joined_engines.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)
+    publisher = run_engines.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
     row: dict[str, Any] = {"mode": mode, "shape": checkpoint.name, "first_token": [], "with_ms": []}
     try:

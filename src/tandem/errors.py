@@ -1,73 +1,85 @@
-"""Every error that Tandem raises on purpose.
+"""Every error that Tandem raises on purpose, as one tree.
 
 TandemError
-├── SpecError              the spec is wrong: field, value, way out           (exit 2; also ValueError)
-├── DataError              a data set or a file in it is wrong                (exit 2; also ValueError)
-├── EnvironmentFailed      an environment, as a whole, cannot be used
+├── SpecError              a spec or an option is wrong: field, value, what to write  (exit 2; also ValueError)
+├── MissingExtra           a package of an optional extra is not installed    (exit 2; also ImportError)
+├── DataError              a data set, or a file of it, is wrong              (exit 2; also ValueError)
+├── EnvironmentFailed      the environment as a whole cannot be used
 │   └── TooManyFailures    too large a share of the last groups failed
-├── EpisodeFailed          one episode raised, hung or returned no number: costs its group, no more
-├── StoreError
+├── EpisodeFailed          one episode raised, hung or returned no number; only its group is dropped
+├── StoreError             the rollout store or the rollout service refused or failed
 │   ├── Starved            too many groups in a row had nothing to learn from
-│   ├── ProducerDied       whoever made groups ended or raised
-│   ├── StoreTimeout       no group in time                                   (also TimeoutError)
+│   ├── ProducerDied       the producer of groups ended or raised
+│   ├── StoreTimeout       no group arrived in time                           (also TimeoutError)
 │   ├── StoreOwned         another process holds the data directory
-│   ├── StoreFull          no room on the disk: nothing was stored, nothing was damaged
-│   ├── StoreBroken        the disk failed: nothing more is acknowledged until a restart
-│   ├── QueueFull          as many groups wait as may
+│   ├── StoreFull          the disk is full; nothing was stored, nothing was damaged
+│   ├── StoreBroken        the disk failed; the service acknowledges nothing more until a restart
+│   ├── QueueFull          the queue holds as many groups as it may
 │   ├── NotKnown           no such trainer, environment, ticket, lease or group
-│   ├── Conflict           the state does not allow it
-│   │   ├── Fenced         a later registration of the trainer took its place
-│   │   └── KeyReused      an idempotency key came again with another body
-│   └── GroupRefused       a group breaks a rule of the wire; names the field (exit 2; also ValueError)
-├── EngineError
-│   ├── EngineLost         the engine is gone, or is not the one that was attached any more
+│   ├── Conflict           the current state does not allow the request
+│   │   ├── Fenced         a newer registration replaced this trainer
+│   │   └── KeyReused      an idempotency key was sent again with another body
+│   └── GroupRefused       a group breaks a rule of the wire format; names the field (exit 2; also ValueError)
+├── EngineError            an engine failed or refused a request
+│   ├── EngineLost         the engine is gone, or is no longer the one that was attached
+│   ├── NotLetIn           the engine refused the token
 │   └── EngineSilent       the engine did not answer in time                  (also TimeoutError)
 ├── SyncError              trainer and engine do not hold the same weights
-│   └── SyncTimeout        one end did not come                               (also TimeoutError)
-├── LogprobGap             trainer and engine disagree about the same tokens
-├── NonFinite              a loss or a gradient is not a number
-├── NothingLearned         steps were taken and the weights did not move
-├── CheckpointError        what was saved does not belong to what it is loaded into
-│   └── CheckpointDamaged  a file is not what was written; or no whole checkpoint is left
-├── CheckpointUnsaved      saving failed too often in a row (a full disk, for one)
-├── NoRoom                 the disk is too full for a run to begin, or to go on
-├── ArtifactError          an artifact could not be stored, or is not there
-├── ProcessEnded           one of the processes of a run ended, and the others with it
+│   └── SyncTimeout        the sender or a receiver did not arrive in time    (also TimeoutError)
+├── LogprobGap             trainer and engine disagree about logprobs of the same tokens
+├── NonFinite              a loss or a gradient is not finite
+├── NothingLearned         steps were taken, but the weights did not change
+├── CheckpointError        a checkpoint does not belong to what it is loaded into
+│   └── CheckpointDamaged  a file was changed after it was written, or no complete checkpoint is left
+├── CheckpointUnsaved      too many saves in a row failed (a full disk, for example)
+├── NoRoom                 the disk has too little space for the run to begin or to go on  (exit 2)
+├── ArtifactError          an artifact could not be stored, or does not exist
+├── ProcessEnded           one process of a run ended, so the others were ended too
 ├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
-├── TextTooLong            a text has more tokens than a model's context       (also ValueError)
-└── RunError               a run directory is not what it should be
-    ├── RunOwned           another process works on it
-    └── RunFenced          another process took it over: nothing more may be written by this one
+├── TextTooLong            a text has more tokens than the model's context    (also ValueError)
+└── RunError               a run directory is not usable for the command      (exit 2)
+    ├── RunOwned           another process works on it                        (exit 2)
+    └── RunFenced          another process took it over; this one must not write any more
 """
 
 from __future__ import annotations
 
 
 class TandemError(Exception):
-    """The base of them all; the command line prints its text and no traceback."""
+    """Base of all errors below. The command line prints the text without a traceback and exits with `exit_code`."""
 
     exit_code = 1
 
 
 class SpecError(TandemError, ValueError):
+    """A spec or an option is wrong. The text names the field, its value and what to write instead."""
+
+    exit_code = 2
+
+
+class MissingExtra(TandemError, ImportError):
+    """A package of an optional extra is not installed. The text says how to install it."""
+
     exit_code = 2
 
 
 class DataError(TandemError, ValueError):
+    """A data set, or a file of it, is wrong."""
+
     exit_code = 2
 
 
 class EnvironmentFailed(TandemError):
-    pass
+    """The environment as a whole cannot be used."""
 
 
 class TooManyFailures(EnvironmentFailed):
-    pass
+    """Too large a share of the last groups failed."""
 
 
 class EpisodeFailed(TandemError):
-    """One episode's own failure. `kind` is what it is counted under: raised, hung, not_a_number, no_outcome, no_reply,
-    template, context_full, judge; of an environment in workers also crashed, out_of_memory, protocol."""
+    """One episode failed. `kind` is the counter that it belongs to: raised, hung, not_a_number, no_outcome, no_reply,
+    template, context_full, judge; in worker processes also crashed, out_of_memory, protocol."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -75,7 +87,7 @@ class EpisodeFailed(TandemError):
 
 
 class StoreError(TandemError):
-    """`field` is what of the request it is about, where that is one thing."""
+    """The rollout store refused or failed. `field` names the part of the request that is wrong; empty if none is."""
 
     def __init__(self, text: str, *, field: str = "") -> None:
         super().__init__(text)
@@ -83,52 +95,55 @@ class StoreError(TandemError):
 
 
 class Starved(StoreError):
-    pass
+    """Too many groups in a row had nothing to learn from."""
 
 
 class ProducerDied(StoreError):
-    pass
+    """The producer of groups ended or raised."""
 
 
 class StoreTimeout(StoreError, TimeoutError):
-    pass
+    """No group arrived in time."""
 
 
 class StoreOwned(StoreError):
-    pass
+    """Another process holds the data directory."""
 
 
 class StoreFull(StoreError):
-    pass
+    """The disk is full. Nothing was stored, and nothing was damaged."""
 
 
 class StoreBroken(StoreError):
-    pass
+    """The disk failed. The service acknowledges nothing more until a restart."""
 
 
 class QueueFull(StoreError):
-    pass
+    """The queue holds as many groups as it may."""
 
 
 class NotKnown(StoreError):
-    pass
+    """There is no such trainer, environment, ticket, lease or group."""
 
 
 class Conflict(StoreError):
-    pass
+    """The current state does not allow the request."""
 
 
 class Fenced(Conflict):
-    pass
+    """A newer registration replaced this trainer."""
 
 
 class KeyReused(Conflict):
+    """An idempotency key was sent again with another body."""
+
     def __init__(self, text: str) -> None:
         super().__init__(text, field="idempotency-key")
 
 
 class GroupRefused(StoreError, ValueError):
-    """`field` is what to change: `trajectories.2.logprobs`; in a post of several groups, `groups.5.trajectories...`."""
+    """A group breaks a rule of the wire format. `field` is what to change: `trajectories.2.logprobs`; in a request with
+    several groups `groups.5.trajectories...`."""
 
     exit_code = 2
 
@@ -138,80 +153,88 @@ class GroupRefused(StoreError, ValueError):
 
 
 class EngineError(TandemError):
-    pass
+    """An engine failed or refused a request."""
 
 
 class EngineLost(EngineError):
-    pass
+    """The engine is gone, or is no longer the one that was attached."""
 
 
 class NotLetIn(EngineError):
-    """It has another token."""
+    """The engine refused the token: it expects another one."""
 
 
 class EngineSilent(EngineError, TimeoutError):
-    pass
+    """The engine did not answer in time."""
 
 
 class SyncError(TandemError):
-    pass
+    """Trainer and engine do not hold the same weights."""
 
 
 class SyncTimeout(SyncError, TimeoutError):
-    pass
+    """The sender or a receiver did not arrive in time."""
 
 
 class LogprobGap(TandemError):
-    pass
+    """Trainer and engine disagree about logprobs of the same tokens."""
 
 
 class NonFinite(TandemError):
-    pass
+    """A loss or a gradient is not finite."""
 
 
 class NothingLearned(TandemError):
-    pass
+    """Steps were taken, but the weights did not change."""
 
 
 class CheckpointError(TandemError):
-    pass
+    """A checkpoint does not belong to the run or model that it is loaded into."""
 
 
 class CheckpointDamaged(CheckpointError):
-    pass
+    """A file was changed after it was written, or no complete checkpoint is left."""
 
 
 class CheckpointUnsaved(TandemError):
-    pass
+    """Too many saves in a row failed."""
 
 
 class NoRoom(TandemError):
+    """The disk has too little space for the run to begin or to go on."""
+
     exit_code = 2
 
 
 class ProcessEnded(TandemError):
-    pass
+    """One process of a run ended, so the others were ended too."""
 
 
 class TemplateError(TandemError, ValueError):
+    """A chat template cannot be used token by token."""
+
     exit_code = 2
 
 
 class TextTooLong(TandemError, ValueError):
-    pass
+    """A text has more tokens than the model's context."""
 
 
 class RunError(TandemError):
+    """A run directory is not usable for the command."""
+
     exit_code = 2
 
 
 class ArtifactError(TandemError):
-    pass
+    """An artifact could not be stored, or does not exist."""
 
 
 class RunOwned(RunError):
-    pass
+    """Another process works on the run."""
 
 
 class RunFenced(RunError):
+    """Another process took the run over. This one must not write any more."""
+
     exit_code = 1

@@ -1,9 +1,9 @@
-"""Once around the circle: groups in, a new version out, the engine holding it.
+"""The training loop: take groups, train a step, publish the new version to the engine.
 
 consumes: groups, oldest started first     waits for: the slowest of them
 produces: versions                         waits for: both ends of the bridge
 
-Synchronous and asynchronous RL, and supervised training, are this loop and the number of slots of its store.
+Synchronous RL, asynchronous RL and supervised training all run this loop; they differ in the store's number of slots.
 """
 
 from __future__ import annotations
@@ -20,40 +20,42 @@ from tandem.types import Batch, Group, Metrics
 
 
 class Checkpointer(Protocol):
-    """Remembers where the run is, so that another process can go on from there."""
+    """Saves the run's state, so that another process can resume it."""
 
     def begin(self, trainer: Trainer, parts: Mapping[str, Stateful], last_version: int) -> None:
-        """Gives the parts what they held then."""
+        """Restore the parts from the checkpoint that the run resumes from, if there is one."""
         ...
 
-    def stepping(self) -> None:
-        """From here on, the last mark is not what the trainer is."""
+    def step_started(self) -> None:
+        """Note that the trainer is about to change: the last mark no longer matches it."""
         ...
 
     def mark(self) -> None:
-        """A step has ended, and nothing of the next has begun."""
+        """Copy the state of all parts. Called between two steps, when nothing of the next step has begun."""
         ...
 
-    async def keep(self, groups: Sequence[Group], metrics: Metrics) -> Sequence[Group]:
-        """Saves the mark where that is due; what may be forgotten elsewhere."""
+    async def save_if_due(self, groups: Sequence[Group], metrics: Metrics) -> Sequence[Group]:
+        """Save the last mark if a checkpoint is due. Return the groups that no longer need to be stored elsewhere."""
         ...
 
 
 class NoCheckpoints:
+    """Saves nothing: such a run cannot be resumed."""
+
     def begin(self, trainer: Trainer, parts: Mapping[str, Stateful], last_version: int) -> None:
         pass
 
-    def stepping(self) -> None:
+    def step_started(self) -> None:
         pass
 
     def mark(self) -> None:
         pass
 
-    async def keep(self, groups: Sequence[Group], metrics: Metrics) -> Sequence[Group]:
+    async def save_if_due(self, groups: Sequence[Group], metrics: Metrics) -> Sequence[Group]:
         return groups
 
 
-_FORGETFUL = NoCheckpoints()
+_NO_CHECKPOINTS = NoCheckpoints()
 
 
 async def run_loop(
@@ -68,16 +70,16 @@ async def run_loop(
     after_step: Callable[[Metrics], Awaitable[None]],
     sync_every: int = 1,
     call: Call = asyncio.to_thread,
-    keeper: Checkpointer = _FORGETFUL,
+    checkpointer: Checkpointer = _NO_CHECKPOINTS,
 ) -> None:
-    """Train until the trainer's version is `last_version`; the engine holds the last one when this returns."""
-    made_by = {f"producer-{number}": each for number, each in enumerate(producers)}
-    keeper.begin(trainer, {"store": store, "publisher": publisher, **made_by}, last_version)
+    """Train until the trainer's version is `last_version`; the engine holds that version when this returns."""
+    named_producers = {f"producer-{number}": each for number, each in enumerate(producers)}
+    checkpointer.begin(trainer, {"store": store, "publisher": publisher, **named_producers}, last_version)
     await publisher.hold(trainer)
     if trainer.version >= last_version:
-        return  # it went on from a checkpoint of its last step
+        return  # the run was resumed from a checkpoint of its last step
     working = [_supervised(producer.run(), type(producer).__name__, store) for producer in producers]
-    working.append(_supervised(publisher.keep(trainer), "publisher", store))
+    working.append(_supervised(publisher.watch(trainer), "publisher", store))
     held = 0
     try:
         while trainer.version < last_version:
@@ -86,7 +88,7 @@ async def run_loop(
             held += len(groups)
             taken = time.perf_counter()
             publisher.check(groups)
-            keeper.stepping()
+            checkpointer.step_started()
             async with publisher.resting(trainer):
                 metrics = await call(trainer.step, make_batch(groups, trainer.version))
             trained = time.perf_counter()
@@ -97,7 +99,7 @@ async def run_loop(
                 await publisher.go_on()
             for producer in producers:
                 metrics |= producer.drain_metrics()
-            keeper.mark()
+            checkpointer.mark()
             now = time.perf_counter()
             metrics |= {
                 "time/generate_s": taken - started,
@@ -107,11 +109,12 @@ async def run_loop(
             }
             await after_step(metrics)
             if synced:
-                # After load(), not before: a slot freed early breaks max_lag by one. And after an evaluation: on-policy
-                # groups share the engine's batches with nothing, whether it is made here or was before a resume.
+                # After load(), not before: a slot freed early breaks max_lag by one. And after the evaluation in
+                # after_step(): else on-policy groups would share the engine's batches with it, and a resumed run, which
+                # does not repeat that evaluation, would sample other tokens.
                 await store.release(held)
                 held = 0
-            if contained := await keeper.keep(groups, metrics):
+            if contained := await checkpointer.save_if_due(groups, metrics):
                 await store.ack(contained)
     finally:
         for task in working:
@@ -120,7 +123,7 @@ async def run_loop(
 
 
 def _supervised(work: Coroutine[Any, Any, None], name: str, store: RolloutStore) -> asyncio.Task[None]:
-    """Work that ends, in whatever way, ends the wait for groups with a named error."""
+    """Run this work as a task. If it ends before the run does, calls that wait for groups get a named error."""
 
     async def watch() -> None:
         try:

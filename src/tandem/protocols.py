@@ -1,6 +1,6 @@
-"""The architecture on one page: what each part may expect of the others, and nothing else.
+"""The architecture on one page: the interface of each part. Callers rely on nothing beyond it.
 
-The loop (`tandem.loop`) talks to these; `tandem.build.training` alone knows which class stands behind which.
+The loop (`tandem.loop`) uses these protocols only; `tandem.build` alone picks the concrete classes.
 """
 
 from __future__ import annotations
@@ -39,151 +39,161 @@ class Reply(Protocol):
     """The assistant's turn as an environment sees it."""
 
     @property
-    def text(self) -> str: ...                            # without thinking, without the stop string
+    def text(self) -> str: ...                            # the answer, without thinking and stop string
     @property
-    def truncated(self) -> bool: ...                      # ran into max_tokens
+    def truncated(self) -> bool: ...                      # whether the turn reached max_tokens
     @property
-    def tool_calls(self) -> Sequence[ToolCall]: ...       # not in text; empty unless tools were offered
+    def tool_calls(self) -> Sequence[ToolCall]: ...       # removed from `text`; empty unless tools were offered
 
 
 class Chat(Protocol):
     """One conversation with the policy, recorded token by token."""
 
-    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None: ...   # JSON schemas, before the first reply
-    def say(self, *messages: Message | str) -> None: ...  # a str is a user message; a tool's answer has role "tool"
-    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply: ...
-    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str: ...   # another model's answer
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None: ...   # offers tools (JSON schemas), before any reply
+    def say(self, *messages: Message | str) -> None: ...  # appends messages: a str is the user's, role "tool" a tool's
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Reply: ...   # samples a turn
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str: ...   # asks the judge model
 
 
 class Environment(Protocol):
-    """Tasks, and how one is played and scored. One line more: `demonstrate(task, rng) -> list[Message]`, what follows
-    `task.messages`, lets SFT warm up on it."""
+    """Tasks, and how one is played and scored. An environment that also has `demonstrate(task, rng) -> list[Message]`,
+    the turns that should follow `task.messages`, can warm up with SFT."""
 
-    def tasks(self, split: str) -> Sequence[Task]: ...
-    async def run(self, task: Task, chat: Chat) -> Outcome: ...
+    def tasks(self, split: str) -> Sequence[Task]: ...    # the tasks of "train" or "eval"
+    async def run(self, task: Task, chat: Chat) -> Outcome: ...   # plays one episode and scores it
 
 
-Credit = list[list[float]]                                # of a group: per trajectory, per trained token
-OnToken = Callable[[int, float, int], None]               # id, logprob, version; on the event loop, as each is made
+Credit = list[list[float]]                                # of one group: per trajectory, per trained token
+OnToken = Callable[[int, float, int], None]               # token id, logprob, version; called on the event loop
 
 
 class Engine(Protocol):
+    """Samples tokens; holds one version of the weights."""
+
     @property
-    def version(self) -> int: ...
+    def version(self) -> int: ...                         # the version that it serves; below 0: none yet
     @property
-    def receivers(self) -> int: ...                       # how many ends of a bridge it opens
+    def receivers(self) -> int: ...                       # how many receivers it opens on a bridge
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *,
         session: str | None = None, on_token: OnToken | None = None,
-    ) -> Completion: ...
-    async def attach(self, source: WeightSource) -> None: ...   # again, with a new source: takes a lost partner back
-    async def load(self, version: int) -> Served: ...     # every request admitted afterwards is sampled from `version`
-    async def sleep(self) -> None: ...                    # lends what it shares with the trainer, till load() or wake()
-    async def wake(self) -> None: ...
-    async def lost(self) -> None: ...                     # returns once it is gone, or is another than was attached
-    async def close(self) -> None: ...
+    ) -> Completion: ...                                  # samples one completion
+    async def attach(self, source: WeightSource) -> None: ...   # opens a receiver; again with a new source: reconnects
+    async def load(self, version: int) -> Served: ...     # receives `version`; later requests are sampled from it
+    async def sleep(self) -> None: ...                    # yields memory shared with the trainer until load() or wake()
+    async def wake(self) -> None: ...                     # takes that memory back and serves the same version again
+    async def lost(self) -> None: ...                     # returns once the attached engine died or was replaced
+    async def close(self) -> None: ...                    # ends it and frees its memory
 
 
 class DigestedEngine(Engine, Protocol):
-    async def fingerprints(self) -> Fingerprints: ...     # of what is served, computed now
+    """An engine that can compute digests of its weights at any time."""
+
+    async def fingerprints(self) -> Fingerprints: ...     # computes the digests of the served weights now
 
 
 class WeightSource(Protocol):
-    """The engine's end of a bridge. In another process it is made anew from `link`: plain JSON, no pickle."""
+    """The engine's end of a bridge. An engine in another process builds its own from `link`: plain JSON, no pickle."""
 
     @property
-    def carries(self) -> WeightKind: ...
+    def carries(self) -> WeightKind: ...                  # the form in which weights arrive
     @property
-    def link(self) -> Mapping[str, Any]: ...              # empty: it works in this process only
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # for the engine's to live in
-    def attached(self, reply: Mapping[str, Any]) -> None: ...        # what each engine said: its layout, its handles
-    def receive(self, version: int, rank: int = 0) -> Weights: ...   # waits for it; SyncTimeout after a deadline
-    def close(self) -> None: ...
+    def link(self) -> Mapping[str, Any]: ...              # how to connect; empty: in this process only
+    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # memory the engine should use
+    def attached(self, reply: Mapping[str, Any]) -> None: ...        # takes each engine's reply: layout and handles
+    def receive(self, version: int, rank: int = 0) -> Weights: ...   # waits for the version; SyncTimeout at a deadline
+    def close(self) -> None: ...                          # disconnects
 
 
 class WeightBridge(Protocol):
-    """The trainer's end."""
+    """The trainer's end of a bridge."""
 
-    mode: str
-    carries: WeightKind                                   # what Trainer.export is asked for
-    def source(self, num_receivers: int = 1) -> WeightSource: ...   # a new meeting; whatever was before is given up
-    def storage(self) -> Mapping[str, Tensor] | None: ...           # what the policy must live in (single copy)
-    def send(self, weights: Weights) -> Sent: ...         # blocks; SyncTimeout after a deadline
-    def close(self) -> None: ...
+    mode: str                                             # its name in the spec and in proofs
+    carries: WeightKind                                   # the form that Trainer.export must return
+    def source(self, num_receivers: int = 1) -> WeightSource: ...   # makes a new connection; drops the one before
+    def storage(self) -> Mapping[str, Tensor] | None: ... # the memory that the policy must use (single copy)
+    def send(self, weights: Weights) -> Sent: ...         # blocks until it is sent; SyncTimeout at a deadline
+    def close(self) -> None: ...                          # disconnects
 
 
 class Stateful(Protocol):
-    """What has something to remember when a run goes on in another process."""
+    """A part whose state belongs in a checkpoint."""
 
-    def state(self) -> dict[str, Any]: ...                # JSON, and groups; as of now, whatever happens afterwards
-    def restore(self, state: Mapping[str, Any]) -> None: ...   # before anything else is asked
+    def state(self) -> dict[str, Any]: ...                # a copy of its state: JSON, and groups
+    def restore(self, state: Mapping[str, Any]) -> None: ...   # takes it back; called before any other method
 
 
 class RolloutStore(Stateful, Protocol):
     """Groups waiting to be trained on. A slot is held from `admit` to `release` or `drop`: that bounds staleness."""
 
-    async def admit(self) -> Ticket: ...                  # waits for a slot: a rollout may start
-    async def put(self, ticket: Ticket, group: Group) -> None: ...
-    async def drop(self, ticket: Ticket, reason: str) -> None: ...   # nothing to learn; the slot is free at once
+    async def admit(self) -> Ticket: ...                  # waits for a slot; then one rollout may start
+    async def put(self, ticket: Ticket, group: Group) -> None: ...   # hands in the finished group
+    async def drop(self, ticket: Ticket, reason: str) -> None: ...   # gives the slot back without a group
     async def take(self, count: int) -> list[Group]: ...  # oldest started first; Starved after too many drops in a row
-    async def release(self, count: int) -> None: ...      # the slots: only after the engine holds the new version
-    async def ack(self, groups: Sequence[Group]) -> None: ...        # only after a checkpoint that contains them
-    def fail(self, error: BaseException) -> None: ...     # whoever waits, now or later, gets this error
+    async def release(self, count: int) -> None: ...      # frees slots; only after the engine holds the new version
+    async def ack(self, groups: Sequence[Group]) -> None: ...        # forgets groups; only once a checkpoint has them
+    def fail(self, error: BaseException) -> None: ...     # raises this error in every waiting and later call
 
 
-class Producer(Stateful, Protocol):                               # fills the store
-    async def run(self) -> None: ...                      # ends only by an error or by being cancelled
-    def drain_metrics(self) -> Metrics: ...               # of what finished since the last call
+class Producer(Stateful, Protocol):
+    """Plays groups and puts them into the store."""
+
+    async def run(self) -> None: ...                      # runs until cancelled, or raises
+    def drain_metrics(self) -> Metrics: ...               # of the groups finished since the last call
 
 
 class Policy(Protocol):
     """The model as the trainer sees it."""
 
-    def logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs: ...
+    def logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs: ...   # with a gradient
     def score(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor: ...   # without a gradient
     def reference_logprobs(self, micro: MicroBatch, temperature: float, top_p: float) -> Tensor: ...
-    def trainable(self) -> Sequence[tuple[str, Tensor]]: ...
+    def trainable(self) -> Sequence[tuple[str, Tensor]]: ...   # the parameters that the optimizer updates
     def divergence(self, micro: MicroBatch) -> Tensor: ...   # KL(reference || policy) at each token, with a gradient
-    def reference_bytes(self) -> int: ...                 # of weights that are there for the reference alone
-    def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]: ...   # of logits, in forward and backward
-    def hides_activations(self) -> bool: ...              # from autograd's hooks, that could count them
-    def weights(self, version: int, kind: WeightKind) -> Weights: ...
-    def base(self) -> Iterator[tuple[str, Tensor]]: ...
-    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...   # the weights move there, and keep their values
-    def export(self, path: Path) -> None: ...             # Hugging Face format
-    def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]: ...   # the same, of copies, on any thread
+    def reference_bytes(self) -> int: ...                 # size of the weights that only the reference uses
+    def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]: ...   # size of logits: forward, backward
+    def hides_activations(self) -> bool: ...              # whether autograd's hooks cannot count its activations
+    def weights(self, version: int, kind: WeightKind) -> Weights: ...   # the weights, in the form that a bridge sends
+    def base(self) -> Iterator[tuple[str, Tensor]]: ...   # the frozen weights under the adapters
+    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...   # moves the weights into this memory, values kept
+    def export(self, path: Path) -> None: ...             # writes Hugging Face format
+    def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]: ...   # export of copies, on any thread
 
 
 class Optimizer(Protocol):
-    def update(self, gradients: MutableMapping[str, Tensor], lr: float, scale: float = 1.0) -> None: ...   # takes them
+    """Applies gradients to the policy's weights."""
+
+    def update(self, gradients: MutableMapping[str, Tensor], lr: float, scale: float = 1.0) -> None: ...   # empties it
     @property
-    def workspace_bytes(self) -> int: ...                 # at most held while an update is applied
-    def drain_metrics(self) -> Metrics: ...               # what became of the updates since the last call
+    def workspace_bytes(self) -> int: ...                 # the most memory that an update needs meanwhile
+    def drain_metrics(self) -> Metrics: ...               # of the updates since the last call
     def state(self) -> dict[str, Tensor]: ...             # by parameter name; with the bits that 16-bit weights lack
-    def load(self, state: Mapping[str, Tensor]) -> None: ...
+    def load(self, state: Mapping[str, Tensor]) -> None: ...   # takes such a state back
 
 
 class Trainer(Protocol):
+    """Turns a batch into a new version."""
+
     version: int                                          # optimizer steps taken: the only clock of the system
-    def step(self, batch: Batch) -> Metrics: ...
-    def finish(self) -> None: ...                         # NothingLearned if no step moved a weight
-    def export(self, kind: WeightKind) -> Weights: ...
-    def score(self, ids: Sequence[int], first: int) -> list[float]: ...   # logprobs of ids[first:], untempered
-    def base(self) -> Iterator[tuple[str, Tensor]]: ...   # what adapters stand upon, and is never sent
-    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...         # of the policy
-    def save(self, path: Path) -> None: ...
-    def snapshot(self) -> Callable[[Path], None]: ...     # a copy, to be written on any thread, before the next one
-    def load(self, path: Path) -> None: ...
+    def step(self, batch: Batch) -> Metrics: ...          # one optimizer step
+    def finish(self) -> None: ...                         # raises NothingLearned if no step changed a weight
+    def export(self, kind: WeightKind) -> Weights: ...    # the weights, in the form that a bridge sends
+    def score(self, ids: Sequence[int], first: int) -> list[float]: ...   # logprobs of ids[first:] at temperature 1
+    def base(self) -> Iterator[tuple[str, Tensor]]: ...   # the frozen weights under the adapters; never sent
+    def live_in(self, storage: Mapping[str, Tensor]) -> None: ...   # moves the policy's weights into this memory
+    def save(self, path: Path) -> None: ...               # writes weights and optimizer state
+    def snapshot(self) -> Callable[[Path], None]: ...     # copies both; call the result on any thread, before the next
+    def load(self, path: Path) -> None: ...               # reads what `save` wrote
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Three functions."""
+    """Three functions: keep, credit, loss."""
 
     name: str
-    keep: Callable[[Group], bool]                         # False: there is nothing to learn from it
-    credit: Callable[[Sequence[Group]], list[Credit]]     # of a step's groups: some algorithms compare across them
+    keep: Callable[[Group], bool]                         # the filter: False drops a group that teaches nothing
+    credit: Callable[[Sequence[Group]], list[Credit]]     # advantages of all groups of a step, compared with each other
     loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, Metrics]]
-    needs_reference: bool = False
-    credit_is_all: bool = True                            # no credit, nothing to learn
-    together: bool = False                                # the loss compares siblings: they share a micro-batch
+    needs_reference: bool = False                         # whether the loss uses reference logprobs
+    credit_is_all: bool = True                            # whether a sample without credit teaches nothing
+    together: bool = False                                # whether siblings must share a micro-batch

@@ -1,12 +1,13 @@
-"""A version reaches the engine, and there is proof: or the version before goes on serving, and there is an error.
+"""Publish a version to the engine and prove that it is served; otherwise the old version stays, with an error.
 
-consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt
-produces: proofs                       within `deadline_s` an attempt
+consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt produces: proofs
+within `deadline_s` an attempt
 
-A proof has three parts. Fingerprints: both ends computed them apart, of every tensor in the form in which it is served,
-and they are equal; where both ends are the same memory, they say which memory. The cache epoch: what was computed with
-older weights is forgotten. The canary: a fixed prompt is continued through the very path that rollouts take, and the
-trainer scores the same tokens; their logprobs lie within a band that was measured when the engine was fresh.
+A proof has three parts. Fingerprints: both ends compute them separately, of every tensor in the form in which it is
+served, and they are equal; if both ends share one memory, the fingerprints say which memory. The cache epoch: the
+engine has dropped keys and values of older weights. The canary: the engine continues a fixed prompt as it does for
+rollouts, and the trainer scores the same tokens; the logprobs differ by less than a limit measured when the engine was
+fresh.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CHANCE = 4  # times the limit: who is further away than that is not asked again
-_TURNS = 5  # of the event loop, until a request is out
+_CHANCE = 4  # no second canary if the gap exceeds this multiple of the limit
+_TURNS = 5  # of the event loop, until a request is sent
 _PROVEN_KEPT = 128  # more than the largest max_lag
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
-"""How to call what blocks: `asyncio.to_thread`, or `on_this_thread`."""
+"""How to call a blocking function: `asyncio.to_thread`, or `on_this_thread`."""
 
 
 async def on_this_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """A `Call` on the event loop's own thread, where an inline engine runs too. One order of everything, and one team
-    of OpenMP threads: two teams that take turns wait for each other by spinning, and halve the speed of both."""
+    """Call on the event loop's own thread, where an inline engine runs too. This gives one order of all work, and one
+    team of OpenMP threads: two teams that take turns spin while they wait, and both run at half speed."""
     return function(*args)
 
 
 class TrainerView(Protocol):
-    """What publishing needs of a trainer."""
+    """The part of a trainer that publishing uses."""
 
     @property
     def version(self) -> int: ...
@@ -58,24 +59,24 @@ class TrainerView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A prompt that both sides are asked about after every flip."""
+    """A prompt that engine and trainer both compute after every new version."""
 
     prompt_ids: tuple[int, ...]
     floor: float
-    """The least band, in nats: rounding of the served type moves logprobs by so much from one version to the next."""
+    """The smallest limit, in nats: rounding of the served type alone moves logprobs by this much between versions."""
     ceiling: float
-    """A fresh engine that is further away than this does not compute what the trainer computes."""
+    """The limit for a fresh engine, in nats: above it the engine does not compute what the trainer computes."""
     max_tokens: int = 2
     doubted_tokens: int = 2
-    """A gap over the limit may be chance, of so few: so many decide."""
+    """A gap above the limit may be chance with few tokens; then this many tokens decide."""
     times: float = 4.0
-    """The band is so many times the gap of the fresh engine, or the floor if that is more."""
+    """The limit is this multiple of the fresh engine's gap, or the floor if that is more."""
 
 
 class Publisher:
-    """Keeps one engine (or a pool) in step with one trainer.
+    """Publishes the versions of one trainer to one engine or pool.
 
-    `lock` is held while weights are read, and by `resting` while they are written.
+    `lock` is held while weights are read, and in `resting` while they are written.
     """
 
     def __init__(
@@ -88,58 +89,58 @@ class Publisher:
         canary: Canary | None = None,
         call: Call = asyncio.to_thread,
         on_proof: Callable[[Proof], None] = lambda proof: None,
-        on_meeting: Callable[[Mapping[str, Any]], None] = lambda meeting: None,
+        on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
     ) -> None:
-        """`retries`: how often a lost partner is taken back for one version. `on_proof` writes the ledger, `on_meeting`
-        what the engines said of themselves."""
+        """`retries`: how often a lost engine is attached again for one version. `on_proof` writes the ledger;
+        `on_attached` writes the replies of attached engines."""
         self.lock = asyncio.Lock()
         self._bridge, self._engine = bridge, engine
         self._deadline_s, self._retries, self._canary = deadline_s, retries, canary
-        self._call, self._on_proof, self._on_meeting = call, on_proof, on_meeting
-        self._attached, self._meetings, self._single_copy = False, 0, False
-        self._map: Mapping[str, Any] = {}
+        self._call, self._on_proof, self._on_attached = call, on_proof, on_attached
+        self._attached, self._num_attached, self._single_copy = False, 0, False
+        self._attachment: Mapping[str, Any] = {}
         self._engines: tuple[str, ...] = ()
-        self._band, self._epoch = math.nan, -1
-        self._said: list[int] = []
+        self._limit, self._epoch = math.nan, -1
+        self._last_answer: list[int] = []
         self._proven: set[int] = set()
         self._serving = -1
         """The last version that was proven, while the engine is attached and awake with it."""
 
-    async def publish(self, teacher: TrainerView) -> Proof:
-        """Nothing is trained or sampled on a version without its proof."""
+    async def publish(self, trainer: TrainerView) -> Proof:
+        """Publish the trainer's version and return its proof. No version is sampled or trained on without one."""
         async with self.lock:
-            return await self._publish(teacher)
+            return await self._publish(trainer)
 
-    async def hold(self, teacher: TrainerView) -> None:
-        """As `publish`, unless that is what the engine serves."""
+    async def hold(self, trainer: TrainerView) -> None:
+        """Publish, unless the engine serves the trainer's version already."""
         async with self.lock:
-            if not self._attached or not self._serving == teacher.version == self._engine.version:
-                await self._publish(teacher)
+            if not self._attached or not self._serving == trainer.version == self._engine.version:
+                await self._publish(trainer)
 
-    async def keep(self, teacher: TrainerView) -> None:
-        """Takes the engine back whenever it is lost, with the version that the trainer has; ends by an error alone."""
+    async def watch(self, trainer: TrainerView) -> None:
+        """Attach the engine again whenever it is lost, with the trainer's present version. Run until an error."""
         while True:
-            meeting = self._meetings
+            before = self._num_attached
             await self._engine.lost()
-            if meeting == self._meetings:  # or else it was taken back already
+            if before == self._num_attached:  # otherwise it is attached again already
                 self._attached = False
-                await self.publish(teacher)
+                await self.publish(trainer)
 
     def state(self) -> dict[str, Any]:
-        """Versions that groups which wait may hold."""
+        """Return the proven versions, which waiting groups may have tokens of."""
         return {"proven": sorted(self._proven)[-_PROVEN_KEPT:]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._proven.update(state["proven"])
 
     def check(self, groups: Sequence[Group]) -> None:
-        """A batch with a token of a version that nobody proved is refused."""
+        """Refuse a batch with a token of a version that has no proof."""
         trajectories = [each for group in groups for each in group]
         versions = {version for each in trajectories for version in each.versions if version >= 0}
         if odd := next((each for each in trajectories if each.num_unstamped), None):
             raise SyncError(
-                f"sync: a batch holds a sampled token of no version ({odd.task_id or 'no task'}): whatever engine made "
-                "it had no weights of this trainer"
+                f"sync: a batch holds a sampled token of no version ({odd.task_id or 'no task'}): its engine "
+                "had no weights of this trainer"
             )
         if missing := sorted(versions - self._proven):
             raise SyncError(
@@ -148,42 +149,44 @@ class Publisher:
             )
 
     @asynccontextmanager
-    async def resting(self, teacher: TrainerView) -> AsyncIterator[None]:
-        """The engine has lent what it shares with the trainer, and nobody takes one back meanwhile: weights may be
-        written. One that was lost is taken back when the next version is published; where both have one copy of the
-        weights, before anything is written into what it may still serve."""
+    async def resting(self, trainer: TrainerView) -> AsyncIterator[None]:
+        """Put the engine to sleep while the caller writes weights; no lost engine is attached meanwhile. A lost engine
+        is attached again when the next version is published. If engine and trainer share one copy of the weights, it is
+        attached again first: it may still serve the memory that the caller is about to write."""
         async with self.lock:
-            resting = await self._lend()
-            if not resting and self._single_copy:
-                await self._publish(teacher)
-                if not await self._lend():
-                    raise EngineLost("engine: lost twice in a row; it may go on serving what would be written into")
+            asleep = await self._put_to_sleep()
+            if not asleep and self._single_copy:
+                await self._publish(trainer)
+                if not await self._put_to_sleep():
+                    raise EngineLost(
+                        "engine: lost twice in a row; it may still serve the memory that the trainer would write"
+                    )
             yield
 
-    async def rest(self, teacher: TrainerView) -> None:
-        """The same, where nobody keeps the engine: till the next version is published."""
-        async with self.resting(teacher):
+    async def rest(self, trainer: TrainerView) -> None:
+        """Put the engine to sleep until the next version is published. For callers that do not run `keep`."""
+        async with self.resting(trainer):
             pass
 
     async def go_on(self) -> None:
-        await self._answered(self._engine.wake(), "wake")
+        await self._call_engine(self._engine.wake(), "wake")
 
-    async def _lend(self) -> bool:
+    async def _put_to_sleep(self) -> bool:
         self._serving = -1
-        return await self._answered(self._engine.sleep(), "sleep")
+        return await self._call_engine(self._engine.sleep(), "sleep")
 
     # --- one attempt
 
-    async def _publish(self, teacher: TrainerView) -> Proof:
+    async def _publish(self, trainer: TrainerView) -> Proof:
         self._serving = -1
         for attempt in range(1, self._retries + 2):
             try:
-                proof = replace(await self._attempt(teacher), attempts=attempt)
+                proof = replace(await self._attempt(trainer), attempts=attempt)
             except (SyncError, EngineError) as error:
                 self._attached = False
                 if attempt > self._retries:
                     raise
-                _log.warning("version %d, attempt %d: %s", teacher.version, attempt, error)
+                _log.warning("version %d, attempt %d: %s", trainer.version, attempt, error)
             else:
                 self._proven.add(proof.version)
                 self._serving = proof.version
@@ -191,22 +194,22 @@ class Publisher:
                 return proof
         raise AssertionError("every attempt returns or raises")
 
-    async def _attempt(self, teacher: TrainerView) -> Proof:
+    async def _attempt(self, trainer: TrainerView) -> Proof:
         started = time.perf_counter()
-        if not self._attached:  # how long it may take to start an engine is the engine's own deadline
-            await self._attach(teacher)
+        if not self._attached:  # starting an engine has its own deadline
+            await self._attach(trainer)
         try:
             async with asyncio.timeout(self._deadline_s):
-                sent, served = await self._meet(teacher.export(self._bridge.carries))
-                self._tell_meeting({**self._map, "transport": sent.transport})
-                self._compare(sent, served, teacher.version)
+                sent, served = await self._transfer(trainer.export(self._bridge.carries))
+                self._report_attached({**self._attachment, "transport": sent.transport})
+                self._compare(sent, served, trainer.version)
                 proving = time.perf_counter()
-                gap, tokens = await self._ask_canary(teacher, alone=not served.read_back)
+                gap, tokens = await self._ask_canary(trainer, alone=not served.read_back)
         except TandemError:
             raise
         except TimeoutError:
             raise SyncTimeout(
-                f"sync: version {teacher.version} did not reach the engine by {self._bridge.mode} within "
+                f"sync: version {trainer.version} did not reach the engine by {self._bridge.mode} within "
                 f"sync.deadline_s = {self._deadline_s:g} s"
             ) from None
         now = time.perf_counter()
@@ -217,36 +220,36 @@ class Publisher:
             tensors=len(sent.fingerprints),
             bytes_moved=sent.bytes_moved,
             seconds={**sent.seconds, **served.seconds, "canary": now - proving, "total": now - started},
-            digest=_all_in_one(sent),
+            digest=_combined_digest(sent),
             engines=served.engines,
             cache_epoch=served.cache_epoch,
             logprob_gap=gap,
-            gap_limit=self._band if tokens else 0.0,
+            gap_limit=self._limit if tokens else 0.0,
             canary_tokens=tokens,
             transport=sent.transport,
             lent_bytes=served.lent_bytes,
         )
 
-    async def _attach(self, teacher: TrainerView) -> None:
-        from tandem.ops.adapter_base_check import check_base  # brings torch, which a wrong spec need not wait for
+    async def _attach(self, trainer: TrainerView) -> None:
+        from tandem.ops.adapter_base_check import check_base  # imports torch; a wrong spec is refused before that
 
-        heard = _Heard(self._bridge.source(self._engine.receivers))
-        await self._engine.attach(heard)
+        source = _RecordingSource(self._bridge.source(self._engine.receivers))
+        await self._engine.attach(source)
         storage = self._bridge.storage()
         self._single_copy = storage is not None
         if storage is not None:
-            await self._call(teacher.live_in, storage)
-        await self._call(check_base, teacher.base(), heard.replies)
-        self._tell_meeting({"mode": self._bridge.mode, "engines": heard.replies, "transport": {}})
-        self._attached, self._meetings = True, self._meetings + 1
+            await self._call(trainer.live_in, storage)
+        await self._call(check_base, trainer.base(), source.replies)
+        self._report_attached({"mode": self._bridge.mode, "engines": source.replies, "transport": {}})
+        self._attached, self._num_attached = True, self._num_attached + 1
 
-    def _tell_meeting(self, map: Mapping[str, Any]) -> None:
-        """Which way versions come is known once the first one has."""
-        if map != self._map:
-            self._map = map
-            self._on_meeting(map)
+    def _report_attached(self, attachment: Mapping[str, Any]) -> None:
+        """Report the replies of engines, again when they change: the transport is known after the first version."""
+        if attachment != self._attachment:
+            self._attachment = attachment
+            self._on_attached(attachment)
 
-    async def _meet(self, weights: Weights) -> tuple[Sent, Served]:
+    async def _transfer(self, weights: Weights) -> tuple[Sent, Served]:
         def send() -> asyncio.Future[Sent]:
             return asyncio.ensure_future(self._call(self._bridge.send, weights))
 
@@ -255,23 +258,23 @@ class Publisher:
 
         loading: asyncio.Future[Served] | None = None
         try:
-            if self._call is on_this_thread:  # an inline engine finds it there
+            if self._call is on_this_thread:  # an inline engine looks for weights that were sent before
                 sending = send()
                 await asyncio.sleep(0)
                 if sending.done():
-                    sending.result()  # refused: nothing will come that could be loaded
+                    sending.result()  # refused: there will be nothing to load
                 loading = load()
-            else:  # the question first: a thread that packs leaves the interpreter to this one every few milliseconds
+            else:  # ask the engine first: a packing thread yields the interpreter only every few milliseconds
                 loading = load()
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
                 if loading.done():
-                    loading.result()  # refused: nobody would take what is sent
+                    loading.result()  # refused: no engine would take the version
                 sending = send()
             return await asyncio.gather(sending, loading)
         finally:
             if loading is not None:
-                loading.cancel()  # when the other end broke, nothing will come any more
+                loading.cancel()  # after an error of the sender, nothing will come
                 await asyncio.gather(loading, return_exceptions=True)
 
     def _compare(self, sent: Sent, served: Served, version: int) -> None:
@@ -288,7 +291,7 @@ class Publisher:
                 "what it serves"
             )
         if served.engines != self._engines:
-            self._engines, self._epoch, self._band = served.engines, -1, math.nan
+            self._engines, self._epoch, self._limit = served.engines, -1, math.nan
         if served.fingerprints and served.cache_epoch <= self._epoch:
             raise SyncError(
                 f"sync: version {version}: the engine's cache epoch is still {served.cache_epoch}: keys and values of "
@@ -296,65 +299,71 @@ class Publisher:
             )
         self._epoch = served.cache_epoch
 
-    async def _ask_canary(self, teacher: TrainerView, *, alone: bool) -> tuple[float, int]:
-        """The gap, and over how many tokens. `alone`: nothing else proves what is served, and the first answer counts,
-        which later tokens that anybody would be sure of must not make up for."""
+    async def _ask_canary(self, trainer: TrainerView, *, alone: bool) -> tuple[float, int]:
+        """Return the gap, and over how many tokens. `alone`: nothing else proves what is served, so the first answer
+        counts: a longer answer could hide its gap among easy tokens."""
         canary = self._canary
         if canary is None:
             return 0.0, 0
         name, gap, tokens = await self._ask(
-            teacher, canary.prompt_ids, canary.max_tokens, self._said[: canary.max_tokens]
+            trainer, canary.prompt_ids, canary.max_tokens, self._last_answer[: canary.max_tokens]
         )
-        limit = canary.ceiling if math.isnan(self._band) else self._band
+        limit = canary.ceiling if math.isnan(self._limit) else self._limit
         if limit < gap <= _CHANCE * limit and not alone and canary.doubted_tokens > canary.max_tokens:
-            few, (name, gap, tokens) = gap, await self._ask(teacher, canary.prompt_ids, canary.doubted_tokens)
-            _log.warning("version %d: gap %.4f of few tokens, %.4f of %d", teacher.version, few, gap, tokens)
+            few, (name, gap, tokens) = gap, await self._ask(trainer, canary.prompt_ids, canary.doubted_tokens)
+            _log.warning("version %d: gap %.4f of few tokens, %.4f of %d", trainer.version, few, gap, tokens)
         if not gap <= limit:
             raise LogprobGap(
-                f"sync: version {teacher.version}: trainer and {name or 'engine'} differ by {gap:.4f} nats a token "
+                f"sync: version {trainer.version}: trainer and {name or 'engine'} differ by {gap:.4f} nats a token "
                 f"about a fixed prompt, and the limit is {limit:.4f}: equal weights, and yet another model is "
                 "computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
             )
-        if math.isnan(self._band):  # not of a gap that was refused: whoever asked again would then be let in
-            self._band = max(canary.floor, canary.times * gap)
+        if math.isnan(
+            self._limit
+        ):  # only after an accepted gap: else a refused engine would be accepted at the next attempt
+            self._limit = max(canary.floor, canary.times * gap)
         return gap, tokens
 
     async def _ask(
-        self, teacher: TrainerView, prompt_ids: Sequence[int], most: int, guess: Sequence[int] = ()
+        self, trainer: TrainerView, prompt_ids: Sequence[int], max_tokens: int, guess: Sequence[int] = ()
     ) -> tuple[str, float, int]:
-        """Which engine is furthest from the trainer, how far, and over how many tokens of all of them. `guess`: what it
-        may say."""
+        """Return which engine is furthest from the trainer, how far, and over how many tokens of all engines. `guess`:
+        the likely answer, scored in advance."""
         prompt, ours = list(prompt_ids), list[float]()
-        asked = asyncio.ensure_future(self._say(prompt, Sampling(max_tokens=most, temperature=0.0, urgent=True)))
+        asked = asyncio.ensure_future(
+            self._generate_each(prompt, Sampling(max_tokens=max_tokens, temperature=0.0, urgent=True))
+        )
         try:
             if guess and self._call is not on_this_thread:
-                # Most answers are the last version's. The engine computes elsewhere: score that meanwhile.
+                # Most answers equal those of the last version. Score that one while the engine computes.
                 await asyncio.sleep(0)
-                ours = await self._call(teacher.score, [*prompt, *guess], len(prompt))
+                ours = await self._call(trainer.score, [*prompt, *guess], len(prompt))
             answers = await asked
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
-        said = {version for answer in answers.values() for version in answer.versions}
-        if said != {teacher.version}:
-            raise SyncError(f"sync: version {teacher.version} is loaded, and the engine answers with {sorted(said)}")
+        versions = {version for answer in answers.values() for version in answer.versions}
+        if versions != {trainer.version}:
+            raise SyncError(
+                f"sync: version {trainer.version} is loaded, and the engine answers with {sorted(versions)}"
+            )
         scored, gaps = {tuple(guess): ours}, dict[str, float]()
         for name, answer in answers.items():
             ids = tuple(answer.ids)
             if not scored.get(ids):
-                scored[ids] = await self._call(teacher.score, [*prompt, *ids], len(prompt))
+                scored[ids] = await self._call(trainer.score, [*prompt, *ids], len(prompt))
             gaps[name] = sum(abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)) / len(ids)
-            self._said = answer.ids
+            self._last_answer = answer.ids
         name, gap = max(gaps.items(), key=lambda each: (math.isnan(each[1]), each[1]))
         return name, gap, sum(len(answer.ids) for answer in answers.values())
 
-    async def _say(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
-        """Each engine of a pool, by name: one whose weights are right may still compute another model."""
+    async def _generate_each(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
+        """Ask each engine of a pool: with the right weights one may still compute another model."""
         each: Callable[..., Awaitable[Mapping[str, Completion]]] | None = getattr(self._engine, "generate_each", None)
         return await each(prompt, sampling) if each else {"": await self._engine.generate(prompt, sampling)}
 
-    async def _answered(self, call: Awaitable[None], what: str) -> bool:
-        """False: it is lost, and may be taken back."""
+    async def _call_engine(self, call: Awaitable[None], what: str) -> bool:
+        """Await a call of the engine. Return False if the engine is lost and may be attached again."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 await call
@@ -372,8 +381,8 @@ class Publisher:
         return True
 
 
-class _Heard(Relay):
-    """A source that remembers what the engines said to it."""
+class _RecordingSource(Relay):
+    """A source that records the replies of engines."""
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         self._source.attached(reply)
@@ -388,7 +397,7 @@ def _difference(sent: Fingerprints, served: Fingerprints) -> str:
     return f"the engine serves another '{odd[0]}' than was sent ({len(odd)} of {len(names)} tensors differ)"
 
 
-def _all_in_one(sent: Sent) -> str:
-    """One number for all fingerprints, as people compare it."""
+def _combined_digest(sent: Sent) -> str:
+    """Return one digest of all fingerprints, for people to compare."""
     text = "\n".join(f"{name} {fingerprint}" for name, fingerprint in sorted(sent.fingerprints.items()))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""

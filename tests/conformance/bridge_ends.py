@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import sys
@@ -23,7 +22,9 @@ class EngineEnd:
     """Imports of Tandem what an engine's own environment has, and no more."""
 
     def open(self, link: dict[str, Any]) -> dict[str, Any]:
-        self._source = importlib.import_module(f"tandem.bridge.{link['mode']}.engine").open(link)
+        from tandem.vllm_worker.weight_sources import open_source
+
+        self._source = open_source(link)
         return {"modules": [name for name in sys.modules if name.partition(".")[0] in _WATCHED]}
 
     def receive(self, version: int) -> dict[str, Any]:

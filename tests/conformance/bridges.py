@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.collective import packer
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge
+from tandem.bridge.common import packer
 from tandem.bridge.files.adapter import AdapterBridge
-from tandem.bridge.files.disk import DiskBridge
-from tandem.bridge.files.restart import RestartBridge
+from tandem.bridge.files.checkpoint import DiskBridge, RestartBridge
 from tandem.bridge.inproc import InprocBridge
 from tandem.bridge.null import NullBridge
 from tandem.protocols import WeightBridge, WeightSource

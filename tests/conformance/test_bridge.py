@@ -30,9 +30,10 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective import packer, receiver
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective import receiver
 from tandem.bridge.collective.receiver import buckets_of
+from tandem.bridge.collective.sender import BroadcastBridge
+from tandem.bridge.common import packer
 from tandem.bridge.common.manifest import Manifest, Places, TensorEntry
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import fingerprints
@@ -129,7 +130,7 @@ def test_an_adapter_comes_to_where_the_one_before_lies_for_whoever_asked_for_tha
     bridge = COPYING[name](tmp_path, 10.0)
     source = meet(bridge)
     theirs = open_source(dict(source.link))
-    assert theirs.arrive_in_one_place()
+    assert theirs.reuse_buffer()
 
     def brought(weights: Weights) -> dict[str, torch.Tensor]:
         sent, (received,) = carry(bridge, theirs, weights)
@@ -252,7 +253,7 @@ def test_receivers_that_do_not_come_are_named_and_may_come_for_the_next(name: st
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_receiver_without_a_place_is_refused(name: str, tmp_path: Path) -> None:
     bridge = COPYING[name](tmp_path, 1.0)
-    with pytest.raises(SyncError, match="receiver 1 has no place"):
+    with pytest.raises(SyncError, match="receiver 1 is not part of this connection"):
         meet(bridge).receive(1, rank=1)
     bridge.close()
 
@@ -356,7 +357,7 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
         with pytest.raises(ours):
             answer.result(timeout=10)
         for verb in (lambda: source.receive(3), lambda: bridge.send(weights_of(3, bridge.carries))):
-            with pytest.raises(SyncError, match="this meeting has ended: "):
+            with pytest.raises(SyncError, match="this connection has ended: "):
                 verb()
     assert watch.seconds < 5
     _, (received,) = carry(bridge, meet(bridge), weights_of(4, bridge.carries))
@@ -369,13 +370,13 @@ def test_an_engine_is_told_that_a_meeting_is_over_even_if_its_store_lives_on(nam
     """Work that was left behind may hold the store for as long as it likes."""
     bridge = COPYING[name](tmp_path, 20.0)
     theirs = open_source(dict(meet(bridge).link))
-    held = bridge._host_of._notes.store  # pyright: ignore[reportAttributeAccessIssue]
+    held = bridge._connection._channel.store  # pyright: ignore[reportAttributeAccessIssue]
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(theirs.receive, 1)
         time.sleep(0.2)
         with Stopwatch() as watch:
             bridge.close()
-            with pytest.raises(SyncError, match="the trainer closed this meeting"):
+            with pytest.raises(SyncError, match="the trainer closed this connection"):
                 answer.result(timeout=10)
         assert watch.seconds < 5
     assert held is not None
@@ -419,7 +420,7 @@ def test_a_closed_bridge_sends_nothing(copying: WeightBridge) -> None:
 
 def nothing_was_sent(bridge: WeightBridge, version: int) -> bool:
     """And the meeting goes on."""
-    source = bridge._source if bridge.mode in FILES else bridge._host_of.source  # pyright: ignore
+    source = bridge._source if bridge.mode in FILES else bridge._connection.source  # pyright: ignore
     _, (received,) = carry(bridge, source, weights_of(version + 1, bridge.carries))
     return received.version == version + 1
 
@@ -444,12 +445,12 @@ FULL_FAULTS = {
         "'count' is torch.float32 and is served as",
     ),
     "wider integers": (lambda t: t.update({"count": t["count"].int()}), "'count' is torch.int32"),
-    "no number": (lambda t: t["brain"].view(-1)[3:4].fill_(float("nan")), "'brain' holds a value that is no number"),
+    "no number": (lambda t: t["brain"].view(-1)[3:4].fill_(float("nan")), "'brain' holds a value that is not finite"),
     "infinite below": (lambda t: t["half"][1:2].fill_(float("-inf")), "'half' holds a value"),
     "infinite": (lambda t: t["scalar"].fill_(float("-inf")), "'scalar' holds a value"),
     "too large for the served type": (
         lambda t: t.update({"half": torch.full((31,), 1e6)}),
-        "'half' holds a value that is no number, or none that torch.float16 can hold",
+        "'half' holds a value that is not finite, or does not fit torch.float16",
     ),
 }
 
@@ -539,7 +540,7 @@ def test_who_compares_adapters_where_they_are_served_gets_them_as_they_came(name
     """Nobody has looked at them on the way: `expected` is what they must be."""
     bridge = COPYING[name](tmp_path, 10.0)
     theirs = open_source(dict(meet(bridge).link))
-    assert theirs.looks_itself()
+    assert theirs.verify_where_served()
     spoiled = next(iter(tensors_for("adapter", 1)))
     lie = while_sending(weights_of(1, "adapter"), name, lambda _, named, t: -t if named == spoiled else t)
     sent, (received,) = carry(bridge, theirs, lie)

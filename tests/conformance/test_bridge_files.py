@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from tandem.bridge.common.manifest import Manifest, checksum
 from tandem.bridge.files.adapter import AdapterBridge, memory_backed
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
@@ -220,11 +220,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensors missing": (lambda d: tensors_file(d).unlink(), "is missing"),
     "a companion missing": (lambda d: next(d.glob("*config.json")).unlink(), "is missing"),
     "no manifest": (lambda d: (d / "tandem.json").unlink(), "has no tandem.json"),
-    "manifest cut": (lambda d: cut(d / "tandem.json"), "is no JSON"),
+    "manifest cut": (lambda d: cut(d / "tandem.json"), "is not JSON"),
     "manifest changed": (first_digest, "its checksum does not fit its content"),
-    "manifest of bytes": (lambda d: (d / "tandem.json").write_bytes(b"\xff\xfe\xff"), "is no text"),
+    "manifest of bytes": (lambda d: (d / "tandem.json").write_bytes(b"\xff\xfe\xff"), "is not text"),
     "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 4"),
-    "manifest that nests too deep": (lambda d: (d / "tandem.json").write_text("[" * 200_000), "is no JSON"),
+    "manifest that nests too deep": (lambda d: (d / "tandem.json").write_text("[" * 200_000), "is not JSON"),
     "manifest that is waited for": (lambda d: replaced(d / "tandem.json", os.mkfifo), "is no regular file"),
     "manifest without end": (lambda d: os.truncate(d / "tandem.json", 2**40), "has more than"),
     "manifest without tensors": (other_fields(lambda told: told.pop("tensors")), "does not say what"),
@@ -257,7 +257,7 @@ def test_damage_is_refused(name: str, in_one_place: bool, damage: str, tmp_path:
     bridge = COPYING[name](tmp_path, 5.0)
     source = meet(bridge)
     if in_one_place:
-        assert source.arrive_in_one_place()
+        assert source.reuse_buffer()
     for version in (1, 2):
         bridge.send(weights_of(version, bridge.carries))
     inflict, says = DAMAGE[damage]
@@ -302,8 +302,8 @@ def test_a_file_that_becomes_a_link_after_it_was_looked_at_is_not_followed(
 def test_who_looks_itself_is_left_to_find_what_is_not_what_was_sent(tmp_path: Path) -> None:
     bridge = COPYING["adapter"](tmp_path, 5.0)
     source = meet(bridge)
-    assert source.arrive_in_one_place()
-    assert source.looks_itself()
+    assert source.reuse_buffer()
+    assert source.verify_where_served()
     bridge.send(weights_of(1, "adapter"))
     flip(tensors_file(Path(source.link["directory"]) / "v-000001"))
     arrived = source.receive(1)

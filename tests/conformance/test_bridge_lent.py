@@ -16,12 +16,10 @@ import torch
 from bridges import BUCKET_BYTES, COPYING, LENT, as_served, bits, carry, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective import sender, transport
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective import sender
 from tandem.bridge.collective.control_channel import ControlChannel
-from tandem.bridge.collective.shared_buffers import Borrowed, Borrowing, Lending
-from tandem.bridge.collective.transport import Way
+from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge, Transport
+from tandem.bridge.collective.shared_buffers import BufferReader, BufferWriter, MappedBuffers
 from tandem.errors import SyncError, SyncTimeout
 from tandem.vllm_worker.weight_sources import open_source
 
@@ -65,20 +63,20 @@ def test_on_a_cpu_auto_is_gloo(tmp_path: Path) -> None:
 def test_which_way_suits_which_gpus(
     requested: Any, theirs: list[str], roomy: bool, engaged: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "device_name", lambda device: OURS)
+    monkeypatch.setattr(sender, "device_name", lambda device: OURS)
     arguments = ("broadcast", requested, torch.device("cuda", 0), theirs)
     if " " in engaged:
         with pytest.raises(SyncError, match=engaged):
-            transport.way(*arguments, roomy=roomy)
+            sender.choose_transport(*arguments, roomy=roomy)
         return
-    chosen = transport.way(*arguments, roomy=roomy)
+    chosen = sender.choose_transport(*arguments, roomy=roomy)
     assert (chosen.requested, chosen.engaged) == (requested, engaged)
     assert bool(chosen.why) == (requested == "auto" and engaged == "gloo")
 
 
 def test_a_cpu_has_no_nccl() -> None:
     with pytest.raises(SyncError, match="the trainer is on a CPU"):
-        transport.way("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
+        sender.choose_transport("broadcast", "nccl", torch.device("cpu"), [""], roomy=True)
 
 
 # --- who writes, and who reads
@@ -86,7 +84,7 @@ def test_a_cpu_has_no_nccl() -> None:
 
 def test_no_room_is_written_before_the_slowest_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three receivers, one of them slow, and many more buckets than rooms."""
-    settle = Borrowing.settle
+    settle = BufferReader.settle
 
     def slow(self: Any, *args: Any) -> None:
         time.sleep(0.005 if self._rank == 2 else 0)
@@ -95,14 +93,14 @@ def test_no_room_is_written_before_the_slowest_has_read_it(monkeypatch: pytest.M
     before = threading.Event()
 
     def slow_to_begin(self: Any, into: torch.Tensor, deadline: Any) -> None:
-        self._notes.read(f"{self._sequence}/lent/{self._num_taken}", "", deadline)
+        self._channel.read(f"{self._sequence}/lent/{self._num_taken}", "", deadline)
         time.sleep(0.02 if self._rank == 2 else 0)  # told, and not yet reading
         before.set()
         broadcast(self, into, deadline)
 
-    broadcast = Borrowing.broadcast
-    monkeypatch.setattr(Borrowing, "settle", slow)
-    monkeypatch.setattr(Borrowing, "broadcast", slow_to_begin)
+    broadcast = BufferReader.broadcast
+    monkeypatch.setattr(BufferReader, "settle", slow)
+    monkeypatch.setattr(BufferReader, "broadcast", slow_to_begin)
     bridge = BroadcastBridge(bucket_bytes=BUCKET_BYTES, deadline_s=20, backend="ipc")
     source = meet(bridge, num_receivers=3)
     for version in (1, 2):
@@ -119,14 +117,14 @@ def test_what_was_written_over_as_it_was_read_is_refused(
     bridge = COPYING[name](tmp_path, 10.0)
     source = meet(bridge)
     carry(bridge, source, weights_of(1, bridge.carries))
-    tell = Lending.broadcast
+    tell = BufferWriter.broadcast
 
     def spoil(self: Any, buffer: torch.Tensor, deadline: Any) -> int:
         buffer[-8:] = 77
         return tell(self, buffer, deadline)
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
-        patch.setattr(Lending, "broadcast", spoil)
+        patch.setattr(BufferWriter, "broadcast", spoil)
         answer = threads.submit(source.receive, 2)
         with pytest.raises(SyncError, match=r"version 2 was refused: receiver 0: .* is not what was sent"):
             bridge.send(weights_of(2, bridge.carries))
@@ -146,13 +144,13 @@ def test_who_still_reads_when_a_meeting_is_broken_off_finds_nothing_of_the_next(
     reading, go_on, rooms = threading.Event(), threading.Event(), list[list[torch.Tensor]]()
 
     def stuck(self: Any, *_: Any) -> None:
-        rooms.append(self._memory.rooms)
+        rooms.append(self._memory.tensors)
         reading.set()
         assert go_on.wait(20)
 
     with ThreadPoolExecutor(1) as threads:
         with monkeypatch.context() as patch:
-            patch.setattr(Borrowing, "settle", stuck)
+            patch.setattr(BufferReader, "settle", stuck)
             answer = threads.submit(late.receive, 1)
             with pytest.raises(
                 SyncTimeout, match=r"version 1(: receiver 0 did not confirm it| was not taken) within 1 s"
@@ -176,7 +174,7 @@ def test_either_ends_trouble_in_the_middle_is_told_at_once(
     def fails(*_: Any) -> None:
         raise SyncError("the device fell off")
 
-    for end, verb in ((Borrowing, "settle"), (Lending, "settle")):
+    for end, verb in ((BufferReader, "settle"), (BufferWriter, "settle")):
         bridge = COPYING[name](tmp_path, 20.0)
         source = meet(bridge)
         with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
@@ -244,8 +242,8 @@ class Slow:
 def test_an_announcement_that_comes_bit_by_bit_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     bridge = AdapterBroadcastBridge(deadline_s=3, backend="ipc")
     source = meet(bridge)
-    host: Any = bridge._host_of  # pyright: ignore[reportPrivateUsage]
-    host._notes.store = Slow(host._notes.store)
+    host: Any = bridge._connection  # pyright: ignore[reportPrivateUsage]
+    host._channel.store = Slow(host._channel.store)
     for version in (1, 2):
         _, (received,) = carry(bridge, source, weights_of(version, "adapter"))
         assert received.version == version
@@ -254,7 +252,7 @@ def test_an_announcement_that_comes_bit_by_bit_is_one(monkeypatch: pytest.Monkey
         time.sleep(0.1)
         source.close = lambda: None  # the engine is another process: it hears of it by the store alone
         bridge.close()
-        with pytest.raises(SyncError, match="the trainer closed this meeting"):
+        with pytest.raises(SyncError, match="the trainer closed this connection"):
             answer.result(timeout=10)
 
 
@@ -265,22 +263,22 @@ def test_what_a_worker_has_claimed_is_never_written_again_and_the_meeting_ends(
     bridge = AdapterBroadcastBridge(deadline_s=1, backend="ipc")
     source = meet(bridge)
     reading, go_on, rooms = threading.Event(), threading.Event(), list[torch.Tensor]()
-    settle = Borrowing.settle
+    settle = BufferReader.settle
 
     def slow(self: Any, *args: Any) -> None:
-        rooms.append(self._memory.rooms[0])
+        rooms.append(self._memory.tensors[0])
         reading.set()
         assert go_on.wait(20)
         settle(self, *args)
 
-    monkeypatch.setattr(Borrowing, "settle", slow)
+    monkeypatch.setattr(BufferReader, "settle", slow)
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(source.receive, 1)
         with pytest.raises(SyncTimeout, match="version 1: receiver 0 did not confirm it within 1 s"):
             bridge.send(weights_of(1, "adapter"))
         assert reading.is_set()
         was = rooms[0].clone()
-        with pytest.raises(SyncError, match="this meeting has ended"):
+        with pytest.raises(SyncError, match="this connection has ended"):
             bridge.send(weights_of(2, "adapter"))
         assert torch.equal(rooms[0], was)
         go_on.set()
@@ -294,7 +292,7 @@ def test_what_the_trainer_took_back_is_read_by_nobody_who_comes_late(monkeypatch
     bridge = AdapterBroadcastBridge(deadline_s=1.5, backend="ipc")
     source = meet(bridge)
     seen, go_on, claims, read = threading.Event(), threading.Event(), list[bool](), list[int]()
-    claim, borrow = ControlChannel.claim, Borrowing.broadcast
+    claim, borrow = ControlChannel.claim, BufferReader.broadcast
 
     def late(self: Any, *args: Any, **more: Any) -> bool:
         if not self._mine and not claims:
@@ -310,7 +308,7 @@ def test_what_the_trainer_took_back_is_read_by_nobody_who_comes_late(monkeypatch
         borrow(self, *args)
 
     monkeypatch.setattr(ControlChannel, "claim", late)
-    monkeypatch.setattr(Borrowing, "broadcast", counted)
+    monkeypatch.setattr(BufferReader, "broadcast", counted)
     link = dict(source.link) | {"deadline_s": 20.0}
     theirs = open_source(link)
     with ThreadPoolExecutor(2) as threads:
@@ -335,8 +333,8 @@ def test_who_is_asked_for_another_version_reads_nothing_and_the_room_is_written_
         for version in (5, 6):
             with pytest.raises(SyncError, match=f"refused: receiver 0: asked for version 7, sent was {version}"):
                 bridge.send(weights_of(version, "adapter"))
-        host: Any = bridge._host_of  # pyright: ignore[reportPrivateUsage]
-        assert not host._notes.store.check(["2/unclaimed"])  # another process with this link could not read it either
+        host: Any = bridge._connection  # pyright: ignore[reportPrivateUsage]
+        assert not host._channel.store.check(["2/unclaimed"])  # another process with this link could not read it either
         bridge.send(weights_of(7, "adapter"))
         assert bits(answer.result(timeout=10).tensors()) == bits(as_served("adapter", 7))
     bridge.close()
@@ -347,24 +345,24 @@ def test_who_is_asked_for_another_version_reads_nothing_and_the_room_is_written_
 
 def of_another_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process that the handle names had been replaced by another one."""
-    lend = sender.Memory
+    lend = sender.SharedBuffers
 
     def foreign(name: str, *args: Any) -> Any:
         return lend("f" * len(name), *args)
 
-    monkeypatch.setattr(sender, "Memory", foreign)
+    monkeypatch.setattr(sender, "SharedBuffers", foreign)
 
 
 def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle has the right name, and what it leads to has not."""
-    lend = sender.Memory
+    lend = sender.SharedBuffers
 
     def foreign(name: str, *args: Any) -> Any:
         memory = lend("f" * len(name), *args)
         memory.handles = [{**handle, "meeting": name} for handle in memory.handles]
         return memory
 
-    monkeypatch.setattr(sender, "Memory", foreign)
+    monkeypatch.setattr(sender, "SharedBuffers", foreign)
 
 
 @pytest.mark.parametrize("plant", [of_another_meeting, renamed])
@@ -376,7 +374,7 @@ def test_the_memory_of_another_meeting_is_refused_before_anything_is_read(
     source = meet(bridge)
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(source.receive, 1)
-        with pytest.raises(SyncError, match=r"receiver 0: the trainer's memory cannot be mapped here: .* meeting"):
+        with pytest.raises(SyncError, match=r"receiver 0: the trainer's memory cannot be mapped here: .* connection"):
             bridge.send(weights_of(1, "adapter"))
         with pytest.raises(SyncError, match="cannot be mapped here"):
             answer.result(timeout=10)
@@ -385,15 +383,15 @@ def test_the_memory_of_another_meeting_is_refused_before_anything_is_read(
 
 def test_what_one_engine_cannot_map_goes_to_all_by_gloo_and_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `auto`. The others had mapped it, and wait on."""
-    monkeypatch.setattr(sender, "way", lambda *_, **__: Way("auto", "memory"))
-    lend = sender.Memory
+    monkeypatch.setattr(sender, "choose_transport", lambda *_, **__: Transport("auto", "memory"))
+    lend = sender.SharedBuffers
 
     def unlike(*args: Any) -> Any:
         memory = lend(*args)
         memory.handles[1] = {**memory.handles[1], "fd": 10**6}
         return memory
 
-    monkeypatch.setattr(sender, "Memory", unlike)
+    monkeypatch.setattr(sender, "SharedBuffers", unlike)
     bridge = AdapterBroadcastBridge(deadline_s=10)
     before = _segments_held()
     source = meet(bridge, num_receivers=2)
@@ -409,12 +407,12 @@ def test_what_one_engine_cannot_map_goes_to_all_by_gloo_and_it_is_told_why(monke
 def test_memory_is_mapped_once_a_meeting_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
-    class Counted(Borrowed):
+    class Counted(MappedBuffers):
         def __init__(self, handle: Any, name: str) -> None:
             opened.append(name)
             super().__init__(handle, name)
 
-    monkeypatch.setattr("tandem.bridge.collective.receiver.Borrowed", Counted)
+    monkeypatch.setattr("tandem.bridge.collective.receiver.MappedBuffers", Counted)
     bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
     for _ in range(2):
         source = meet(bridge)

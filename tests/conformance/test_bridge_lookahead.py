@@ -12,8 +12,8 @@ import pytest
 from bridges import as_served, bits, carry, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.shared_buffers import Borrowing
+from tandem.bridge.collective.sender import AdapterBroadcastBridge
+from tandem.bridge.collective.shared_buffers import BufferReader
 from tandem.errors import SyncError, SyncTimeout
 from tandem.vllm_worker.weight_sources import EngineEnd, open_source
 
@@ -26,15 +26,15 @@ class Pair:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deadline_s: float = 10.0) -> None:
         self.bridge = AdapterBroadcastBridge(deadline_s=deadline_s, backend="ipc")
         self.engine: EngineEnd = open_source(dict(meet(self.bridge).link) | {"deadline_s": 20.0})
-        self.engine.arrive_in_one_place()
+        self.engine.reuse_buffer()
         self.copies: list[str] = []
-        copy = Borrowing.broadcast
+        copy = BufferReader.broadcast
 
         def counted(carrier: Any, *args: Any) -> None:
             copy(carrier, *args)
             self.copies.append(threading.current_thread().name)
 
-        monkeypatch.setattr(Borrowing, "broadcast", counted)
+        monkeypatch.setattr(BufferReader, "broadcast", counted)
         assert self.carry(1) == bits(as_served("adapter", 1))
         self.copies.clear()
 
@@ -43,12 +43,12 @@ class Pair:
         return bits(received.tensors())
 
     def has_looked(self) -> bool:
-        ahead = cast("Any", self.engine)._seats[0]._ahead
+        ahead = cast("Any", self.engine)._workers[0]._ahead
         return ahead is not None and ahead._ended.is_set()
 
     def store(self) -> Any:
-        host: Any = self.bridge._host_of
-        return host._notes.store
+        host: Any = self.bridge._connection
+        return host._channel.store
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 @pytest.mark.parametrize("looks_itself", [False, True])
-def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair, looks_itself: bool) -> None:
-    if looks_itself:
-        pair.engine.looks_itself()
+def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair, verify_where_served: bool) -> None:
+    if verify_where_served:
+        pair.engine.verify_where_served()
     with ThreadPoolExecutor(1) as threads:
         for version in (2, 3, 4):
-            pair.engine.look_ahead()
+            pair.engine.prefetch()
             sending = threads.submit(pair.bridge.send, weights_of(version, "adapter"))
             until(pair.has_looked)
             assert pair.store().check([f"{version}/unclaimed"])
@@ -84,16 +84,16 @@ def test_whoever_asks_finds_it_copied_and_claims_it_then(pair: Pair, looks_itsel
 
 
 def test_it_arrives_in_the_same_place(pair: Pair) -> None:
-    pair.engine.look_ahead()
+    pair.engine.prefetch()
     _, (second,) = carry(pair.bridge, pair.engine, weights_of(2, "adapter"))
-    pair.engine.look_ahead()
+    pair.engine.prefetch()
     _, (third,) = carry(pair.bridge, pair.engine, weights_of(3, "adapter"))
     assert all(a is b for (_, a), (_, b) in zip(second.tensors(), third.tensors(), strict=True))
 
 
 def test_a_copy_of_what_the_trainer_took_back_is_of_no_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(monkeypatch, deadline_s=1.0)
-    pair.engine.look_ahead()
+    pair.engine.prefetch()
     with pytest.raises(SyncTimeout, match="receiver 0 did not come"):
         pair.bridge.send(weights_of(2, "adapter"))
     assert pair.copies == [AHEAD]
@@ -106,7 +106,7 @@ def test_a_copy_of_what_the_trainer_took_back_is_of_no_worth(monkeypatch: pytest
 
 
 def test_of_another_version_than_is_asked_for_nothing_is_taken(pair: Pair) -> None:
-    pair.engine.look_ahead()
+    pair.engine.prefetch()
     with ThreadPoolExecutor(2) as threads:
         sending = threads.submit(pair.bridge.send, weights_of(2, "adapter"))
         until(lambda: pair.copies)
@@ -120,14 +120,14 @@ def test_of_another_version_than_is_asked_for_nothing_is_taken(pair: Pair) -> No
 def test_a_copy_that_is_not_what_was_sent_is_refused_and_the_trainer_hears_of_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = Borrowing.broadcast
+    copy = BufferReader.broadcast
 
     def spoilt(carrier: Any, into: Any, deadline: Any) -> None:
         copy(carrier, into, deadline)
         into[3] ^= 1
 
-    monkeypatch.setattr(Borrowing, "broadcast", spoilt)
-    pair.engine.look_ahead()
+    monkeypatch.setattr(BufferReader, "broadcast", spoilt)
+    pair.engine.prefetch()
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(pair.bridge.send, weights_of(2, "adapter"))
         with pytest.raises(SyncError, match="is not what was sent"):
@@ -137,7 +137,7 @@ def test_a_copy_that_is_not_what_was_sent_is_refused_and_the_trainer_hears_of_it
 
 
 def test_what_goes_wrong_ahead_goes_wrong_for_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    settle, failed = Borrowing.settle, list[str]()
+    settle, failed = BufferReader.settle, list[str]()
 
     def fails(self: Any, *args: Any) -> None:
         if threading.current_thread().name == AHEAD:
@@ -145,9 +145,9 @@ def test_what_goes_wrong_ahead_goes_wrong_for_nobody(pair: Pair, monkeypatch: py
             raise RuntimeError("the device fell off")
         settle(self, *args)
 
-    monkeypatch.setattr(Borrowing, "settle", fails)
+    monkeypatch.setattr(BufferReader, "settle", fails)
     for version in (2, 3):
-        pair.engine.look_ahead()
+        pair.engine.prefetch()
         assert pair.carry(version) == bits(as_served("adapter", version))
     assert failed == [AHEAD] * 2
 
@@ -156,7 +156,7 @@ def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monke
     pair = Pair(monkeypatch)
     engine: Any = pair.engine
     engine._deadline_s = 0.5
-    pair.engine.look_ahead()
+    pair.engine.prefetch()
     for _ in range(2):
         with Stopwatch() as watch, pytest.raises(SyncTimeout, match=r"version 2 was not sent within 0\.5 s"):
             pair.engine.receive(2)
@@ -168,10 +168,12 @@ def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monke
     pair.bridge.close()
 
 
-@pytest.mark.parametrize(("whose", "why"), [("engine", "it was closed"), ("bridge", "the trainer closed this meeting")])
+@pytest.mark.parametrize(
+    ("whose", "why"), [("engine", "it was closed"), ("bridge", "the trainer closed this connection")]
+)
 def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str) -> None:
-    pair.engine.look_ahead()
-    seat = cast("Any", pair.engine)._seats[0]
+    pair.engine.prefetch()
+    seat = cast("Any", pair.engine)._workers[0]
     until(lambda: seat._listening)
     ahead = seat._ahead
     getattr(pair, whose).close()
@@ -183,21 +185,21 @@ def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str) -> Non
 def test_several_workers_agree_first_as_ever() -> None:
     bridge = AdapterBroadcastBridge(deadline_s=10, backend="ipc")
     source: Any = meet(bridge, num_receivers=2)
-    source.arrive_in_one_place()
+    source.reuse_buffer()
     for version in (1, 2, 3):
         _, received = carry(bridge, source, weights_of(version, "adapter"), ranks=(0, 1))
         assert [bits(each.tensors()) for each in received] == [bits(as_served("adapter", version))] * 2
         for rank in (0, 1):
-            source.look_ahead(rank)
+            source.prefetch(rank)
     bridge.close()
 
 
 def test_who_has_copied_nothing_yet_is_not_looked_for(pair: Pair) -> None:
     """Before the first version it is not known which way they come."""
     engine = open_source(dict(meet(pair.bridge).link))
-    engine.arrive_in_one_place()
-    engine.look_ahead()
-    assert not cast("Any", engine)._seats
+    engine.reuse_buffer()
+    engine.prefetch()
+    assert not cast("Any", engine)._workers
     _, (received,) = carry(pair.bridge, engine, weights_of(1, "adapter"))
     assert bits(received.tensors()) == bits(as_served("adapter", 1))
     engine.close()

@@ -33,7 +33,7 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.protocols import WeightBridge, WeightSource
 from tandem.types import Weights
@@ -145,20 +145,24 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    theirs = ("copying", "devices", "digest", "finite", "phases", "replay", "requested")
-    allowed = {
-        "",
-        ".errors",
-        ".types",
-        ".ops",
-        ".io",
-        ".io.json_files",
-        ".bridge",
-        *(f".ops.{name}" for name in theirs),
-    }
-    ours = ("aside", "deadline", "end", "file_bytes", "files", "flat", "group", "lent", "lookahead", "notes")
-    allowed |= {f".bridge.{name}" for name in (*ours, "seat", "wire", "shared", "shared.cuda", "shared.memory")}
-    allowed |= {f".bridge.{mode}{part}" for mode in COPYING for part in ("", ".engine")}
+    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker", ".io.bounded_json"}
+    helpers = (
+        "batched_copy",
+        "cuda_graph",
+        "device_names",
+        "digest",
+        "digest_layout",
+        "finite_check",
+        "option_report",
+        "phase_timer",
+    )
+    allowed |= {f".ops.{name}" for name in helpers} | {".vllm_worker.weight_sources"}
+    allowed |= {f".bridge.{folder}" for folder in ("collective", "common", "files", "shared")}
+    collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers")
+    allowed |= {f".bridge.collective.{name}" for name in collective}
+    allowed |= {f".bridge.common.{name}" for name in ("deadline", "manifest", "packer")}
+    allowed |= {f".bridge.files.{name}" for name in ("parallel_io", "reader")}
+    allowed |= {f".bridge.shared.{name}" for name in ("cuda_ipc", "memory")}
     assert {module.removeprefix("tandem") for module in modules} - allowed == set()
 
 
@@ -203,7 +207,7 @@ def test_a_lost_engine_is_an_error_in_time_and_another_one_is_taken(
     assert re.search("not come" if name == FILLED else "was not taken|not confirm", str(lost.value)), lost.value
     with Stopwatch() as watch:
         if name != FILLED:
-            with pytest.raises(SyncError, match="this meeting has ended"):
+            with pytest.raises(SyncError, match="this connection has ended"):
                 bridge.send(weights)
         goes_on_with(bridge, meet(bridge), engine, 1)
     assert watch.seconds < 5

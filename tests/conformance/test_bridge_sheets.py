@@ -16,9 +16,9 @@ import pytest
 import torch
 from bridges import bits, reply, tensors_for, weights_of
 
-from tandem.bridge.files import adapter_source
 from tandem.bridge.files.adapter import AdapterBridge, memory_backed
-from tandem.bridge.files.reusable_files import Sheets
+from tandem.bridge.files.reader import FilesSource
+from tandem.bridge.files.reusable_files import ReusableFiles
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
 from tandem.types import Sent, Weights
@@ -32,10 +32,10 @@ class Both:
     def __init__(self, *, copied: bool = True, directory: Path | None = None) -> None:
         self.bridge = AdapterBridge(directory, deadline_s=10)
         source = self.bridge.source()
-        self.engine = adapter_source.open(dict(source.link), torch.device("cpu"))
+        self.engine = FilesSource(dict(source.link), "adapter", "adapter", torch.device("cpu"))
         if copied:
-            self.engine.arrive_in_one_place()
-            self.engine.looks_itself()
+            self.engine.reuse_buffer()
+            self.engine.verify_where_served()
         source.attached(reply() | ({"copied": True} if copied else {}))
 
     def send(self, version: int, scale: float = 1.0) -> Sent:
@@ -112,7 +112,7 @@ def test_another_form_is_another_file(both: Both):
         weights = both.engine.receive(version)
         assert fingerprints(dict(weights.tensors())) == sent.fingerprints
     assert both.file(weights).st_size < size
-    assert len(both.bridge._sheets._held.of_versions) + len(both.bridge._sheets._held.spare) == 3
+    assert len(both.bridge._reusable._held.of_versions) + len(both.bridge._reusable._held.spare) == 3
 
 
 def test_a_version_that_somebody_deleted_costs_no_other(both: Both):
@@ -123,7 +123,7 @@ def test_a_version_that_somebody_deleted_costs_no_other(both: Both):
     for version in range(5, 12):
         sent, weights = both.carry(version)
         assert fingerprints(dict(weights.tensors())) == sent.fingerprints
-    assert len(both.bridge._sheets._held.of_versions) + len(both.bridge._sheets._held.spare) == 3
+    assert len(both.bridge._reusable._held.of_versions) + len(both.bridge._reusable._held.spare) == 3
 
 
 def test_a_version_that_is_refused_leaves_the_ones_before_and_the_next_is_well(both: Both):
@@ -167,7 +167,7 @@ def test_nothing_is_left_when_it_is_closed():
 
 def test_a_thread_that_was_left_behind_writes_beside_the_next_one(tmp_path: Path):
     """As a deadline leaves one: neither takes the other's file, and nothing but the disk's errors is raised."""
-    sheets, raw, wrong = Sheets(tmp_path), torch.arange(256, dtype=torch.uint8).repeat(16), list[str]()
+    sheets, raw, wrong = ReusableFiles(tmp_path), torch.arange(256, dtype=torch.uint8).repeat(16), list[str]()
     was = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
 
@@ -203,9 +203,9 @@ def test_what_is_dropped_without_being_closed_gives_its_memory_back(both: Both):
     for version in range(1, 5):
         both.carry(version)
     before = files_open(both.bridge._home.path)
-    sheets = both.bridge._sheets
+    sheets = both.bridge._reusable
     assert len(sheets._held.of_versions) + len(sheets._held.spare) == 3
-    both.bridge._sheets = Sheets(both.bridge._home.path)
+    both.bridge._reusable = ReusableFiles(both.bridge._home.path)
     del sheets
     gc.collect()
     assert files_open(both.bridge._home.path) == before - 6  # a file's own and its mapping's
@@ -219,5 +219,5 @@ def test_an_engine_that_joins_and_does_not_copy_ends_it(both: Both):
     both.carry(6)
     both.carry(7)
     both.carry(8)
-    assert not both.bridge._sheets._held.of_versions
-    assert not both.bridge._sheets._held.spare
+    assert not both.bridge._reusable._held.of_versions
+    assert not both.bridge._reusable._held.spare

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from stopwatch import Stopwatch
-from tandem.bridge.shared import receiver as engine_end
 from tandem.bridge.shared.memory import Segment
+from tandem.bridge.shared.receiver import SharedEnd
 from tandem.bridge.shared.sender import SharedBridge
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import piece
@@ -103,7 +103,7 @@ def here(deadline_s: float = 0.2, *, digest: bool = False) -> tuple[SharedBridge
     """Both ends in this process."""
     bridge = SharedBridge(deadline_s, digest=digest)
     source = bridge.source()
-    end = engine_end.open(source.link)
+    end = SharedEnd(source.link)
     for name, home in end.house(TENSORS).items():
         home.copy_(TENSORS[name])
     end.attached({"boot_id": "here"})
@@ -189,7 +189,7 @@ def test_a_version_that_was_not_announced_times_out_and_a_later_one_is_refused()
 def test_an_end_that_is_closed_waits_for_no_version_any_more() -> None:
     _, end = here(deadline_s=30.0)
     threading.Timer(0.1, end.close).start()
-    told = "version 1 was not announced: this meeting was given up"
+    told = "version 1 was not announced: this connection was given up"
     with Stopwatch() as watch, pytest.raises(SyncError, match=told):
         end.receive(1)
     assert watch.seconds < 5
@@ -225,7 +225,7 @@ def test_a_handle_of_a_dead_engine_is_refused(engine: Engine) -> None:
 
 def test_a_handle_of_another_meeting_is_refused() -> None:
     bridge, end = here()
-    with pytest.raises(SyncError, match="of another meeting"):
+    with pytest.raises(SyncError, match="of another connection"):
         bridge.source().attached(end.reply)
 
 
@@ -292,6 +292,6 @@ def test_nothing_is_left_on_disk_and_the_memory_goes_with_its_last_user() -> Non
 
 
 def test_tensors_of_a_device_that_cannot_be_shared_are_refused() -> None:
-    end = engine_end.open(SharedBridge().source().link)
+    end = SharedEnd(SharedBridge().source().link)
     with pytest.raises(SyncError, match="tensors are on"):
         end.house({"far": Tensor(torch.empty(2, device="meta"))})

@@ -23,11 +23,11 @@ RUN = """
 import sys, threading, time
 from pathlib import Path
 from tandem.runs import liveness
-from tandem.runs.liveness import Progress, Watchdog
+from tandem.runs.liveness import ProgressCounter, Watchdog
 
 liveness._LONGEST_LOOK_S = {limit} / 4  # as the limit of a run is many of them
 home = Path(sys.argv[1])
-progress = Progress(home, setup_s={limit}, step_s={limit})
+progress = ProgressCounter(home, setup_s={limit}, step_s={limit})
 watchdog = Watchdog(progress, home / "stacks.txt", lambda sign, quiet_s: (home / "told").write_text(sign.stage))
 watchdog.start()
 progress.stage("rl")

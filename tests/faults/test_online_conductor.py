@@ -1,4 +1,4 @@
-"""The server half goes on: over an engine that refuses a version, a job that nobody foresaw, a half that dies."""
+"""The server process goes on: over an engine that refuses a version, a job that nobody foresaw, a half that dies."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from tandem.build import online
-from tandem.engine.restartable import RevivedEngine
+from tandem.engine.restartable import RestartableEngine
 from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap
 from tandem.io.request_key import RequestKey
 from tandem.online.job_store import ENDED, Job, JobStore
 from tandem.online.messages import Sequence1, Teaching
-from tandem.online.orchestrator import Conductor
-from tandem.online.regression_watch import Fall
-from tandem.online.replay_memory import JobMemory
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.orchestrator import Orchestrator
+from tandem.online.regression_watch import Regression
+from tandem.online.sample_replay import ReplayMemory
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.spec.online import parse_online_spec
 from tandem.types import Sampling
 from tandem.vllm_worker.weight_sources import open_source
@@ -56,7 +56,7 @@ class Mortal:
 
 
 class Played:
-    """A conductor with the engine and the trainer half that a server has, and no HTTP."""
+    """A conductor with the engine and the trainer process that a server has, and no HTTP."""
 
     def __init__(self, home: Path, *, mortal: bool = False) -> None:
         spec = parse_online_spec(SPEC)
@@ -71,16 +71,16 @@ class Played:
             return self.lives[-1]
 
         if mortal:
-            self.engine = RevivedEngine(another(), another)
+            self.engine = RestartableEngine(another(), another)
         self.store = JobStore(home / "jobs")
-        self.conductor = Conductor(
+        self.conductor = Orchestrator(
             spec,
             self.store,
             self.engine,
             open_source,
             lambda: TrainerProcess(self.command, self.log, {"OMP_NUM_THREADS": "1"}),
             self.versions,
-            JobMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
+            ReplayMemory(spec.replay, spec.seed, self.store, spec.train.batch_size),
             online.ordinary(spec, alone, home),
             self.engine.start_again if mortal else None,
         )
@@ -294,7 +294,7 @@ async def a_wish_that_nobody_foresaw_is_answered(played: Played) -> None:
 
 
 async def a_job_is_called_off_when_its_version_is_written(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the trainer half's last look and the commit; what comes after begins where it began."""
+    """Between the trainer process's last look and the commit; what comes after begins where it began."""
     active, before, commit = played.store.active, await played.engine.fingerprints(), played.store.commit
 
     async def called_off(job: Job, *what: Any) -> bool:
@@ -362,7 +362,7 @@ async def what_was_made_of_a_version_that_fell_goes_with_it(played: Played) -> N
     first = await played.until(await played.teach(), *ENDED)
     second = await played.until(await played.teach(), *ENDED)
     assert (second.parent, played.store.active) == (first.version, second.version)
-    fall = Fall(first.version or 0, 1.0, 0.0, 4, "it fell")
+    fall = Regression(first.version or 0, 1.0, 0.0, 4, "it fell")
     await played.conductor._take_back_fallen(fall, first.parent or 0)
     assert played.store.active == played.conductor.serving == first.parent
     assert played.store.audit(1)[0]["who"] == "watch"

@@ -1,4 +1,5 @@
-"""A trainer half moves, stands still, dies at work or by itself; each time it is known, and another one can begin."""
+"""A trainer process moves, stands still, dies at work or by itself; each time it is known, and another one can
+begin."""
 
 from __future__ import annotations
 
@@ -15,34 +16,33 @@ import pytest
 
 from tandem.errors import EngineError
 from tandem.online.messages import Asked, JobProgress, Open, Settle, Teaching, Train
-from tandem.online.rpc import HalfLost
-from tandem.online.trainer_process import TrainerProcess
-from tandem.online.trainer_supervisor import TrainerLife
+from tandem.online.rpc import PeerLost
+from tandem.online.trainer_supervisor import TrainerProcess, TrainerSupervisor
 
 STEP_S, DEADLINE_S, MOST = 0.2, 0.8, 2
 
 HALF = f"""
 import asyncio, os, socket, sys
 import msgspec
-from tandem.online.rpc import Peer
-from tandem.online.messages import Open, Opened, Progress, Train, Trained
+from tandem.online.rpc import RpcConnection
+from tandem.online.messages import Open, WorkerOpened, JobProgress, Train, Trained
 
 async def main():
     async def handle(what):
         match what:
             case Open():
-                return msgspec.to_builtins(Opened(7, "digest", True, 11))
+                return msgspec.to_builtins(WorkerOpened(7, "digest", True, 11))
             case Train(job="dies"):
                 print("its last words", flush=True)
                 os._exit(3)
             case Train(job=job, teaching=teaching):
                 for step in range(teaching.steps):
                     await asyncio.sleep({STEP_S})
-                    peer.tell(Progress(job, step + 1, teaching.steps, {{}}))
+                    peer.tell(JobProgress(job, step + 1, teaching.steps, {{}}))
                 return msgspec.to_builtins(Trained("passed", digest="new"))
             case _:
                 await asyncio.sleep(60)
-    peer = Peer(handle, "server half")
+    peer = RpcConnection(handle, "server process")
     await peer.start(socket.socket(fileno=int(sys.argv[-1])))
     await peer.gone.wait()
 
@@ -55,10 +55,10 @@ def train(job: str, steps: int = 1) -> Train:
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Callable[[Callable[[TrainerLife], Awaitable[None]]], list[Asked]]:
+def play(tmp_path: Path) -> Callable[[Callable[[TrainerSupervisor], Awaitable[None]]], list[Asked]]:
     """With a half that has begun; what it told."""
 
-    def played(story: Callable[[TrainerLife], Awaitable[None]]) -> list[Asked]:
+    def played(story: Callable[[TrainerSupervisor], Awaitable[None]]) -> list[Asked]:
         told: list[Asked] = []
 
         async def heard(what: Asked) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def play(tmp_path: Path) -> Callable[[Callable[[TrainerLife], Awaitable[None]]],
             return TrainerProcess([sys.executable, "-c", HALF], tmp_path / "log.txt", {})
 
         async def run() -> None:
-            life = TrainerLife(start, heard, DEADLINE_S, MOST)
+            life = TrainerSupervisor(start, heard, DEADLINE_S, MOST)
             try:
                 await begin(life)
                 await story(life)
@@ -82,7 +82,7 @@ def play(tmp_path: Path) -> Callable[[Callable[[TrainerLife], Awaitable[None]]],
     return played
 
 
-async def begin(life: TrainerLife) -> int:
+async def begin(life: TrainerSupervisor) -> int:
     opened = await life.begin(Open({}, "", 7, [7]), 20)
     assert (opened.version, opened.parameters) == (7, 11)
     assert not life.is_gone
@@ -98,16 +98,16 @@ def is_there(pid: int) -> bool:
 
 
 def test_a_job_may_take_longer_than_the_deadline_as_long_as_it_moves(play: Any) -> None:
-    async def story(life: TrainerLife) -> None:
+    async def story(life: TrainerSupervisor) -> None:
         assert (await life.train(train("long", steps=10))).digest == "new"
 
     assert [what.step for what in play(story) if isinstance(what, JobProgress)] == [*range(1, 11)]
 
 
 def test_one_that_does_not_answer_is_lost_and_nothing_of_it_is_left(play: Any) -> None:
-    async def story(life: TrainerLife) -> None:
+    async def story(life: TrainerSupervisor) -> None:
         before = life.status()["pid"]
-        with pytest.raises(HalfLost, match=r"did not answer to Settle in 0\.8 s") as lost:
+        with pytest.raises(PeerLost, match=r"did not answer to Settle in 0\.8 s") as lost:
             await life.ask(Settle(8, True))
         await life.lost(lost.value)
         assert life.is_gone
@@ -121,18 +121,18 @@ def test_one_that_does_not_answer_is_lost_and_nothing_of_it_is_left(play: Any) -
 
 
 def test_one_that_stands_still_in_a_job_is_lost(play: Any) -> None:
-    async def story(life: TrainerLife) -> None:
+    async def story(life: TrainerSupervisor) -> None:
         asyncio.get_running_loop().call_later(0.3, os.kill, life.status()["pid"], signal.SIGSTOP)
-        with pytest.raises(HalfLost, match="did no step of a job"):
+        with pytest.raises(PeerLost, match="did no step of a job"):
             await life.train(train("long", steps=100))
 
     play(story)
 
 
 def test_its_last_words_are_told_and_too_many_deaths_in_a_row_end_it(play: Any) -> None:
-    async def story(life: TrainerLife) -> None:
+    async def story(life: TrainerSupervisor) -> None:
         for _ in range(MOST + 1):
-            with pytest.raises(HalfLost) as lost:
+            with pytest.raises(PeerLost) as lost:
                 await life.train(train("dies"))
             await life.lost(lost.value)
             assert life.why_lost.endswith("exit code 3; its last words")
@@ -149,7 +149,7 @@ def test_its_last_words_are_told_and_too_many_deaths_in_a_row_end_it(play: Any) 
 def test_one_that_dies_with_nothing_to_do_is_told_of_and_not_counted(
     play: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(life: TrainerLife) -> None:
+    async def story(life: TrainerSupervisor) -> None:
         for _ in range(MOST + 1):
             os.kill(life.status()["pid"], signal.SIGKILL)
             while not life.is_gone:
@@ -164,7 +164,7 @@ def test_one_that_dies_with_nothing_to_do_is_told_of_and_not_counted(
 
 
 def test_another_one_takes_the_place_of_one_that_lives(play: Any) -> None:
-    async def story(life: TrainerLife) -> None:
+    async def story(life: TrainerSupervisor) -> None:
         before = life.status()["pid"]
         await begin(life)
         assert not is_there(before)

@@ -1,12 +1,12 @@
-"""What the trainer half prints: kept over its starts, and not for ever."""
+"""What the trainer process prints: kept over its starts, and not for ever."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from tandem.online import trainer_process
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online import trainer_supervisor
+from tandem.online.trainer_supervisor import TrainerProcess
 
 SAYS = (sys.executable, "-c", "import sys; print('words'); sys.exit(3)")
 
@@ -16,10 +16,10 @@ def test_a_log_is_gone_on_with_and_a_large_one_is_begun_anew(tmp_path: Path):
     for _ in range(2):
         ended(log)
     assert log.read_text() == "words\nwords\n"
-    log.write_bytes(b"x" * (trainer_process._LOG_BYTES + 1))
+    log.write_bytes(b"x" * (trainer_supervisor._LOG_BYTES + 1))
     ended(log)
     assert log.read_text() == "words\n"
-    assert (tmp_path / "trainer.log.1").stat().st_size == trainer_process._LOG_BYTES + 1
+    assert (tmp_path / "trainer.log.1").stat().st_size == trainer_supervisor._LOG_BYTES + 1
 
 
 def ended(log: Path) -> None:

@@ -115,7 +115,7 @@ def test_weights_are_not_written_while_an_engine_that_is_taken_back_is_awake(aft
         behind: Any = EnginePool([engine]) if pooled else engine
         publisher = Publisher(bridge, behind, retries=2)
         await publisher.publish(trainer)
-        keeping = asyncio.create_task(publisher.keep(trainer))
+        keeping = asyncio.create_task(publisher.watch(trainer))
         await asyncio.sleep(0.02)
         engine.gone.set()
         await asyncio.sleep(after_s)

@@ -27,14 +27,14 @@ QUICK = {name: Budget(budget.restarts, 0.01, 0.02) for name, budget in BUDGETS.i
 RUN = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from tandem.runs.liveness import Progress, Watchdog
+from tandem.runs.liveness import ProgressCounter, Watchdog
 home, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
 home.mkdir(exist_ok=True)
 (home / "spec.toml").touch()
 attempt = len((home / "starts").read_text()) if (home / "starts").exists() else 0
 with (home / "starts").open("a") as file:
     file.write("r" if "resume" in sys.argv else "b")
-progress = Progress(home, setup_s=20, step_s=0.6)
+progress = ProgressCounter(home, setup_s=20, step_s=0.6)
 watchdog = Watchdog(progress, home / "stacks.txt", lambda *_: None)
 watchdog.start()
 def fails(name, steps=0):

@@ -146,7 +146,7 @@ def nothing_was_sent(rig: Rig) -> bool:
     if rig.mode in ("disk", "adapter"):
         return not (directory_of(rig) / f"v-{rig.trainer.version:06d}").exists()
     bridge: Any = rig.bridge
-    return bridge._host_of._sequence == rig.version + 1
+    return bridge._connection._sequence == rig.version + 1
 
 
 def directory_of(rig: Rig) -> Path:
@@ -252,7 +252,7 @@ def test_weights_that_are_not_finite_are_refused_before_a_byte_moves(value: floa
         await rig.begin()
         name, tensor = list(rig.trainer._policy.trainable())[3]
         rig.step = spoiling(rig.step, tensor, value)
-        said = await rig.refused(SyncError, "holds a value that is no number")
+        said = await rig.refused(SyncError, "holds a value that is not finite")
         assert name.replace(".default", "").split(".lora_")[0] in said
         assert nothing_was_sent(rig)
         await rig.serves_the_proven_one()

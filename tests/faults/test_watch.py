@@ -20,9 +20,9 @@ import json, os, sys, time
 from pathlib import Path
 from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
-from tandem.runs.liveness import Progress
+from tandem.runs.liveness import ProgressCounter
 home, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-progress = Progress(home, setup_s=20, step_s=5)
+progress = ProgressCounter(home, setup_s=20, step_s=5)
 events, metrics = JsonlWriter(home / "events.jsonl"), JsonlWriter(home / "metrics.jsonl")
 def status(state, **more):
     write_json(home / "status.json", {"state": state, "steps_total": 6, **more})  # as runs do: whole or not at all

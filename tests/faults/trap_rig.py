@@ -17,12 +17,11 @@ import transformers
 from torch import Tensor
 
 from tandem.algo import dr_grpo
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge
 from tandem.bridge.files.adapter import AdapterBridge
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.bridge.inproc import InprocBridge
-from tandem.bridge.shared import receiver as shared_end
+from tandem.bridge.shared.receiver import SharedEnd
 from tandem.bridge.shared.sender import SharedBridge
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import SyncError
@@ -124,7 +123,7 @@ class _BothEnds:
     carries = "live"
 
     def __init__(self, source: Any) -> None:
-        self._source, self._end = source, shared_end.open(source.link)
+        self._source, self._end = source, SharedEnd(source.link)
         self.link, self.house, self.receive = source.link, self._end.house, self._end.receive
 
     def attached(self, reply: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.bridge.files.adapter import memory_backed
-from tandem.bridge.files.reusable_files import Sheets
+from tandem.bridge.files.reusable_files import ReusableFiles
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def test_bytes_of_a_gpu_are_in_the_file_when_put_returns() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory(dir=memory_backed()) as home:
-        sheets = Sheets(Path(home))
+        sheets = ReusableFiles(Path(home))
         for version in range(6):
             raw = torch.randint(0, 255, (5_000_011,), dtype=torch.uint8, device="cuda")
             sheets.put(raw, path := Path(home) / f"v{version}")

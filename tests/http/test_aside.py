@@ -109,7 +109,7 @@ STUCK = """
 import sys, time
 from pathlib import Path
 from fastapi import APIRouter
-from tandem.serve import run
+from tandem.serve.http import run
 from tandem.serve.http.service import Service, create_app
 
 run._END_S = 1.0

@@ -158,7 +158,7 @@ def test_an_adapter_does_not_mend_torn_weights():
             await engine.load(4)
         vllm.load_fails = ""
         await engine.attach(end("adapter"))
-        with pytest.raises(SyncError, match="an adapter does not mend"):
+        with pytest.raises(SyncError, match="an adapter cannot repair its base"):
             await engine.load(5)
         with pytest.raises(EngineLost, match="the other end is gone"):
             await engine.generate([1], Sampling(max_tokens=1))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.engine.server import connection
 from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import EngineLost, SpecError

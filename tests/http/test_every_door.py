@@ -17,10 +17,10 @@ from served import ScriptedEngine
 
 import tandem.serve
 from tandem.online.job_store import JobStore
-from tandem.online.orchestrator import Conductor
-from tandem.online.ordinary_prompts import Ordinary
-from tandem.online.replay_memory import JobMemory
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.orchestrator import Orchestrator
+from tandem.online.ordinary_prompts import OrdinaryPrompts
+from tandem.online.sample_replay import ReplayMemory
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollout_service import with_atropos
 from tandem.rollout.atropos.service import Atropos
@@ -31,7 +31,7 @@ from tandem.serve.gateway import gateway_service
 from tandem.serve.http.run import Listen
 from tandem.serve.http.service import Service, create_app
 from tandem.serve.online.keys import KeyRing, Keys
-from tandem.serve.online.past_versions import Past
+from tandem.serve.online.past_versions import PastVersions
 from tandem.serve.online.service import online_service
 from tandem.serve.openai.routes import openai_service
 from tandem.serve.rollouts.service import rollouts_service
@@ -58,14 +58,14 @@ OPEN = {
 
 def online(home: Path, renderer: Renderer, model: dict[str, Any]) -> Service:
     spec, engine, store = parse_online_spec({"model": {"preset": "tiny"}}), FakeEngine(), JobStore(home / "jobs")
-    memory = JobMemory(spec.replay, spec.seed, store, spec.train.batch_size)
+    memory = ReplayMemory(spec.replay, spec.seed, store, spec.train.batch_size)
     trainer = lambda: TrainerProcess(["true"], home / "log", {})  # noqa: E731 - never started
-    ordinary = Ordinary(
+    ordinary = OrdinaryPrompts(
         spec.ordinary, renderer, ["Hello!"] * 4, home / "ordinary.json", gate=1, context=model["context"]
     )
-    conductor = Conductor(spec, store, engine, open_source, trainer, home / "versions", memory, ordinary)
+    conductor = Orchestrator(spec, store, engine, open_source, trainer, home / "versions", memory, ordinary)
     past: Any = None  # of an engine that nobody asks
-    return online_service(conductor, renderer, SessionStore(home / "sessions"), Past(past), **model)
+    return online_service(conductor, renderer, SessionStore(home / "sessions"), PastVersions(past), **model)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_another_spelling_of_an_open_path_opens_nothing(services: dict[str, Fast
 
 
 def test_every_service_is_here(services: dict[str, FastAPI]) -> None:
-    source = "".join(path.read_text() for path in Path(tandem.serve.__path__[0]).glob("*.py"))
+    source = "".join(path.read_text() for path in Path(tandem.serve.__path__[0]).rglob("*.py"))
     names = set(re.findall(r'Service\(\s*"(tandem [\w ]+)"', source))
     assert names == {name for name in OPEN if name.startswith("tandem ")}
     assert names == {app.title for app in services.values()}

@@ -20,7 +20,7 @@ from gateway_served import Gateway, Logged, Says, gateway_serving
 from served import wait_until
 
 from tandem.build.standalone_engines import followed
-from tandem.engine.server.read_only_client import Follower
+from tandem.engine.server.read_only_client import ReadOnlyClient
 from tandem.errors import EngineLost, SpecError
 from tandem.recipes.gateway import serve_gateway, to_files, to_service
 from tandem.rollout.queue.queue import RolloutQueue
@@ -206,13 +206,13 @@ def test_ids_are_those_that_the_engine_s_server_saw(make_engine: Any, renderer: 
 
 def test_an_engine_that_is_gone_is_a_503_and_leaves_no_turn(renderer: Renderer, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("nothing")
-    follower = Follower("http://127.0.0.1:9", tmp_path / "token", patience_s=0.1)
+    follower = ReadOnlyClient("http://127.0.0.1:9", tmp_path / "token", patience_s=0.1)
     with pytest.raises(EngineLost, match="none answers"):
         follower.tell("/limits")
     with pytest.raises(EngineLost, match="none answers"):
         asyncio.run(follower.generate([1], Sampling()))
     (tmp_path / "gateway").mkdir()
-    follower = Follower("http://127.0.0.1:9", tmp_path / "token", patience_s=0.1)
+    follower = ReadOnlyClient("http://127.0.0.1:9", tmp_path / "token", patience_s=0.1)
     with gateway_serving(follower, renderer, tmp_path / "gateway") as gateway:
         session = gateway.open()
         body = {"model": "test/tiny", "messages": HI}

@@ -261,7 +261,7 @@ def test_a_waiting_job_and_a_running_one_are_cancelled(server: OnlineServer):
     long, waiting = (server.teach([fact(n)], steps=1000, lr=1e-6) for n in (1, 2))
     assert server.post(f"/train/jobs/{waiting}/cancel")["state"] == "cancelled"
     while server.get(f"/train/jobs/{long}")["state"] == "queued":
-        pass  # it may not even have reached the trainer half
+        pass  # it may not even have reached the trainer process
     assert server.post(f"/train/jobs/{long}/cancel")["state"] in ("cancelling", "cancelled")
     assert server.wait(long)["state"] == server.wait(waiting)["state"] == "cancelled"
     assert served(server) == before

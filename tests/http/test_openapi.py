@@ -20,8 +20,8 @@ from served import MODEL, ScriptedEngine
 
 from tandem.build import online
 from tandem.online.job_store import JobStore
-from tandem.online.orchestrator import Conductor
-from tandem.online.replay_memory import JobMemory
+from tandem.online.orchestrator import Orchestrator
+from tandem.online.sample_replay import ReplayMemory
 from tandem.recipes.gateway import to_files
 from tandem.recipes.rollout_service import with_atropos
 from tandem.rollout.atropos.service import Atropos
@@ -30,7 +30,7 @@ from tandem.rollout.sessions.store import SessionStore
 from tandem.serve.engine.service import engine_service
 from tandem.serve.gateway import gateway_service
 from tandem.serve.http.service import HotRoute, Service, create_app
-from tandem.serve.online.past_versions import Past
+from tandem.serve.online.past_versions import PastVersions
 from tandem.serve.online.service import online_service
 from tandem.serve.openai.routes import openai_service
 from tandem.serve.rollouts.service import rollouts_service
@@ -60,7 +60,7 @@ def made(name: str, home: Path) -> Service:
         return with_atropos(rollouts_service(queue, greets=False), Atropos(queue, home), open_to_all=True)
     spec = parse_online_spec({"model": {"preset": "tiny"}})
     alone, store = online.alone(spec, home), JobStore(home / "jobs")
-    memory = JobMemory(spec.replay, spec.seed, store, spec.train.batch_size)
+    memory = ReplayMemory(spec.replay, spec.seed, store, spec.train.batch_size)
 
     def no_trainer() -> Any:
         raise AssertionError("nothing is trained here")
@@ -69,8 +69,8 @@ def made(name: str, home: Path) -> Service:
         raise AssertionError("nothing is loaded here")
 
     ordinary = online.ordinary(spec, alone, home)
-    conductor = Conductor(spec, store, alone.engine, no_source, no_trainer, home / "versions", memory, ordinary)
-    return online_service(conductor, alone.renderer, SessionStore(home / "sessions"), Past(None), **SIZES)
+    conductor = Orchestrator(spec, store, alone.engine, no_source, no_trainer, home / "versions", memory, ordinary)
+    return online_service(conductor, alone.renderer, SessionStore(home / "sessions"), PastVersions(None), **SIZES)
 
 
 @pytest.fixture(params=SERVICES)

@@ -437,7 +437,7 @@ def test_of_two_servers_one_dies_hangs_and_returns_and_no_request_is_lost(folder
         async def scenario() -> list[Completion]:
             keeper = publisher(folder, pool, retries=3, on_proof=proofs.append)
             await keeper.publish(teacher)
-            keeping, stopped, answered = asyncio.create_task(keeper.keep(teacher)), asyncio.Event(), list[Completion]()
+            keeping, stopped, answered = asyncio.create_task(keeper.watch(teacher)), asyncio.Event(), list[Completion]()
 
             async def client() -> None:
                 while not stopped.is_set():

@@ -67,5 +67,5 @@ def test_a_run_in_workers_trains_and_counts_what_crashed(train: Train, tmp_path:
     assert sum(row.get("episodes/retried/crashed", 0) for row in steps) >= 1
     assert all("env/tool_calls" in row for row in steps)
     options = {row["option"]: row for row in trained.rows("events") if row["stage"] == "option"}
-    assert "clocks of their workers" in options["deterministic"]["why_not"]
+    assert "worker processes end in varying order" in options["deterministic"]["why_not"]
     assert options["environment.episode_timeout_s"]["engaged"]

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tandem.bridge.collective.packer import Packing
-from tandem.bridge.common import served_tensors
-from tandem.bridge.common.flat_buffer import Flat
+from tandem.bridge.common import packer
+from tandem.bridge.common.packer import Flat, Packing
 from tandem.errors import SyncError
 from tandem.model import served_weights
 from tandem.ops.phase_timer import Phases
@@ -54,14 +53,14 @@ def test_another_version_of_an_adapter_is_packed_by_a_handful_of_calls(monkeypat
     packing = Packing("adapter_broadcast", [{"layout": LAYOUT, "adapter_dtype": "bfloat16", "boot_id": "one"}])
 
     def packed() -> Any:
-        return packing.parcel(Weights(1, "adapter", standing.tensors), Phases())
+        return packing.pack(Weights(1, "adapter", standing.tensors), Phases())
 
     packed()
     for each in found:
         each.a.add_(1)
         each.b.mul_(3)
     with monkeypatch.context() as patch, Calls() as calls:
-        patch.setattr(Flat, "looked_at", lambda _: ({}, []))
+        patch.setattr(Flat, "checked_fingerprints", lambda _: ({}, []))
         packed()
     assert len(calls.names) < 6, calls.names
     there = packed()._flat.tensors
@@ -74,19 +73,19 @@ def test_what_was_found_out_is_found_out_again_when_tensors_names_or_engines_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked: list[int] = []
-    forms = served_tensors.forms
+    forms = packer.forms
 
     def counted(*args: Any) -> Any:
         looked.append(1)
         return forms(*args)
 
-    monkeypatch.setattr("tandem.bridge.common.packed_adapter.forms", counted)
+    monkeypatch.setattr("tandem.bridge.common.packer.forms", counted)
     replies: list[dict[str, Any]] = [{"layout": LAYOUT, "boot_id": "one"}]
     packing = Packing("adapter_broadcast", replies)
     tensors = dict(served_weights.StableAdapter(adapted()).tensors())
 
     def pack(named: dict[str, Tensor]) -> Any:
-        return packing.parcel(Weights(1, "adapter", lambda: iter(named.items())), Phases())
+        return packing.pack(Weights(1, "adapter", lambda: iter(named.items())), Phases())
 
     first = pack(tensors)
     assert (pack(tensors).places is first.places, len(looked)) == (True, 1)

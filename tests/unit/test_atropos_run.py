@@ -110,8 +110,8 @@ def test_a_run_on_a_service_needs_no_environment_and_its_spec_reads_back():
     ("changes", "says"),
     [
         ({"rollouts": {"kind": "local"}}, "environment: is missing; add it"),
-        ({"eval": {"every": 2}}, "eval.every = 2: no environment to play held-out tasks of"),
-        ({"warmup": {"steps": 5, "lr": 1e-3}}, "warmup.data.kind = 'demonstrations': there is no environment"),
+        ({"eval": {"every": 2}}, "eval.every = 2: evaluations need an environment"),
+        ({"warmup": {"steps": 5, "lr": 1e-3}}, "warmup.data.kind = 'demonstrations': demonstrations come from"),
     ],
 )
 def test_an_environment_that_is_needed_is_asked_for(changes: dict[str, Any], says: str):

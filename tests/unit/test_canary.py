@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.bridge.null import NullBridge
-from tandem.build import joined_engines, training
+from tandem.build import run_engines, training
 from tandem.engine.null import NullEngine
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost, LogprobGap
@@ -184,4 +184,4 @@ def test_one_of_a_pool_that_is_lost_over_it_is_left_out() -> None:
 @pytest.mark.parametrize(("context", "length"), [(0, 33), (64, 33), (20, 18), (2, 1)])
 def test_a_canary_fits_into_the_engines_context(context: int, length: int) -> None:
     model = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"), context)
-    assert len(joined_engines.canary(model).prompt_ids) == length
+    assert len(run_engines.canary(model).prompt_ids) == length

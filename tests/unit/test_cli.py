@@ -47,7 +47,7 @@ def probed(*arguments: str | Path, cwd: Path) -> tuple[int, list[str]]:
 
 WRONG = [
     (("--set", "train.lrr=1"), "tandem: train.lrr = 1: unknown here; did you mean 'lr'?"),
-    (("--set", "train.lr=nan"), "tandem: train.lr = NaN: input should be a finite number"),
+    (("--set", "train.lr=nan"), "tandem: train.lr = NaN: must be a finite number"),
     (("--set", "train.batch_size=4"), "tandem: train.batch_size = 4: unknown here; remove it."),
     (("--set", "sync.every=9"), "tandem: sync.every = 9: groups would wait longer"),
     (("--set", "recipe=grpo"), 'tandem: recipe = "grpo": the first line of a spec'),

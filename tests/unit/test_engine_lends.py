@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.build.joined_engines import sleeps
+from tandem.build.run_engines import sleeps
 from tandem.recipes.rl import RlRun
 from tandem.spec.load import parse_spec
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import votes
-from tandem.bridge.collective.broadcast import BroadcastBridge
+from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.publish import Publisher
 from tandem.types import Completion, Sampling

@@ -27,9 +27,9 @@ HOLDS = """
 import sys, time
 from pathlib import Path
 from tandem.errors import RunOwned
-from tandem.runs.lease import Lease
+from tandem.runs.lease import DirectoryLease
 try:
-    lease = Lease(Path(sys.argv[1]))
+    lease = DirectoryLease(Path(sys.argv[1]))
 except RunOwned:
     print("refused", flush=True)
 else:
@@ -122,12 +122,12 @@ from pathlib import Path
 from rich.console import Console
 from tandem.errors import RunFenced
 from tandem.obs.live_view import LiveView
-from tandem.runs.lease import Lease
+from tandem.runs.lease import DirectoryLease
 from tandem.runs.run import Run
 
 directory, view = Path(sys.argv[1]), LiveView("run", Console(file=io.StringIO()))
 try:
-    with Run(directory, name="run", recipe="sft", view=view, lease=Lease(directory)):
+    with Run(directory, name="run", recipe="sft", view=view, lease=DirectoryLease(directory)):
         logging.getLogger("tandem.x").warning("before")
         print("logs", flush=True)
         sys.stdin.readline()

@@ -32,7 +32,7 @@ class Source:
     def receive(self, version: int, rank: int = 0) -> Weights:
         return self.coming.pop()
 
-    def look_ahead(self, rank: int = 0) -> None:
+    def prefetch(self, rank: int = 0) -> None:
         self.looks += 1
 
 
@@ -56,7 +56,7 @@ class Engine:
         )
         piece = TensorPiece("layer.q.weight", "layer.q.weight", torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
         self.slots = LoraSlots(self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, None, {}), {})
-        self.slots.come_in_one_place = True
+        self.slots.reuses_tensors = True
         self.source = Source()
         self.worker: Any = object.__new__(EngineWorker)
         vars(self.worker).update(

@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.io.request_key import RequestKey
 from tandem.online.job_store import Job, JobStore
 from tandem.online.messages import Sequence1, Teaching
-from tandem.online.replay_memory import JobMemory
+from tandem.online.sample_replay import ReplayMemory
 from tandem.spec.online_gates import ReplaySpec
 
 SPEC = ReplaySpec(share=0.5, per_source=1.0)
@@ -19,7 +19,7 @@ def sample(number: int) -> list[list[Sequence1]]:
     return [[Sequence1([number, number + 1], 1, "1")]]
 
 
-async def publish(store: JobStore, number: int, memory: JobMemory | None = None) -> Job:
+async def publish(store: JobStore, number: int, memory: ReplayMemory | None = None) -> Job:
     teaching = Teaching("sft", 1e-3, 10, "full", 0)
     once = RequestKey(f"key {number} {len(store.jobs(99))}", b"")
     told = await store.add(sample(number), teaching, who="me", source="s", said=b"[]", once=once)
@@ -31,7 +31,7 @@ async def publish(store: JobStore, number: int, memory: JobMemory | None = None)
     return store.job(job.id)
 
 
-def replayed(memory: JobMemory, store: JobStore) -> list[int]:
+def replayed(memory: ReplayMemory, store: JobStore) -> list[int]:
     job = replace(store.jobs(1)[0], parent=store.active, number=1)
     drawn, _ = memory.draw(job, sample(999))
     return sorted({group[0].ids[0] for group in drawn})
@@ -42,7 +42,7 @@ def test_what_was_taken_back_is_not_taught_again(tmp_path: Path):
 
     async def work(store: JobStore) -> None:
         await store.first(0, "digest")
-        memory = JobMemory(SPEC, 0, store, batch_size=8)
+        memory = ReplayMemory(SPEC, 0, store, batch_size=8)
         for number in (10, 20, 30):
             await publish(store, number, memory)
         assert store.line(3) == {0, 1, 2, 3}
@@ -52,7 +52,7 @@ def test_what_was_taken_back_is_not_taught_again(tmp_path: Path):
         await publish(store, 40, memory)
         assert store.line(4) == {0, 1, 4}
         assert replayed(memory, store) == [10, 40]
-        assert replayed(JobMemory(SPEC, 0, store, batch_size=8), store) == [10, 40], "after a restart too"
+        assert replayed(ReplayMemory(SPEC, 0, store, batch_size=8), store) == [10, 40], "after a restart too"
         await publish(store, 20, memory)
         assert replayed(memory, store) == [10, 20, 40], "somebody taught it again"
         await store.activate(3, "me", "it was good after all")

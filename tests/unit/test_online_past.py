@@ -9,7 +9,7 @@ import pytest
 
 from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.online import past_versions
-from tandem.serve.online.past_versions import Past
+from tandem.serve.online.past_versions import PastVersions
 from tandem.types import Completion, Sampling
 
 
@@ -35,7 +35,7 @@ def test_who_is_answered_is_not_cut_off_by_who_asks_for_a_third_version(monkeypa
         return made[version]
 
     async def run() -> None:
-        past = Past(load)
+        past = PastVersions(load)
         running = [
             asyncio.create_task((await past.engine(version)).generate([1], Sampling(max_tokens=1)))
             for version in (1, 2)

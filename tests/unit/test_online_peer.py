@@ -13,7 +13,7 @@ import pytest
 from tandem.errors import CheckpointDamaged, SyncTimeout
 from tandem.io import json_frames
 from tandem.online.messages import Asked, Cancel, JobProgress, Load, Question, Sequence1, decode, from_wire, to_wire
-from tandem.online.rpc import HalfLost, Peer
+from tandem.online.rpc import PeerLost, RpcConnection
 from tandem.types import NO_VERSION, Trajectory
 
 
@@ -21,10 +21,13 @@ async def nothing(what: Asked) -> dict[str, Any]:
     raise AssertionError(f"nobody should ask: {what}")
 
 
-def joined(handle: Callable[[Asked], Awaitable[dict[str, Any]]], play: Callable[[Peer, Peer], Awaitable[None]]) -> None:
+def joined(
+    handle: Callable[[Asked], Awaitable[dict[str, Any]]],
+    play: Callable[[RpcConnection, RpcConnection], Awaitable[None]],
+) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        one, other = Peer(nothing, "answering half"), Peer(handle, "asking half")
+        one, other = RpcConnection(nothing, "answering half"), RpcConnection(handle, "asking half")
         await one.start(ours)
         await other.start(theirs)
         try:
@@ -50,7 +53,7 @@ def test_questions_are_answered_side_by_side_and_errors_keep_their_class():
             case _:
                 raise SyncTimeout("late")
 
-    async def play(one: Peer, _: Peer) -> None:
+    async def play(one: RpcConnection, _: RpcConnection) -> None:
         answers = await asyncio.gather(*(one.ask(Load(version)) for version in range(5)))
         assert [answer["version"] for answer in answers] == [0, 1, 2, 3, 4]
         with pytest.raises(CheckpointDamaged, match="it is damaged"):
@@ -68,15 +71,15 @@ def test_whoever_waits_hears_that_the_other_half_is_gone():
         await asyncio.sleep(60)
         return {}
 
-    async def play(one: Peer, other: Peer) -> None:
+    async def play(one: RpcConnection, other: RpcConnection) -> None:
         waiting = asyncio.create_task(one.ask(Load(1)))
         await asyncio.sleep(0.05)
         with pytest.raises(TimeoutError):
             await one.ask(Load(2), 0.05)
         await other.close()
-        with pytest.raises(HalfLost, match="answering half is gone"):
+        with pytest.raises(PeerLost, match="answering half is gone"):
             await waiting
-        with pytest.raises(HalfLost):
+        with pytest.raises(PeerLost):
             await one.ask(Load(3))
         one.tell(JobProgress("x", 1, 1, {}))
 
@@ -99,7 +102,7 @@ def test_what_is_not_of_the_protocol_cuts_the_other_half_off(frame: bytes):
 
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer = Peer(nothing, "odd half")
+        peer = RpcConnection(nothing, "odd half")
         await peer.start(ours)
         theirs.sendall(len(frame).to_bytes(4, "big") + frame)
         await asyncio.wait_for(peer.gone.wait(), 5)
@@ -111,7 +114,7 @@ def test_what_is_not_of_the_protocol_cuts_the_other_half_off(frame: bytes):
 def test_a_frame_without_end_is_not_waited_for():
     async def run() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer = Peer(nothing, "odd half")
+        peer = RpcConnection(nothing, "odd half")
         await peer.start(ours)
         theirs.sendall((json_frames.MAX_BYTES + 1).to_bytes(4, "big"))
         await asyncio.wait_for(peer.gone.wait(), 5)

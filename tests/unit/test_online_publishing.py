@@ -1,4 +1,4 @@
-"""What the trainer half may ask the engine for while it publishes, and how."""
+"""What the trainer process may ask the engine for while it publishes, and how."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.engine.null import NullEngine
-from tandem.online.engine_proxy import EngineAcross
-from tandem.online.publishing import Publishing
+from tandem.online.publishing import EngineProxy, Publishing
 from tandem.types import Completion, Sampling, Span
 
 
@@ -23,7 +22,7 @@ class Engine(NullEngine):
 def test_a_canary_is_urgent_among_those_who_are_being_answered():
     engine: Any = Engine()
     publishing = Publishing(engine, lambda link: engine, lambda: 3)
-    across = EngineAcross(publishing.handle, receivers=1)
+    across = EngineProxy(publishing.handle, receivers=1)
     with publishing.under_way():
         answer = asyncio.run(across.generate([1, 2], Sampling(max_tokens=2, temperature=0.0, urgent=True)))
     assert answer == Completion([7, 8], [-0.5, -0.25], [Span(3, 2)], "length")

@@ -66,7 +66,7 @@ def test_keep_goes_on_without_an_engine_that_died_and_takes_it_back_when_it_answ
         publisher = Publisher(Agrees(), pool, deadline_s=1.0, retries=2, on_proof=proofs.append)
         teacher = Teacher()
         await publisher.publish(teacher)
-        keeping = asyncio.create_task(publisher.keep(teacher))
+        keeping = asyncio.create_task(publisher.watch(teacher))
         for gone in engines[:2]:
             gone.die()
             await until(lambda: len(proofs[-1].engines) < len(pool._members) - len(pool._those("out")) + 1)
@@ -109,7 +109,7 @@ def test_whatever_dies_and_returns_every_request_is_answered_by_a_version_that_w
                 await asyncio.sleep(0.0005)
 
         work = [asyncio.create_task(client()) for _ in range(8)]
-        keeping = asyncio.create_task(publisher.keep(teacher))
+        keeping = asyncio.create_task(publisher.watch(teacher))
         for _ in range(60):
             what, engine = rng.choice(["die", "back", "back", "publish"]), rng.choice(engines)
             alive = [each for each in engines if each.alive.is_set()]
@@ -217,7 +217,7 @@ def test_real_engines_that_are_killed_in_turn_lose_no_request_and_change_no_toke
         publisher = Publisher(InprocBridge(1.0), pool, deadline_s=5.0, retries=3, on_proof=proofs.append)
         teacher = Teacher(module)
         await publisher.publish(teacher)
-        keeping = asyncio.create_task(publisher.keep(teacher))
+        keeping = asyncio.create_task(publisher.watch(teacher))
         work = [asyncio.create_task(pool.generate(*request)) for request in requests]
         kills = 0
         while disturb and kills < 7 and not all(task.done() for task in work):

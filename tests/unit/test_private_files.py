@@ -15,7 +15,7 @@ from privacy import readable_by_others
 from tandem.io import atomic_write
 from tandem.io.jsonl import append_jsonl
 from tandem.online.job_store import JobStore
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.rollout.sessions.store import SessionStore
 from tandem.rollout.sessions.tree import Session
 from tandem.runs.artifacts import ArtifactStore

@@ -44,7 +44,7 @@ class Bridge:
 
 def meeting(engine: Engine, bridge: Bridge, **options: Any) -> Any:
     publisher: Any = Publisher(bridge, engine, **options)  # pyright: ignore[reportArgumentType]
-    return publisher._meet(WEIGHTS)
+    return publisher._transfer(WEIGHTS)
 
 
 @pytest.mark.parametrize("turns", range(1, 9))

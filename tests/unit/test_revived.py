@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tandem.engine.null import NullEngine
-from tandem.engine.restartable import RevivedEngine, Under
+from tandem.engine.restartable import RestartableEngine, Under
 from tandem.errors import EngineError
 
 
@@ -42,7 +42,7 @@ def test_one_that_is_closed_while_it_is_started_again_ends_at_once(given_up: boo
 
     async def work() -> None:
         start = Start()
-        engine = RevivedEngine(Engine(), start)
+        engine = RestartableEngine(Engine(), start)
         starting = asyncio.ensure_future(engine.start_again())
         await asyncio.to_thread(start.begun.wait, 5)
         if given_up:
@@ -60,7 +60,7 @@ def test_one_that_is_closed_while_it_is_started_again_ends_at_once(given_up: boo
 def test_a_start_that_begins_after_the_end_is_ended_as_soon_as_there_is_something_to_end() -> None:
     async def work() -> None:
         start = Start()
-        engine = RevivedEngine(Engine(), start)
+        engine = RestartableEngine(Engine(), start)
         await engine.close()
         with pytest.raises(EngineError, match="ended while it started"):
             await engine.start_again()
@@ -71,7 +71,7 @@ def test_a_start_that_begins_after_the_end_is_ended_as_soon_as_there_is_somethin
 def test_one_that_was_started_again_is_closed_in_order() -> None:
     async def work() -> None:
         first, start = Engine(), Start(quick=True)
-        engine = RevivedEngine(first, start)
+        engine = RestartableEngine(first, start)
         await engine.start_again()
         await engine.close()
         assert (first.closed, start.made.closed, start.ended.is_set()) == (1, 1, False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.engine.vllm.token_reader import SampledReader
+from tandem.engine.vllm.token_reader import TokenReader
 from tandem.errors import EngineError, EngineLost
 from tandem.ops.vllm_token_protocol import MARK, unpacked
 from tandem.types import Span
@@ -166,7 +166,7 @@ class Workers:
 def test_requests_that_end_together_are_read_together():
     async def play() -> tuple[list[list[float]], int]:
         workers = Workers()
-        reader = SampledReader(workers.read, "m")
+        reader = TokenReader(workers.read, "m")
 
         async def one(number: int) -> list[float]:
             with reader.request(4, (), None) as request:
@@ -186,7 +186,7 @@ def test_requests_that_end_together_are_read_together():
 def test_tokens_are_told_as_they_are_made_and_none_beyond_the_end():
     async def play() -> list[int]:
         workers, told = Workers(), list[int]()
-        reader = SampledReader(workers.read, "m")
+        reader = TokenReader(workers.read, "m")
         with reader.request(9, (5,), lambda token, _logprob, _version: told.append(token)) as request:
             workers.begin(request.name)
             workers.sample(request.name, 1, 2, 3, 4)
@@ -209,7 +209,7 @@ def test_tokens_are_told_as_they_are_made_and_none_beyond_the_end():
 def test_each_token_is_told_with_its_version_and_a_completion_says_how_many_are_of_which():
     async def play() -> None:
         workers, told = Workers(), list[tuple[int, int]]()
-        reader = SampledReader(workers.read, "m")
+        reader = TokenReader(workers.read, "m")
         with reader.request(9, (5,), lambda token, _logprob, version: told.append((token, version))) as request:
             workers.begin(request.name)
             workers.sample(request.name, 1, 2, 3, 4)
@@ -229,7 +229,7 @@ def test_each_token_is_told_with_its_version_and_a_completion_says_how_many_are_
 def test_a_request_that_is_given_up_is_dropped_with_the_next_reading():
     async def play() -> None:
         workers = Workers()
-        reader = SampledReader(workers.read, "m")
+        reader = TokenReader(workers.read, "m")
         with reader.request(4, (), None) as given_up:
             workers.begin(given_up.name)
             workers.sample(given_up.name, 1)
@@ -246,7 +246,7 @@ def test_a_request_that_is_given_up_is_dropped_with_the_next_reading():
 def test_other_tokens_than_were_answered_are_an_error_and_so_are_workers_that_are_gone():
     async def play() -> None:
         workers = Workers()
-        reader = SampledReader(workers.read, "m")
+        reader = TokenReader(workers.read, "m")
         with reader.request(4, (), None) as request:
             workers.begin(request.name)
             workers.sample(request.name, 1, 2)
@@ -262,7 +262,7 @@ def test_other_tokens_than_were_answered_are_an_error_and_so_are_workers_that_ar
 def test_who_fails_at_being_told_fails_alone():
     async def play() -> None:
         workers, told = Workers(), list[int]()
-        reader = SampledReader(workers.read, "m")
+        reader = TokenReader(workers.read, "m")
 
         def fail(token: int, _logprob: float, _version: int) -> None:
             raise KeyError(token)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tandem.build.joined_engines import _environment
+from tandem.build.run_engines import gpu_environment
 from tandem.errors import SpecError
 from tandem.spec.base import Spec
 from tandem.spec.engine import VllmEngineSpec
@@ -85,19 +85,20 @@ BAD = [
     (RL, "warmup = {steps = 5, lr = 1e-3, batchsize = 3}", "warmup.batchsize = 3", "did you mean 'batch_size'?"),
     (RL, "train.lr = nan", "train.lr = NaN", "finite number"),
     (RL, "train.lr = -inf", "train.lr = -Infinity", "finite number"),
-    (RL, "train.lr = 0", "train.lr = 0", "greater than 0"),
+    (RL, "train.lr = 0", "train.lr = 0: must be positive", ""),
+    (RL, "train.lr = -1", "train.lr = -1: must be positive", ""),
     (RL, "train.lr = 1.5", "train.lr = 1.5", "less than 1"),
-    (RL, 'train.lr = "1e-4"', 'train.lr = "1e-4"', "valid number"),
+    (RL, 'train.lr = "1e-4"', 'train.lr = "1e-4"', "must be a number"),
     (RL, "train.steps = 0", "train.steps = 0", "greater than or equal to 1"),
-    (RL, "train.steps = 2.5", "train.steps = 2.5", "valid integer"),
-    (RL, "train.steps = true", "train.steps = true", "valid integer"),
+    (RL, "train.steps = 2.5", "train.steps = 2.5", "must be a whole number"),
+    (RL, "train.steps = true", "train.steps = true", "must be a whole number"),
     (RL, "train.group_size = 1", "train.group_size = 1", "greater than or equal to 2"),
-    (RL, "train.temperature = 0", "train.temperature = 0", "greater than 0"),
+    (RL, "train.temperature = 0", "train.temperature = 0", "must be positive"),
     (RL, "train.max_lag = 65", "train.max_lag = 65", "less than or equal to 64"),
-    (RL, "train = 5", "train = 5: should be a table", "[train]"),
-    (RL, 'model = "tiny"', 'model = "tiny": should be a table', "[model]"),
-    (RL, "model.lora = true", "model.lora = true: should be a table", "[model.lora]"),
-    (RL, 'model.lora = {targets = "q_proj"}', 'model.lora.targets = "q_proj"', "should be a list"),
+    (RL, "train = 5", "train = 5: must be a table", "[train]"),
+    (RL, 'model = "tiny"', 'model = "tiny": must be a table', "[model]"),
+    (RL, "model.lora = true", "model.lora = true: must be a table", "[model.lora]"),
+    (RL, 'model.lora = {targets = "q_proj"}', 'model.lora.targets = "q_proj"', "must be a list"),
     (RL, "model.lora = {targets = []}", "model.lora.targets = []", "at least 1 item"),
     (RL, "model = {preset = 'huge'}", 'model.preset = "huge"', "'tiny', 'small' or 'medium'"),
     (RL, "model = {}", "model.path: is missing", "add it"),
@@ -105,9 +106,9 @@ BAD = [
     (RL, "environment =", "environment: is missing", "add it"),
     (RL, "train.lr =", "train.lr: is missing", "add it"),
     (SFT, "data =", "data: is missing", "add it"),
-    (RL, "recipe =", "recipe = (nothing)", 'write recipe = "rl" or recipe = "sft"'),
-    (RL, "recipe = 'grpo'", 'recipe = "grpo"', 'write recipe = "rl" or recipe = "sft"'),
-    (RL, "precision.weights = 'fp16'", 'precision.weights = "fp16": should be one of', "'float32', 'bfloat16'"),
+    (RL, "recipe =", "recipe = (nothing)", 'write recipe = "rl", recipe = "sft", or recipe = "preference"'),
+    (RL, "recipe = 'grpo'", 'recipe = "grpo"', 'write recipe = "rl", recipe = "sft", or recipe = "preference"'),
+    (RL, "precision.weights = 'fp16'", 'precision.weights = "fp16": must be one of', "'float32', 'bfloat16'"),
     (RL, "precision.master = 'split'", "precision.weights: is missing", "write one of 'bfloat16', 'float32'"),
     (
         SFT,
@@ -126,7 +127,7 @@ BAD = [
     (RL, "algorithm = {kind = 'a2c'}", 'algorithm.kind = "a2c"', "'dr_grpo', 'grpo', 'rloo'"),
     (RL, "algorithm = {clip_low = 0.1}", "algorithm.kind: is missing", "'dr_grpo', 'grpo', 'gspo'"),
     (RL, "train.schedule = {final = 0.1}", "train.schedule.kind: is missing", "'constant', 'cosine', 'linear'"),
-    (RL, 'train.schedule = "linear"', 'train.schedule = "linear": should be a table', "[train.schedule]"),
+    (RL, 'train.schedule = "linear"', 'train.schedule = "linear": must be a table', "[train.schedule]"),
     (SFT, "data = {path = 'rows.jsonl'}", "data.kind: is missing", "'dataset', 'file'"),
     (SFT, "data.path = 'rows.csv'", 'data.path = "rows.csv"', "convert it: python3 -c"),
     (SFT, "data.eval_share = 1.0", "data.eval_share = 1.0", "less than 1"),
@@ -172,11 +173,11 @@ BAD = [
     (RL, "device = 'gpu'", 'device = "gpu"', "'auto', 'cpu' or 'cuda'"),
     (RL, "name = '../x'", 'name = "../x"', "match pattern"),
     (RL, "seed = -1", "seed = -1", "greater than or equal to 0"),
-    (RL, "deterministic = 'yes'", 'deterministic = "yes"', "valid boolean"),
+    (RL, "deterministic = 'yes'", 'deterministic = "yes"', "must be true or false"),
     (RL, "train.optimizer = {kind = 'adamw', betas = [0.9, 1.0]}", "train.optimizer.betas.1 = 1.0", "less than 1"),
     (RL, "eval.tasks = 1", "eval.tasks = 1", "greater than or equal to 2"),
-    (RL, "train.schedule = {kind = 'linear', warmup_steps = 8}", "train.schedule.warmup_steps = 8", "below 8"),
-    (SFT, "train.schedule = {kind = 'linear', warmup_steps = 9}", "train.schedule.warmup_steps = 9", "below 8"),
+    (RL, "train.schedule = {kind = 'linear', warmup_steps = 8}", "train.schedule.warmup_steps = 8", "train.steps = 8"),
+    (SFT, "train.schedule = {kind = 'linear', warmup_steps = 9}", "train.schedule.warmup_steps = 9", "train.steps = 8"),
     (
         RL_WITH_WARMUP,
         "warmup.schedule = {kind = 'constant', warmup_steps = 5}",
@@ -257,7 +258,7 @@ def test_nothing_of_pydantic_shows_in_a_refusal(change: str):
 def test_sync_every_stays_within_max_lag_plus_one(max_lag: int, every: int):
     message = refusal(RL, f"train.max_lag = {max_lag}", f"sync.every = {every}")
     assert message.startswith(f"sync.every = {every}")
-    assert f"set sync.every <= {max_lag + 1}, or train.max_lag >= {every - 1}" in message
+    assert f"set sync.every to at most {max_lag + 1}, or train.max_lag to at least {every - 1}" in message
 
 
 def test_a_bridge_with_one_copy_of_the_weights_has_no_use_for_sync_every():
@@ -442,16 +443,16 @@ def test_each_replica_has_its_gpus() -> None:
 def test_replicas_that_do_not_fit_on_one_gpu_are_refused(gpus: tuple[int, ...]) -> None:
     engine = VllmEngineSpec(gpus=gpus, replicas=2)
     with pytest.raises(SpecError, match=r"engine.replicas = 2: on one GPU each would take memory_share = 0.9"):
-        _environment(engine, 0, "cuda")
-    _environment(engine, 0, "cpu")
-    half = engine.model_copy(update={"memory_share": 0.45})
-    assert _environment(half, 1, "cuda") == ({"CUDA_VISIBLE_DEVICES": "1"} if gpus else {})
+        gpu_environment(engine, 0, "cuda")
+    gpu_environment(engine, 0, "cpu")
+    smaller = engine.model_copy(update={"memory_share": 0.45})
+    assert gpu_environment(smaller, 1, "cuda") == ({"CUDA_VISIBLE_DEVICES": "1"} if gpus else {})
 
 
 def test_replicas_are_started_on_gpus_of_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     engine = VllmEngineSpec(gpus=(1, 2), replicas=2)
-    assert [_environment(engine, number, "cuda") for number in range(2)] == [
+    assert [gpu_environment(engine, number, "cuda") for number in range(2)] == [
         {"CUDA_VISIBLE_DEVICES": "5"},
         {"CUDA_VISIBLE_DEVICES": "7"},
     ]

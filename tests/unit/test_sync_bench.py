@@ -145,7 +145,7 @@ def test_a_way_that_breaks_is_a_row_with_its_error(monkeypatch: pytest.MonkeyPat
     def broken(*_: Any, **options: Any) -> Any:
         raise SyncError("disk: no space left")
 
-    monkeypatch.setattr("tandem.build.joined_engines.join", broken)
+    monkeypatch.setattr("tandem.build.run_engines.join", broken)
     bench = bench_sync(bridges=["inproc"], device="cpu", rounds=1)
     assert bench.rows[0].error == "SyncError: disk: no space left"
     assert bench.failed

@@ -230,5 +230,5 @@ def spec(**train: object) -> Callable[[bool], object]:
 def test_a_penalty_without_thinking_is_refused():
     spec(thinking_length_penalty=0.1)(True)
     spec()(False)
-    with pytest.raises(SpecError, match=r"train.thinking_length_penalty = 0.1: model.thinking is false"):
+    with pytest.raises(SpecError, match=r"train.thinking_length_penalty = 0.1: has no effect while model.thinking"):
         spec(thinking_length_penalty=0.1)(False)

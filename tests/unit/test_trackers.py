@@ -96,8 +96,8 @@ def test_one_that_hangs_holds_nobody_up_and_takes_bounded_memory(caplog: pytest.
 TENSORBOARD = """
 import sys
 from tandem.obs.trackers.tracker_queue import Feed
-from tandem.obs.trackers.tracker_process import Place, openers
-feed = Feed(openers(["tensorboard"], Place(sys.argv[1], "r", "p", "")), tell=print)
+from tandem.obs.trackers.tracker_process import TrackerTarget, openers
+feed = Feed(openers(["tensorboard"], TrackerTarget(sys.argv[1], "r", "p", "")), tell=print)
 import torch
 assert "tensorboard" not in sys.modules
 for step in range(1, 6):
@@ -168,7 +168,7 @@ def test_a_tracker_ends_with_the_process_of_its_run(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = (
         "import os, sys, time; from tandem.obs.trackers.tracker_process import *\n"
-        "one = TrackerProcess('wandb', Place(sys.argv[1], 'r', 'p', ''))\n"
+        "one = TrackerProcess('wandb', TrackerTarget(sys.argv[1], 'r', 'p', ''))\n"
         "one.log(1, {'loss': 2.0}); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)

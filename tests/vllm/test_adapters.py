@@ -10,8 +10,8 @@ import pytest
 import torch
 from vllm_cpu import Vllm, adapted, gap, small_model
 
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.shared_buffers import Lending
+from tandem.bridge.collective.sender import AdapterBroadcastBridge
+from tandem.bridge.collective.shared_buffers import BufferWriter
 from tandem.bridge.files.adapter import AdapterBridge
 from tandem.engine.vllm.shard_digests import whole
 from tandem.model import served_weights
@@ -133,12 +133,12 @@ def test_an_adapter_comes_by_memory_that_both_processes_map(pair: Pair, monkeypa
         buffer[100] += 1
         return tell(self, buffer, deadline)
 
-    tell = Lending.broadcast
+    tell = BufferWriter.broadcast
     pair.attach()
     for seed in (600, 601):
         send_one(seed)
     with monkeypatch.context() as patch:
-        patch.setattr(Lending, "broadcast", spoil)
+        patch.setattr(BufferWriter, "broadcast", spoil)
         _, answer = pair.send(adapted(pair.module, seed=602))
         assert "is not what was sent" in answer["error"]["message"]
     wrapped, name, number = held[-1]

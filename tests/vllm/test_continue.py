@@ -15,7 +15,7 @@ import torch
 from vllm_cpu import PYTHON, adapted, changed, logprobs_of, publish, small_model
 
 from tandem.bridge.files.adapter import AdapterBridge
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import EngineLost, SyncError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm_cpu import Vllm, full, gap, small_model
 
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.shard_digests import whole
 from tandem.types import Weights
 
@@ -92,13 +92,13 @@ def test_new_weights_are_served_and_read_back(pair: Pair):
 def test_a_version_that_does_not_fit_is_refused_before_a_byte_is_written(pair: Pair, fault: str):
     pair.vllm.call("tandem_remember")
     plant = f"""
-from tandem.vllm_worker import apply
-whole_check = apply.check
+from tandem.vllm_worker import overwrite
+whole_check = overwrite.check
 def check(layout, arrived):
     {fault}
-    apply.check = whole_check
+    overwrite.check = whole_check
     whole_check(layout, arrived)
-apply.check = check
+overwrite.check = check
 """
     pair.vllm.do("plant", code=plant)
     _, answer = pair.send(
@@ -113,13 +113,13 @@ def test_a_write_that_breaks_off_leaves_the_engine_torn_until_a_whole_version_ca
     pair.vllm.do(
         "plant",
         code="""
-from tandem.vllm_worker import apply
-right = apply.write
+from tandem.vllm_worker import overwrite
+right = overwrite.write
 def write(layout, *_):
-    apply.write = right
+    overwrite.write = right
     next(iter(layout)).view.zero_()
     raise RuntimeError("the other end is gone")
-apply.write = write
+overwrite.write = write
 """,
     )
     _, answer = pair.send(full(pair.module, pair.next()))

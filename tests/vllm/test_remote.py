@@ -250,7 +250,7 @@ def test_a_server_that_is_killed_and_started_again_is_taken_back_and_no_request_
 
     async def scenario() -> float:
         await publisher.publish(teacher)
-        keeping = asyncio.create_task(publisher.keep(teacher))
+        keeping = asyncio.create_task(publisher.watch(teacher))
         begun = asyncio.Event()
         asking = [
             asyncio.create_task(pool.generate(PROMPT, Sampling(1500, seed=seed), on_token=lambda *_: begun.set()))

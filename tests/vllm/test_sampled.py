@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, gap, publish, small_model
 
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import EngineError

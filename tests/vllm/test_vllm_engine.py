@@ -13,11 +13,10 @@ import pytest
 import torch
 from vllm_cpu import PYTHON, adapted, changed, full, gap, small_model
 
-from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
-from tandem.bridge.collective.broadcast import BroadcastBridge
-from tandem.bridge.collective.shared_buffers import Lending
+from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge
+from tandem.bridge.collective.shared_buffers import BufferWriter
 from tandem.bridge.files.adapter import AdapterBridge
-from tandem.bridge.files.disk import DiskBridge
+from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.process import VllmOptions, VllmProcess
 from tandem.errors import SyncError
@@ -152,14 +151,14 @@ def test_a_version_that_was_spoiled_on_its_way_is_refused_and_its_slot_takes_the
     for seed in (30, 31, 32):
         trained = adapted(rig.module, seed=seed)
         rig.publish(bridge, trained)
-    broadcast, spoiled = Lending.broadcast, rig.version + 1
+    broadcast, spoiled = BufferWriter.broadcast, rig.version + 1
 
     def spoil(self: Any, buffer: torch.Tensor, deadline: Any) -> int:
         buffer[100] ^= 1
         return broadcast(self, buffer, deadline)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lending, "broadcast", spoil)
+        patch.setattr(BufferWriter, "broadcast", spoil)
         with pytest.raises(SyncError, match="is not what was sent"):
             rig.publish(bridge, adapted(rig.module, seed=33))
     told = rig.sample()

@@ -1,4 +1,4 @@
-"""Each answer by itself, with the reward that somebody gave it as its advantage: no siblings to compare it with."""
+"""Reward-weighted answers: each answer alone, with its reward as the advantage, since it has no siblings."""
 
 from __future__ import annotations
 

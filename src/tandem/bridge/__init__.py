@@ -1,1 +1,1 @@
-"""Weight modes: a folder each, both ends side by side."""
+"""Bridges carry a version of the weights from the trainer to engines; both ends of each are side by side."""

@@ -1,4 +1,4 @@
-"""inproc: engine and trainer share one module. No byte moves; what is proven is that it really is one module."""
+"""The bridge `inproc`: engine and trainer share one module. No byte moves; the proof is that it is one module."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class InprocBridge:
 
 
 class InprocSource:
-    """Hands each receiver the weights of one send."""
+    """Gives each receiver the weights of one send."""
 
     carries: WeightKind = "live"
     link: Mapping[str, Any] = {}
 
     def __init__(self, num_receivers: int, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        # Not SimpleQueue: where two wait and one is served as the other's time runs out, the other waits for ever.
+        # Not SimpleQueue: if two threads wait and one gets an item as the other times out, the other waits for ever.
         self._offers: list[queue.Queue[Weights]] = [queue.Queue() for _ in range(num_receivers)]
 
     def attached(self, reply: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class InprocSource:
     def receive(self, version: int, rank: int = 0) -> Weights:
         try:
             while (weights := self._offers[rank].get(timeout=self._deadline_s)).version < version:
-                pass  # left over from a receive that never came
+                pass  # left over: its receive never came
         except queue.Empty:
             raise SyncTimeout(f"inproc: version {version} was not sent within {self._deadline_s:g} s") from None
         if weights.version != version:

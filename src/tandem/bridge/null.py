@@ -1,4 +1,4 @@
-"""null: nobody serves, so nothing is carried (supervised stages)."""
+"""The bridge `null`, for supervised stages: no engine serves, so nothing is sent."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The composition root: the only package that names concrete classes."""
+"""Build the objects that a spec asks for. Only this package names concrete classes (the composition root)."""

@@ -1,4 +1,4 @@
-"""The composition root of an online server: what its two halves consist of."""
+"""Build the parts of an online server: the trainer process's parts, and the server process's engine and prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.data.conversation import Conversation
-from tandem.engine.restartable import RevivedEngine, Under
+from tandem.engine.restartable import RestartableEngine, Under
 from tandem.errors import SpecError
 from tandem.online.messages import Teaching
-from tandem.online.ordinary_prompts import Ordinary
+from tandem.online.ordinary_prompts import OrdinaryPrompts
 from tandem.online.self_distillation import JudgedAnswers
 from tandem.online.trainer_worker import CanaryPrompt, TrainerParts
 from tandem.ops.byte_sizes import shares_never
@@ -32,17 +32,18 @@ if TYPE_CHECKING:
     from tandem.bridge.shared.adapter_base import BorrowedBase
     from tandem.protocols import WeightBridge
 
-_BUCKET_BYTES = 64 * 2**20  # of a GPU's memory the trainer half keeps two for ever
+_BUCKET_BYTES = 64 * 2**20  # the trainer process keeps two of these in GPU memory
 
 ALGORITHMS = ("sft", "self_distill", "dpo", "reward", "group")
-"""By what a job's samples are: shown (to imitate, or to judge by), compared, each with a reward of its own, siblings
-with rewards."""
+"""Algorithms of a job, by its samples: demonstrations (sft, self_distill), pairs (dpo), single samples with a reward
+(reward), groups with rewards (group)."""
 
 
-# --- the trainer half
+# --- the trainer process
 
 
 def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
+    """Build everything that the trainer process uses. `engine`: its link to the serving engine."""
     import torch
 
     torch.set_num_threads(spec.trainer_threads)
@@ -76,7 +77,8 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
     def make_batch(groups: list[Group], algorithm: Algorithm, version: int) -> Batch:
         from tandem.train.batch_packing import make_batch
 
-        shares = model.shares if model.policy.context_grad else shares_never  # a frozen context is each sequence's own
+        # Without a gradient in the context, every sequence needs its own copy of the prompt.
+        shares = model.shares if model.policy.context_grad else shares_never
         return make_batch(
             groups, algorithm, micro_tokens=spec.train.micro_tokens, version=version, shares=shares, device=device
         )
@@ -88,12 +90,12 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
 
     @torch.no_grad()
     def greedy(prompt: Sequence[int], count: int) -> list[int]:
-        said: list[int] = []
+        answer: list[int] = []
         for _ in range(count):
-            ids = torch.tensor([[*prompt, *said]], device=device)
+            ids = torch.tensor([[*prompt, *answer]], device=device)
             hidden = model.policy.head.hidden(ids, torch.arange(ids.shape[1], device=device)[None], None)
-            said.append(int(model.policy.head.logits(hidden[:, -1]).argmax()))
-        return said
+            answer.append(int(model.policy.head.logits(hidden[:, -1]).argmax()))
+        return answer
 
     bridge, base = _bridge(spec, device, model)
     return TrainerParts(
@@ -110,8 +112,8 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
             engine,
             deadline_s=spec.publish_deadline_s,
             retries=1,
-            canary=joined_engines.canary(model),
-            on_meeting=(lambda meeting: base.met(meeting["engines"])) if base else (lambda meeting: None),
+            canary=run_engines.canary(model),
+            on_attached=(lambda attachment: base.met(attachment["engines"])) if base else (lambda attachment: None),
         ),
         lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),
         trained,
@@ -123,29 +125,32 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
 
 
 def choose_trained(spec: OnlineSpec, model: training.BuiltModel) -> dict[str, Any]:
-    """Leave a gradient to the weights that `train.parts` asks for; return what was requested, engaged, and why not."""
-    asked, named = spec.train.parts, dict(model.policy.trainable())
+    """Enable gradients only for the weights of `train.parts`; return what was requested, what is engaged, and why."""
+    requested, named = spec.train.parts, dict(model.policy.trainable())
     if spec.model.lora is not None:
-        return {"requested": asked, "engaged": "adapters", "why_not": "" if asked == "auto" else "model.lora is set"}
+        why_not = "" if requested == "auto" else "model.lora is set"
+        return {"requested": requested, "engaged": "adapters", "why_not": why_not}
     layers = model.policy.module.config.get_text_config().num_hidden_layers
     middle = {str(layer) for layer in range(round(layers / 8), layers * 4 // 5)}
     down = {name for name in named if name.endswith("down_proj.weight") and middle.intersection(name.split("."))}
     why_not = "a model made from scratch" if spec.from_scratch else "" if down else "no layer is called down_proj"
-    if asked == "all" or (asked == "auto" and why_not):
-        return {"requested": asked, "engaged": "all", "why_not": why_not if asked == "auto" else ""}
+    if requested == "all" or (requested == "auto" and why_not):
+        return {"requested": requested, "engaged": "all", "why_not": why_not if requested == "auto" else ""}
     if not down:
         raise SpecError(f"train.parts = 'down': {why_not} in this model; use 'all', or model.lora")
     for name, tensor in named.items():
         tensor.requires_grad_(name in down)
-    return {"requested": asked, "engaged": "down", "why_not": ""}
+    return {"requested": requested, "engaged": "down", "why_not": ""}
 
 
 def _frozen_norm(model: training.BuiltModel) -> float:
+    """Return the norm of all weights that are not trained."""
     frozen = [tensor for tensor in model.policy.module.parameters() if not tensor.requires_grad]
     return sum(tensor.detach().float().square().sum().item() for tensor in frozen) ** 0.5
 
 
 def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
+    """Build the algorithm of a job. `judge`: scores of the answers, which self_distill needs."""
     from tandem.algo import reward_weighted, self_distill
     from tandem.spec.algorithm import DrGrpoSpec
 
@@ -153,7 +158,7 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
         case "sft":
             made = training.sft_algorithm()
         case "self_distill":
-            assert judge is not None, "self_distill: nobody judges"
+            assert judge is not None, "self_distill needs a judge"
             made = self_distill.make(judge)
         case "dpo":
             made = training.preference_algorithm(DpoSpec())
@@ -162,7 +167,7 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
         case "group":
             made = training.algorithm(DrGrpoSpec(), 0)
         case unknown:
-            raise SpecError(f"algorithm = '{unknown}': should be one of {', '.join(ALGORITHMS)}")
+            raise SpecError(f"algorithm = '{unknown}': must be one of {', '.join(ALGORITHMS)}")
     if not teaching.kl_coef:
         return made
     from tandem.algo.reference_anchor import anchored
@@ -171,29 +176,30 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
 
 
 def _bridge(spec: OnlineSpec, device: Any, model: training.BuiltModel) -> tuple[WeightBridge, BorrowedBase | None]:
-    """A copy of every version travels: what is served is never what is trained on. The base of adapters does not: on
-    the engine's GPU the trainer half reads the engine's."""
+    """Build the bridge to the engine, which sends a copy of every version. With adapters, also the link to the engine's
+    base weights, which the trainer process reads on the engine's GPU instead of holding its own."""
     if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
-        from tandem.bridge.collective.adapter_broadcast import AdapterBroadcastBridge
+        from tandem.bridge.collective.sender import AdapterBroadcastBridge
         from tandem.bridge.shared.adapter_base import BorrowedBase
 
         base = BorrowedBase(device, model.policy.base_in)
         return AdapterBroadcastBridge(device, deadline_s=spec.publish_deadline_s, base_wanted=True), base
-    from tandem.bridge.collective.broadcast import BroadcastBridge
+    from tandem.bridge.collective.sender import BroadcastBridge
 
-    way = "ipc" if device.type == "cpu" else "auto"
+    backend = "ipc" if device.type == "cpu" else "auto"
     bucket = _BUCKET_BYTES if device.type == "cuda" else 0
     return BroadcastBridge(
-        device, bucket_bytes=bucket, deadline_s=spec.publish_deadline_s, backend=way, roomy=True
+        device, bucket_bytes=bucket, deadline_s=spec.publish_deadline_s, backend=backend, roomy=True
     ), None
 
 
 def held_out_rows(spec: OnlineSpec) -> Sequence[Conversation]:
+    """Load the held-out conversations of the gate; none if the spec names no file."""
     if not spec.gates.held_out:
         return []
     data = FileData(path=spec.gates.held_out, eval_share=0.0, max_examples=spec.gates.held_out_samples)
     if not (found := training.rows(data, "gates.held_out").train):
-        raise SpecError(f"gates.held_out = '{spec.gates.held_out}': no conversation is in it")
+        raise SpecError(f"gates.held_out = '{spec.gates.held_out}': contains no conversation")
     return found
 
 
@@ -203,7 +209,8 @@ def _held_out(spec: OnlineSpec, model: training.BuiltModel) -> list[Trajectory]:
     found = [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
     if max(len(each.ids) for each in found) > model.context:
         raise SpecError(
-            f"gates.held_out = '{spec.gates.held_out}': needs conversations of at most {model.context} tokens each"
+            f"gates.held_out = '{spec.gates.held_out}': a conversation has more than {model.context} tokens, the "
+            "model's context; shorten or remove it"
         )
     return found
 
@@ -217,10 +224,11 @@ def _canaries(spec: OnlineSpec, model: training.BuiltModel) -> list[CanaryPrompt
     return found
 
 
-# --- the server half
+# --- the server process
 
 
 def ordinary_prompts(spec: OnlineSpec) -> list[str]:
+    """Read the ordinary prompts: the spec's file, or the ones that come with Tandem."""
     try:
         if not (name := spec.ordinary.prompts):
             text = resources.files("tandem.online").joinpath("ordinary_prompts.txt").read_text(encoding="utf-8")
@@ -231,8 +239,9 @@ def ordinary_prompts(spec: OnlineSpec) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> Ordinary:
-    return Ordinary(
+def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> OrdinaryPrompts:
+    """Build the set of ordinary prompts and the model's answers to them."""
+    return OrdinaryPrompts(
         spec.ordinary,
         alone.renderer,
         ordinary_prompts(spec),
@@ -244,7 +253,7 @@ def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) 
 
 
 def alone(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
-    """The engine, before any version has come."""
+    """Build the serving engine, before the trainer has sent any version."""
     if not isinstance(spec.engine, ServerEngineSpec):
         return _vllm(spec, data_dir)
     import torch
@@ -252,17 +261,18 @@ def alone(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
     torch.set_num_threads(spec.engine_threads)
     device = training.pick_device(spec.device)
     exact = isinstance(spec.precision, Float32Precision)
-    precision = spec.precision if exact else Bfloat16Precision(master="none")  # nothing is trained in here
+    precision = spec.precision if exact else Bfloat16Precision(master="none")  # this process does not train
     model = training.model(_plain(spec.model), precision, spec.seed, device, spec.engine.max_context)
     return standalone_engines.embedded_of(spec.engine, model)
 
 
 def _plain(model: ModelSpec) -> ModelSpec:
-    """Adapters are merged before they travel; what was trained before comes from the trainer half, too."""
+    """Return the model without adapters and warm start: the trainer process sends merged weights anyway."""
     return model.model_copy(update={"lora": None, "warm_start": None, "activations": "keep"})
 
 
 def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
+    """Start vLLM in a child process, with a wrapper that can restart it."""
     assert not isinstance(spec.engine, ServerEngineSpec)
     lora = spec.model.lora
     options = standalone_engines.vllm_options(
@@ -274,7 +284,7 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
     )
     engine, start, home = spec.engine, str(starting_model(spec, data_dir)), data_dir / "engine"
 
-    def one(under_way: Under) -> standalone_engines.Alone:
+    def start_one(under_way: Under) -> standalone_engines.Alone:
         thinking = spec.model.thinking
         return standalone_engines.vllm_alone(
             engine,
@@ -286,17 +296,17 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
             under_way=lambda process: under_way(process.kill),
         )
 
-    alone = one(lambda end: None)
-    return replace(alone, engine=RevivedEngine(alone.engine, lambda under_way: one(under_way).engine))
+    first = start_one(lambda end: None)
+    return replace(first, engine=RestartableEngine(first.engine, lambda under_way: start_one(under_way).engine))
 
 
 def revival(alone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
-    """Of an engine that is a process of its own."""
-    return alone.engine.start_again if isinstance(alone.engine, RevivedEngine) else None
+    """Return the function that restarts the engine process; None for an engine in this process."""
+    return alone.engine.start_again if isinstance(alone.engine, RestartableEngine) else None
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
-    """What vLLM loads before the first version comes: the same architecture and tokenizer."""
+    """Return the directory that vLLM loads before the first version arrives: same architecture and tokenizer."""
     if isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir() and spec.model.warm_start is None:
         return Path(spec.model.path).resolve()
     path = (data_dir / "model").resolve()
@@ -308,7 +318,7 @@ def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
 
 
 def past(spec: OnlineSpec, alone: standalone_engines.Alone, versions: Path) -> Callable[[int], Any] | None:
-    """Engines of versions that were published before, beside the one that serves; None where they cannot be had."""
+    """Return a function that builds an engine of an earlier version, next to the serving one; None if unsupported."""
     if spec.model.lora is not None or not isinstance(spec.engine, ServerEngineSpec):
         return None
     from tandem.online.version_store import VersionStore

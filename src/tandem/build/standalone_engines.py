@@ -1,5 +1,7 @@
-"""The composition root of engines by themselves: embedded in this process, a vLLM that it starts, or somebody else's.
-Whether one is kept in step, by whom, and how versions come to it is not known here: build_engine.py joins it."""
+"""Build engines without a trainer: embedded in this process, a vLLM process, or a client of a running engine.
+
+Engines of a training run, with their bridges, are built in run_engines.py.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alone:
-    """An engine as the one thing that its process does."""
+    """An engine with its renderer and limits, for a process that only serves."""
 
     engine: Any
     renderer: Renderer
     context: int
     num_ids: int
     model: Any = None
-    """What the embedded one computes with."""
+    """The model of the embedded engine; None for other engines."""
 
 
 def renderer(spec: ModelSpec) -> Renderer:
-    """Return what turns conversations into ids, without the model and without torch."""
+    """Return the renderer of conversations to token ids, without loading the model or torch."""
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, light_tokenizer
 
@@ -45,7 +47,7 @@ def renderer(spec: ModelSpec) -> Renderer:
 
 
 def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
-    """In this process, on the trainer's own module."""
+    """Build the embedded engine, in this process and on the trainer's module."""
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.pool import EnginePool
 
@@ -66,17 +68,17 @@ def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
 
 
 def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str, thinking: bool) -> Alone:
-    """Forward passes leave the event loop: the server must answer meanwhile."""
+    """Load a model and build the embedded engine that serves it. It computes off the event loop, so HTTP can answer."""
     from tandem.build import training
 
     precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")  # nothing is trained
-    picked = training.pick_device(cast("Any", device))
-    model = training.model(PathModel(path=path, thinking=thinking), precision, 0, picked, spec.max_context)
+    torch_device = training.pick_device(cast("Any", device))
+    model = training.model(PathModel(path=path, thinking=thinking), precision, 0, torch_device, spec.max_context)
     return embedded_of(spec, model)
 
 
 def embedded_ahead() -> None:
-    """What takes seconds, and depends on no model."""
+    """Import the modules of the embedded engine ahead of time; this takes seconds and needs no model yet."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     from tandem.engine.hf import engine as hf  # noqa: F401
@@ -84,6 +86,7 @@ def embedded_ahead() -> None:
 
 
 def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
+    """Build the embedded engine of a loaded model."""
     from tandem.engine.hf.engine import EmbeddedEngine
 
     engine = EmbeddedEngine(
@@ -112,7 +115,7 @@ def vllm_options(
     max_rank: int,
     unchecked: bool = False,
 ) -> VllmOptions:
-    """Of no model yet."""
+    """Return the options of a vLLM process, without the model."""
     from tandem.engine.vllm.process import VllmOptions
 
     return VllmOptions(
@@ -132,7 +135,7 @@ def vllm_options(
 
 
 def vllm_ahead(options: VllmOptions, home: Path) -> VllmProcess:
-    """Its process, which has yet to be told of a model; and what is imported for it here."""
+    """Start a vLLM process ahead of time, which waits for a model; import here what it needs meanwhile."""
     from tandem.engine.vllm.process import VllmProcess
 
     process = VllmProcess(options, home, waits=True)
@@ -153,15 +156,16 @@ def vllm_alone(
     waiting: VllmProcess | None = None,
     under_way: Callable[[VllmProcess], None] = lambda process: None,
 ) -> Alone:
-    """With its process, once that is ready. `waiting`: one that was started ahead. `under_way` hears of it before."""
+    """Start vLLM and return its engine once it is ready. `waiting`: a process of `vllm_ahead`. `under_way` is called
+    with the process before it is ready, so that the caller can end it."""
     from tandem.engine.vllm.process import VllmProcess
 
-    made_for = _made_for(path)
-    context = min(spec.max_context or made_for, made_for)
+    model_context = _model_context(path)
+    context = min(spec.max_context or model_context, model_context)
     options = replace(options, model=path, max_context=context)
     if waiting is not None:
         waiting.serve(options)
-    process = waiting or VllmProcess(options, home)  # it takes far longer than what is imported here meanwhile
+    process = waiting or VllmProcess(options, home)  # first, because it starts while this process imports
     under_way(process)
     try:
         from tandem.engine.vllm.engine import VllmEngine
@@ -178,12 +182,12 @@ def vllm_alone(
     return Alone(engine, renderer, context, num_ids)
 
 
-def _made_for(path: str) -> int:
-    """Tokens of its longest context. Read from the file where it stands there: transformers take seconds to import."""
-    config = Path(path) / "config.json"
-    told = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    positions = told.get("max_position_embeddings")
-    if isinstance(positions, int) and "text_config" not in told:
+def _model_context(path: str) -> int:
+    """Return the model's longest context in tokens; from config.json if possible, as transformers imports slowly."""
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    positions = config.get("max_position_embeddings")
+    if isinstance(positions, int) and "text_config" not in config:
         return positions
     from transformers import AutoConfig
 
@@ -191,39 +195,41 @@ def _made_for(path: str) -> int:
 
 
 def default_python() -> str:
-    """Where `tandem engine install vllm` puts it."""
+    """Return the interpreter that `tandem engine install vllm` creates by default."""
     return str(Path.cwd() / ".tandem" / "vllm" / "bin" / "python")
 
 
 def install_vllm(directory: Path, device: Literal["cpu", "cuda"], version: str, tell: Callable[[str], None]) -> Path:
+    """Create an environment with vLLM and return its interpreter."""
     from tandem.engine.vllm.install import install
 
     return install(directory, device, version, tell=tell)
 
 
 def vllm_version(python: str) -> str:
+    """Return the version of vLLM that an interpreter has."""
     from tandem.engine.vllm.tested_versions import version_of
 
     return version_of(python)
 
 
 def record_passed(python: str, version: str, checks: list[str]) -> Path:
-    """That this vLLM may be used from now on."""
+    """Record that this vLLM version passed the conformance suite, so that runs accept it; return the file."""
     from tandem.engine.vllm.tested_versions import record
 
     return record(python, version, checks)
 
 
-# --- somebody else's
+# --- a running engine
 
 
 def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[Alone, str]:
-    """Somebody else's engine, and the name that it is served under. `path`: of its tokenizer and chat template."""
-    from tandem.engine.server.read_only_client import Follower
+    """Return a read-only client of a running engine, and its model's name. `path`: the tokenizer's directory or id."""
+    from tandem.engine.server.read_only_client import ReadOnlyClient
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import load_tokenizer
 
-    engine = Follower(url, token_file)
+    engine = ReadOnlyClient(url, token_file)
     context = int(engine.tell("/limits")["context_tokens"])
     name = str(engine.tell("/v1/models")["data"][0]["id"])
     renderer = Renderer(load_tokenizer(path, field="--model"), thinking=thinking)
@@ -231,7 +237,7 @@ def followed(url: str, token_file: Path, path: str, *, thinking: bool) -> tuple[
 
 
 def write_preset(preset: str, seed: str, path: str) -> None:
-    """A preset as a model directory."""
+    """Write a preset model, with random weights, as a model directory."""
     from tandem.io import atomic_write
     from tandem.model.presets import make_model
     from tandem.text.tokenizer import byte_tokenizer

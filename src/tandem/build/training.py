@@ -1,4 +1,4 @@
-"""The composition root: with the other build_*.py, the only one that knows which class stands behind which protocol."""
+"""Build the training side of a run from its spec: environment, model, algorithm, optimizer, trainer and store."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from tandem.rollout.remote.trainer_store import RemoteStore
     from tandem.text.renderer import Renderer
 
-# Imports stand inside the functions: what a spec does not ask for is not loaded, and wrong specs fail before torch.
+# Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
 
 
 def environment(spec: EnvironmentSpec) -> Environment:
-    """With workers, none of its code runs in this process; whoever made it closes it."""
+    """Load the environment. With workers, its code runs only in worker processes; the caller must call `close`."""
     from tandem.env.load import load_environment
 
     if not spec.workers:
@@ -60,14 +60,14 @@ def environment(spec: EnvironmentSpec) -> Environment:
 
 
 def its_spec(spec: RlSpec) -> EnvironmentSpec:
-    """Of a run that plays an environment of its own."""
+    """Return the `[environment]` of a run; SpecError if the spec has none."""
     if spec.environment is None:
-        raise SpecError("environment: this spec has none, so there is nothing to play; add [environment]")
+        raise SpecError("environment: is missing, so there are no tasks to play; add [environment]")
     return spec.environment
 
 
 def close(environment: Environment | None) -> None:
-    """Ends its processes, if it has any. May be called again."""
+    """End the environment's worker processes, if it has any. Calling it again does nothing."""
     from tandem.rollout.workers.pool import WorkerEnvironment
 
     if isinstance(environment, WorkerEnvironment):
@@ -75,6 +75,7 @@ def close(environment: Environment | None) -> None:
 
 
 def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int) -> Judge | None:
+    """Build the judge model that the environment asks; None if it asks none."""
     from tandem.rollout.judge import EngineJudge, HttpJudge
 
     match spec:
@@ -85,7 +86,7 @@ def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int)
         case HttpJudgeSpec():
             key = os.environ.get(spec.key_env, "") if spec.key_env else ""
             if spec.key_env and not key:
-                raise SpecError(f"environment.judge.key_env = '{spec.key_env}': no such environment variable is set")
+                raise SpecError(f"environment.judge.key_env = '{spec.key_env}': this environment variable is not set")
             return HttpJudge(spec.url, spec.model, key, timeout_s=spec.timeout_s)
 
 
@@ -97,13 +98,13 @@ class BuiltModel:
     renderer: Renderer
     device: Any
     context: int
-    """Longest sequence, prompt and completion together."""
+    """Most tokens of a sequence, prompt and completion together."""
     master: Master
-    """Outlives the stages of a run, as the weights do."""
+    """The master weights; all stages of a run share them, as they share the model."""
 
     @property
     def shares(self) -> Shares:
-        """Whether siblings share one copy of their prompt."""
+        """Return the rule for when the samples of a group share one copy of their prompt."""
         if self.policy.forward.shares_freely:
             return shares_unmasked
         return shares_masked(self.policy.module.config.get_text_config().hidden_size)
@@ -114,7 +115,7 @@ class BuiltModel:
 
 
 def settle_torch(spec: RunSpec) -> Any:
-    """Seeds and determinism, for the whole process; the device that was asked for."""
+    """Seed torch and set determinism for the whole process; return the spec's device."""
     import torch
 
     torch.manual_seed(spec.seed)
@@ -126,16 +127,16 @@ def settle_torch(spec: RunSpec) -> Any:
 
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
+    """Return the torch device for a spec's `device`."""
     import torch
 
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise SpecError(
-            "device = 'cuda': torch finds no GPU here; use device = 'cpu', or install a CUDA build of torch"
-        )
+        raise SpecError("device = 'cuda': torch finds no GPU; set device = 'cpu', or install a CUDA build of torch")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> BuiltModel:
+    """Create or load the model, apply warm start, precision and adapters, and move it to `device`."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -158,27 +159,29 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
         if spec.lora and is_adapter_start(spec.warm_start):
             adapter = spec.warm_start
         else:
-            module = begin_with(module, spec.warm_start)  # before narrow: in 32 bits
-    kept = master(precision, seed, adapters=spec.lora is not None)
+            module = begin_with(module, spec.warm_start)  # before narrow, so that no bit of 32 is lost
+    master_weights = master(precision, seed, adapters=spec.lora is not None)
     if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
-        narrow(module, device, None if spec.lora else kept.adopt)
-    module = module if quantized_parts(module) else module.to(device)  # few bits came onto it, and stay as they are
+        narrow(module, device, None if spec.lora else master_weights.adopt)
+    module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto the device
     policy = CausalPolicy(
         module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations,
         packed=spec.attention == "packed", compiled=spec.compile,
     )  # fmt: skip
-    made_for = module.config.get_text_config().max_position_embeddings
-    context = min(max_context or made_for, made_for)
-    return BuiltModel(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, kept)
+    model_context = module.config.get_text_config().max_position_embeddings
+    context = min(max_context or model_context, model_context)
+    return BuiltModel(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, master_weights)
 
 
 def tokenizer_from_scratch(idle: int) -> Any:
+    """Return the presets' byte-level tokenizer, with `idle` unused ids added."""
     from tandem.text.tokenizer import byte_tokenizer
 
     return byte_tokenizer(idle)
 
 
 def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> Any:
+    """Load the model of `model.path`, quantised if `model.lora.base` asks for it."""
     import torch
 
     from tandem.model.load_checkpoint import load_model
@@ -191,10 +194,11 @@ def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> An
 
 
 def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
+    """Build the store of the bits that 16-bit weights lack. `adapters`: only adapters are trained."""
     from tandem.optim import master_weights as masters
 
     if adapters or isinstance(precision, Float32Precision):
-        return masters.Float32()  # adapters are small, and stay float32 beside a narrow base
+        return masters.Float32()  # adapters are small, so they stay in float32 even if the base has 16 bits
     if precision.master == "split":
         return masters.SplitMaster()
     if precision.master == "fp32":
@@ -203,7 +207,7 @@ def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
 
 
 def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
-    """What was asked of torch and transformers, whether it is had, and why not."""
+    """Return each requested optimisation: its name, the requested value, whether it is engaged, and if not, why."""
     import torch
 
     from tandem.model.quantized_base import quantized_parts, share
@@ -211,11 +215,11 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
 
     module = model.policy.module
     found: list[tuple[str, Any, bool, str]] = []
-    forward, had = model.policy.forward, module.config._attn_implementation
+    forward, chosen = model.policy.forward, module.config._attn_implementation
     if spec.model.attention == "packed":
         why_not = forward.why_masked
     else:
-        why_not = "" if had == spec.model.attention else f"transformers chose '{had}' for {type(module).__name__}"
+        why_not = "" if chosen == spec.model.attention else f"transformers chose '{chosen}' for {type(module).__name__}"
     found.append(("model.attention", spec.model.attention, not why_not, why_not))
     if spec.model.compile:
         found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
@@ -223,7 +227,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         why_not = model.policy.activations.why_not
         found.append(("model.activations", spec.model.activations, not why_not, why_not))
     if spec.model.warm_start is not None:
-        found.append(("model.warm_start", spec.model.warm_start, True, ""))  # all of it, or the run has been refused
+        found.append(("model.warm_start", spec.model.warm_start, True, ""))  # a partial match has already been refused
     if spec.model.lora and spec.model.lora.base != "exact":
         few = f"{spec.model.lora.base}: {len(quantized_parts(module))} layers, {share(module):.0%} of the weights"
         found.append(("model.lora.base", few, True, ""))
@@ -236,24 +240,24 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
             why_not = adamw_offload.why_not(model.device)
             found.append((f"{name}.optimizer.kind", "adamw_offload", not why_not, why_not))
         if stage is not None and stage.gradient_release:
-            costs = "a step that turns out bad has moved some weights already; the clip goes by earlier steps' norm"
+            costs = "a failed step has already changed some weights; clipping uses the norm of earlier steps"
             found.append((f"{name}.gradient_release", True, True, costs))
     why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
     found.append(("fused lm-head", True, not why_not, why_not))
     if digests := digest.fused(model.device):
         found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
     if spec.deterministic:
-        why_not = "" if torch.are_deterministic_algorithms_enabled() else "equal bytes are had on a CPU only"
+        why_not = "" if torch.are_deterministic_algorithms_enabled() else "only a CPU gives equal bytes"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
-            why_not = "the engine decodes in a process of its own, by its own clock"
+            why_not = "the engine runs in its own process, so the timing of its batches varies"
         elif isinstance(spec, RlSpec) and spec.environment is not None and spec.environment.workers:
-            why_not = "episodes end by the clocks of their workers, and equal groups are replaced in that order"
+            why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))
     return found
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
-    """`max_tokens`: the most that the policy may say in a turn."""
+    """Build the RL algorithm. `max_tokens`: most tokens of one assistant turn."""
     from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
 
     match spec.kind:
@@ -290,7 +294,7 @@ def preference_algorithm(spec: DpoSpec) -> Algorithm:
 
 
 def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) -> None:
-    """Whose logprobs the algorithm compares with: the policy's own from now on, or a teacher's."""
+    """Set the policy's reference model: a frozen copy of its current weights, or the teacher of distillation."""
     from tandem.model.cast_precision import narrow
     from tandem.model.load_checkpoint import load_model
     from tandem.ops import packed_attention
@@ -299,14 +303,14 @@ def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) 
     if not isinstance(spec, DistillSpec):
         model.policy.keep_reference()
         return
-    theirs = load_tokenizer(spec.teacher, spec.teacher_revision, "algorithm.teacher").get_vocab()
-    if odd := len(theirs.items() ^ model.renderer.tokenizer.get_vocab().items()):
+    vocabulary = load_tokenizer(spec.teacher, spec.teacher_revision, "algorithm.teacher").get_vocab()
+    if different := len(vocabulary.items() ^ model.renderer.tokenizer.get_vocab().items()):
         raise SpecError(
-            f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {odd} entries, so its "
-            "logprobs would be of other tokens; take a teacher of the same family"
+            f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {different} entries, "
+            "so their logprobs cannot be compared; choose a teacher with the policy's tokenizer"
         )
-    had = model.policy.module.config._attn_implementation
-    attention = "sdpa" if had == packed_attention.NAME else had
+    policy_attention = model.policy.module.config._attn_implementation
+    attention = "sdpa" if policy_attention == packed_attention.NAME else policy_attention
     teacher = load_model(spec.teacher, spec.teacher_revision, attention, "algorithm.teacher")
     if isinstance(precision, Bfloat16Precision):
         narrow(teacher, model.device, None)
@@ -314,7 +318,7 @@ def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) 
 
 
 def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[[str, Any, bool, str], None]) -> None:
-    """`tick` at every micro-batch, where the trainer has them."""
+    """Call `tick` at every micro-batch of a policy trainer, and report whether it returns free memory to the system."""
     from tandem.ops import release_host_memory
     from tandem.train.trainer import PolicyTrainer
 
@@ -326,6 +330,7 @@ def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[
 
 
 def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int, seed: int) -> Trainer:
+    """Build the trainer of one stage, which starts at `version`."""
     from tandem.optim.schedule import lr_share
     from tandem.train.trainer import PolicyTrainer
 
@@ -362,7 +367,7 @@ def optimizer(
     lora_plus: float,
     seed: int,
 ) -> Optimizer:
-    """`tables`: names of what holds a row a token."""
+    """Build the optimizer. `tables`: names of the tensors with one row per token (embeddings and head)."""
     from tandem.optim.optimizer import Optimizer
 
     matrices, others = rules(spec, seed)
@@ -376,12 +381,12 @@ def optimizer(
 
 
 def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
-    """For matrices, and for embeddings, the head and vectors: what treats a matrix as a whole is not for those."""
+    """Return two update rules: for matrices, and for embeddings, head and vectors, which no matrix rule suits."""
     from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
 
     if isinstance(spec, ApolloMiniSpec):
-        few_bits = spec.tables == "adamw_8bit"  # of vectors it keeps all: they are few
-        return apollo.Apollo(spec, seed), adamw_8bit.AdamW8bit(spec) if few_bits else adamw.AdamW(spec)
+        in_8_bits = spec.tables == "adamw_8bit"  # the rule itself keeps vectors in full, as they are small
+        return apollo.Apollo(spec, seed), adamw_8bit.AdamW8bit(spec) if in_8_bits else adamw.AdamW(spec)
     if isinstance(spec, MuonSpec):
         return muon.Muon(spec), adamw.AdamW(spec)
     rule: UpdateRule
@@ -397,6 +402,7 @@ def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
 
 
 def store(stage: RlStage | SftStage) -> RolloutStore:
+    """Build the in-memory store; its slots enforce the staleness bound of an RL stage."""
     from tandem.rollout.store import MemoryStore
 
     if isinstance(stage, SftStage):
@@ -406,7 +412,7 @@ def store(stage: RlStage | SftStage) -> RolloutStore:
 
 
 async def leave(store: RolloutStore) -> None:
-    """The loop over it has ended, in whatever way."""
+    """Close a remote store after its loop ended or failed."""
     from tandem.rollout.remote.trainer_store import RemoteStore
 
     if isinstance(store, RemoteStore):
@@ -416,35 +422,36 @@ async def leave(store: RolloutStore) -> None:
 def rollouts(
     spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: BuiltModel, trainer: Trainer
 ) -> tuple[RolloutStore, Producer]:
-    """Where groups wait, and who sees to it that they come. `directory`: the run's."""
+    """Build the store of groups and the producer that fills it. `directory`: the run's."""
     if isinstance(spec.rollouts, ServiceRollouts):
         remote = _service(spec, directory, spec.rollouts, model, trainer)
         return remote, remote
     from tandem.rollout.producer import EnvironmentProducer
 
     assert setting is not None, "a spec without an environment is refused"
-    waiting = store(spec.train)
+    groups = store(spec.train)
     producer = EnvironmentProducer(
         setting,
-        waiting,
+        groups,
         algorithm.keep,
         group_size=spec.train.group_size,
         seed=spec.seed,
         max_failed_share=its_spec(spec).max_failed_share,
         max_replaced=spec.train.replace_equal_groups,
     )
-    return waiting, producer
+    return groups, producer
 
 
 def _service(
     spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: BuiltModel, trainer: Trainer
 ) -> RemoteStore:
+    """Register this run's trainer at a rollout service; return the store that takes groups from it."""
     from tandem.rollout.queue.types import TrainerSpec
     from tandem.rollout.remote.client import ServiceClient
     from tandem.rollout.remote.trainer_store import RemoteStore, run_id_of
 
     stage = spec.train
-    seat = TrainerSpec(
+    registration = TrainerSpec(
         run_id=rollouts.run_id or run_id_of(directory, spec.name),
         groups_per_step=stage.groups_per_step,
         max_lag=stage.max_lag,
@@ -457,22 +464,24 @@ def _service(
     )
     client = ServiceClient(rollouts.url, Path(rollouts.token_file), patience_s=stage.group_timeout_s)
     return RemoteStore(
-        client, seat, lambda: trainer.version, take_timeout_s=stage.group_timeout_s, fresh=rollouts.fresh
+        client, registration, lambda: trainer.version, take_timeout_s=stage.group_timeout_s, fresh=rollouts.fresh
     )
 
 
 def recordings(groups: Sequence[Group], store: RolloutStore, seed: int) -> Producer:
+    """Build the producer that puts recorded groups into `store`, in an order drawn from `seed`."""
     from tandem.rollout.recorded_producer import RecordedProducer
 
     return RecordedProducer(groups, store, seed=seed)
 
 
 def caller(deterministic: bool) -> Call:
-    """One thread has one order."""
+    """Return how the loop calls the trainer: on its own thread, which fixes the order, or on another thread."""
     return on_this_thread if deterministic else asyncio.to_thread
 
 
 def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
+    """Return the function that packs groups into the batch of one step."""
     from tandem.train.batch_packing import make_batch
 
     def make(groups: list[Group], version: int) -> Batch:
@@ -489,13 +498,12 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
 
 
 def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
-    """Training tasks with what the environment shows for them."""
-
+    """Return `count` training tasks with the environment's demonstration of each, drawn from `seed`."""
     demonstrate = getattr(environment, "demonstrate", None)
     if demonstrate is None:
         raise SpecError(
-            f"warmup.data.kind = 'demonstrations': environment '{name}' has no demonstrate(task, rng); write "
-            "one, or take warmup.data.kind = 'file'"
+            f"warmup.data.kind = 'demonstrations': environment '{name}' has no method demonstrate(task, rng); add "
+            "it, or set warmup.data.kind = 'file'"
         )
     tasks: Sequence[Task] = environment.tasks("train")
     rng = random.Random(f"demonstrations:{seed}")
@@ -519,7 +527,7 @@ def pairs(spec: FileOrDataset, field: str) -> DataSplit[Pair]:
 
 
 def scorer(model: BuiltModel, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
-    """Logprobs of a recording's trained tokens."""
+    """Return a function that computes the logprobs of a recording's trained tokens."""
     from tandem.train.batch_packing import make_batch
 
     algorithm = sft_algorithm()
@@ -534,8 +542,8 @@ def scorer(model: BuiltModel, micro_tokens: int) -> Callable[[Trajectory], list[
 
 
 def examiner(model: BuiltModel, algorithm: Algorithm, micro_tokens: int) -> Callable[[Group], Metrics]:
-    """What the algorithm would say of a group if it were the whole step: its loss and its metrics, nothing learned. For
-    algorithms that keep siblings together and compare them with a reference."""
+    """Return a function that computes loss and metrics of one group, without training. For algorithms that keep a
+    group's samples together and compare them with a reference."""
     import torch
 
     from tandem.train.batch_packing import make_batch
@@ -566,7 +574,7 @@ def export(model: BuiltModel, path: Path) -> None:
 
 
 def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
-    """Writes what is trained, as it is when it is called."""
+    """Return a function that writes the current trained weights into a directory."""
 
     def write(directory: Path) -> None:
         from safetensors.torch import save_file
@@ -578,7 +586,7 @@ def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
 
 
 def load_weights(model: BuiltModel, directory: Path) -> None:
-    """What `weights_writer` wrote of the same model."""
+    """Load the weights that `weights_writer` wrote for the same model."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""`tandem artifacts ...`: copies of runs elsewhere."""
+"""`tandem artifacts ...`: upload, list and download copies of runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import typer
 
 from tandem.cli.options import AsJson
 
-artifacts_app = typer.Typer(help="Copies of runs that outlive their machine.", no_args_is_help=True)
+artifacts_app = typer.Typer(help="Upload, list and download copies of runs.", no_args_is_help=True)
 
 
 @artifacts_app.command("push")
 def artifacts_push(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    url: Annotated[str, typer.Option(help="Where to: a directory, s3://bucket/prefix. Default: the spec's.")] = "",
+    url: Annotated[
+        str, typer.Option(help="A directory or s3://bucket/prefix. Default: artifacts.url of the spec.")
+    ] = "",
 ) -> None:
-    """Upload what a run's spec names under artifacts and is not there yet. Exit code 1: something is still missing."""
+    """Upload a run's artifacts that are not in the store yet. Exit code 1: at least one upload failed."""
     from tandem.runs.uploads import push_artifacts
 
     done = push_artifacts(run_dir, url=url)
@@ -31,10 +33,10 @@ def artifacts_push(
 @artifacts_app.command("list")
 def artifacts_list(
     url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
-    endpoint: Annotated[str, typer.Option(help="Of an S3-compatible server.")] = "",
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server. Default: Amazon's.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Name the artifacts of a store that are whole."""
+    """List the complete artifacts of a store, with their sizes."""
     from dataclasses import asdict
 
     from tandem.runs.artifacts import list_artifacts
@@ -50,11 +52,11 @@ def artifacts_list(
 @artifacts_app.command("fetch")
 def artifacts_fetch(
     url: Annotated[str, typer.Argument(metavar="URL", help="A directory, or s3://bucket/prefix.")],
-    name: Annotated[str, typer.Argument(help="As `tandem artifacts list` tells it.")],
-    directory: Annotated[Path, typer.Argument(help="Where it goes; must not be there yet.")],
-    endpoint: Annotated[str, typer.Option(help="Of an S3-compatible server.")] = "",
+    name: Annotated[str, typer.Argument(help="The artifact's name, as `tandem artifacts list` prints it.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write it; must not exist yet.")],
+    endpoint: Annotated[str, typer.Option(help="URL of an S3-compatible server. Default: Amazon's.")] = "",
 ) -> None:
-    """Download an artifact and verify it."""
+    """Download an artifact and verify its digests."""
     from tandem.runs.artifacts import fetch_artifact
 
     typer.echo(fetch_artifact(url, name, directory, endpoint=endpoint))

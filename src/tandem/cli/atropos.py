@@ -1,4 +1,4 @@
-"""`tandem atropos`: a run whose environments are Atropos's, all of its processes by one command."""
+"""`tandem atropos`: train on Atropos environments; one command starts every process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem.cli.options import Overrides
 
 
 def atropos(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/atropos.toml.")],
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/atropos.toml.")],
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the run lives; default runs/<name>-<time>. Name it again to go on with the run."),
+        typer.Option(help="Run directory; give an earlier one to resume it. Default: runs/<name>-<time>."),
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train on environments of Atropos: starts engine, gateway, rollout service, trainer and environments."""
+    """Train on Atropos environments: starts the engine, gateway, rollout service, trainer and environments."""
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())

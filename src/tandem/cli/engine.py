@@ -1,4 +1,4 @@
-"""`tandem engine ...`: engines in processes of their own."""
+"""`tandem engine ...`: serve, install and check engines that run in their own process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from tandem.cli.options import Host, Insecure, Port, ReadyFile, Thinking
 
-engine_app = typer.Typer(help="Engines in processes of their own.", no_args_is_help=True)
+engine_app = typer.Typer(help="Serve an engine in its own process; install and check vLLM.", no_args_is_help=True)
 
 
 @engine_app.command("serve")
@@ -18,42 +18,46 @@ def engine_serve(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model directory, a hub id, or a run directory. @FILE: start now, and load what FILE will name.",
+            help="A model directory, a hub id, or a run directory. @FILE: load the model once FILE names it.",
         ),
     ],
-    kind: Annotated[Literal["server", "vllm"], typer.Option(help="The embedded engine, or vLLM.")] = "server",
+    kind: Annotated[
+        Literal["server", "vllm"], typer.Option(help="server: the embedded engine. vllm: vLLM.")
+    ] = "server",
     version: Annotated[
-        int | None, typer.Option(min=0, help="Of the weights on the disk. Default: a run's steps, else 0.")
+        int | None, typer.Option(min=0, help="Version number of the weights on disk. Default: the run's steps, or 0.")
     ] = None,
     host: Host = "127.0.0.1",
     port: Port = 0,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Keeps the token. Default: serve/ in a run, else .tandem/serve.")
+        Path | None, typer.Option(help="Directory for the token. Default: serve/ in the run, or .tandem/serve.")
     ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's engine table: --set max_running=64"),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the engine table, as in --set max_running=64."),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where it computes.")] = "auto",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the weights are held in.")] = "float32",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on; auto takes a GPU if there is one.")
+    ] = "auto",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of the weights.")] = "float32",
     thinking: Thinking = False,
     adapter_slots: Annotated[
-        int, typer.Option(min=0, help="With vllm: versions of an adapter in use at a time; 0 for none.")
+        int, typer.Option(min=0, help="With vllm: adapter versions in use at one time; 0 serves no adapters.")
     ] = 0,
-    max_rank: Annotated[int, typer.Option(min=1, help="With vllm: the highest rank of an adapter.")] = 16,
+    max_rank: Annotated[int, typer.Option(min=1, help="With vllm: highest adapter rank.")] = 16,
     unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="With vllm: also a version that `engine check` has not passed.")
+        bool, typer.Option("--unchecked", help="With vllm: accept a vLLM version that `engine check` has not passed.")
     ] = False,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="A trainer's machine that versions may come from, beyond this one.")
+        list[str] | None, typer.Option(help="Another machine whose trainer may send weights. Default: this one only.")
     ] = None,
     allow_dir: Annotated[
-        list[Path] | None, typer.Option(help="A directory that versions may be read from, with all below it.")
+        list[Path] | None, typer.Option(help="Directory, with its subdirectories, to read weights from. Repeatable.")
     ] = None,
 ) -> None:
-    """Serve an engine that a trainer in another process keeps in step; users ask it at /v1, as with `serve`."""
+    """Serve an engine whose weights a trainer in another process updates. Clients use /v1, as with `serve`."""
     from tandem.recipes.serve import default_data_dir, serve_engine
     from tandem.serve.http.run import Listen
     from tandem.spec.load import parse_engine
@@ -78,12 +82,15 @@ def engine_serve(
 def engine_install(
     engine: Annotated[Literal["vllm"], typer.Argument(metavar="vllm", help="Which engine: vllm.")],
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIRECTORY", help="Where it goes; default .tandem/vllm, where runs look.")
+        Path | None,
+        typer.Argument(metavar="DIRECTORY", help="Directory to create. Default: .tandem/vllm, where runs look for it."),
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What it is to compute on.")] = "auto",
-    version: Annotated[str, typer.Option(help="Of vLLM. Default: one that has passed the conformance suite.")] = "",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device to install for; auto takes a GPU if there is one.")
+    ] = "auto",
+    version: Annotated[str, typer.Option(help="vLLM version. Default: one that passed the conformance suite.")] = "",
 ) -> None:
-    """Make a Python environment for vLLM, apart from this one, and print its interpreter."""
+    """Create a separate Python environment with vLLM and print the path of its interpreter."""
     from tandem.recipes.engine_commands import install_engine
 
     typer.echo(install_engine(directory, device=device, version=version, tell=_to_stderr))
@@ -91,10 +98,12 @@ def engine_install(
 
 @engine_app.command("check")
 def engine_check(
-    python: Annotated[str, typer.Option(help="vLLM's interpreter. Default: where `engine install vllm` puts it.")] = "",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where trainer and engine compute.")] = "auto",
+    python: Annotated[str, typer.Option(help="vLLM's interpreter. Default: the one of `engine install vllm`.")] = "",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine; auto takes a GPU if present.")
+    ] = "auto",
 ) -> None:
-    """Run the conformance suite with an installed vLLM; record its version if all passed, else exit code 1."""
+    """Run the conformance suite on an installed vLLM and record its version if it passes. Exit code 1: it failed."""
     from tandem.recipes.engine_commands import check_engine
 
     if not check_engine(python, device=device, tell=typer.echo).passed:

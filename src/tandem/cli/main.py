@@ -1,4 +1,4 @@
-"""The command line: a thin layer over functions that Python has too. Heavy imports stand inside the commands."""
+"""The `tandem` command: each sub-command calls one function of the Python API. Heavy imports stand inside them."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-spec_app = typer.Typer(help="What a spec may hold.", no_args_is_help=True)
-env_app = typer.Typer(help="Environments: where tasks and rewards come from.", no_args_is_help=True)
+spec_app = typer.Typer(help="Check a spec, and list every field that a spec may have.", no_args_is_help=True)
+env_app = typer.Typer(help="Create, try and serve environments: the source of tasks and rewards.", no_args_is_help=True)
 app.add_typer(spec_app, name="spec")
 app.add_typer(env_app, name="env")
 app.add_typer(sync_app, name="sync")
 app.add_typer(online_app, name="online")
 app.add_typer(engine_app, name="engine")
-rollouts_app = typer.Typer(help="Groups from many environments to one trainer, over HTTP.", no_args_is_help=True)
+rollouts_app = typer.Typer(help="Queue groups from many environments for one trainer, over HTTP.", no_args_is_help=True)
 app.add_typer(rollouts_app, name="rollouts")
-gateway_app = typer.Typer(help="Any agent's conversations, recorded token by token.", no_args_is_help=True)
+gateway_app = typer.Typer(help="Record any agent's conversations, token by token, for training.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
 app.add_typer(artifacts_app, name="artifacts")
 app.command()(atropos)
 
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file, as in examples/quickstart.toml.")]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/quickstart.toml.")]
 Supervise = Annotated[
     bool,
-    typer.Option("--supervise", help="In a process of its own, that is started again when what ended it may pass."),
+    typer.Option("--supervise", help="Run in a child process and restart it after transient failures."),
 ]
-Source = Annotated[str, typer.Argument(metavar="DIR", help="A run directory, a model directory, or a hub id.")]
+Source = Annotated[str, typer.Argument(metavar="DIR", help="Run directory, model directory or hub id.")]
 
 
 @app.command()
 def train(
     spec: SpecFile,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run lives; default runs/<name>-<time>.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory to create. Default: runs/<name>-<time>.")] = None,
     supervise: Supervise = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Before: the largest micro-batches and a sync, against the plan.")
+        bool, typer.Option("--rehearse", help="First try the largest micro-batches and a sync; compare with the plan.")
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train a model as SPEC says; watch it live; get a verdict."""
+    """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
     from tandem.spec.load import load_spec
 
-    checked = load_spec(spec, overrides or ())  # before anything heavy: a wrong spec is refused at once
+    checked = load_spec(spec, overrides or ())  # before heavy imports: a wrong spec is refused at once
     if supervise and rehearse:
-        raise typer.BadParameter("--rehearse goes without --supervise: rehearse once, then start the supervised run")
+        raise typer.BadParameter(
+            "--rehearse and --supervise cannot be combined: rehearse first, then start the supervised run"
+        )
     if supervise:
         from tandem.runs.run import Run
         from tandem.runs.supervise import supervise_run
@@ -78,20 +80,30 @@ def train(
 @app.command()
 def plan(
     spec: SpecFile,
-    gpu: Annotated[str, typer.Option(help="h200, h100 or cpu. Default: cpu if `device` says so, else h200.")] = "",
-    memory_gib: Annotated[float, typer.Option(min=0, help="Of the very card; 0 takes what its kind has.")] = 0.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of an environment's prompts; 0 assumes 64.")] = 0,
+    gpu: Annotated[
+        str,
+        typer.Option(help="Device to plan for: h200, h100 or cpu. Default: cpu if the spec's device is cpu, or h200."),
+    ] = "",
+    memory_gib: Annotated[
+        float, typer.Option(min=0, help="GPU memory in GiB; 0 uses the default for this GPU type.")
+    ] = 0.0,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens per prompt; 0 measures the environment's prompts, or uses 64.")
+    ] = 0,
     row_tokens: Annotated[
-        int, typer.Option(min=0, help="Of every recorded example; 0 assumes data.max_tokens, or 2,048.")
+        int,
+        typer.Option(min=0, help="Tokens per training example; 0 measures the data, or uses data.max_tokens or 2,048."),
     ] = 0,
     answer_tokens: Annotated[
-        float, typer.Option(min=0, help="Of an answer, on average; 0 assumes 70 % of train.max_tokens.")
+        float, typer.Option(min=0, help="Mean tokens per answer; 0 uses 70 % of train.max_tokens.")
     ] = 0.0,
-    prices: Annotated[Path | None, typer.Option(help="Dollars an hour, a TOML file: h200 = 3.5")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="TOML file with prices in dollars per GPU hour: h200 = 3.5. Default: no cost.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what SPEC will take: memory by phase, time, cost, and what to change. Exit code 1: it does not fit."""
+    """Estimate memory by phase, time and cost of SPEC, and suggest changes. Exit code 1: it does not fit."""
     from tandem.recipes.plan_run import plan_run
     from tandem.runs.planner.plan_text import plan_text
     from tandem.spec.load import load_spec
@@ -112,10 +124,10 @@ def plan(
 
 @app.command()
 def doctor(
-    directory: Annotated[Path, typer.Option("--dir", help="Where runs are to be.")] = Path(),
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for runs, to check its disk.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Say what this machine can run, what is missing, and the next step for each lack. Exit code 1: nothing runs."""
+    """Check this machine: what can run, what is missing and how to install it. Exit code 1: nothing can run."""
     from tandem.runs.doctor import diagnose, health_text
 
     health = diagnose(directory)
@@ -126,18 +138,22 @@ def doctor(
 
 @app.command()
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that was killed, stopped or failed.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of a run that was killed, stopped or failed.")
+    ],
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="From a process that holds the run and cannot be ended.")
+        bool, typer.Option("--take-over", help="Take the run from a process that still holds it and cannot be ended.")
     ] = False,
     supervise: Supervise = False,
 ) -> None:
-    """Go on with a run from its last checkpoint; one that succeeded is left as it is."""
+    """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
     if supervise:
         from tandem.runs.supervise import supervise_run
 
         if take_over:
-            raise typer.BadParameter("--take-over is for once, --supervise for every time: take it over first")
+            raise typer.BadParameter(
+                "--take-over and --supervise cannot be combined: take the run over first, then supervise it"
+            )
         raise typer.Exit(supervise_run(run_dir))
     from tandem.recipes import resume
     from tandem.runs.failure_diagnosis import exits_by_class
@@ -148,7 +164,7 @@ def resume(
 
 @app.command()
 def digest(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that succeeded.")]) -> None:
-    """Print the hashes of a run's final weights, optimizer and loss log."""
+    """Print hashes of a run's final weights, optimizer state and loss log, to compare two runs."""
     from tandem.runs.run_ending import digest_run
 
     for what, found in digest_run(run_dir).items():
@@ -158,13 +174,13 @@ def digest(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run th
 @app.command()
 def sweep(
     spec: SpecFile,
-    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="The seeds, with commas: --seeds 0,1,2")],
+    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds, separated by commas: --seeds 0,1,2")],
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where the runs live; name it again to go on after a failure.")
+        Path | None, typer.Option("--dir", help="Directory of the sweep; give it again to resume. Default: a new one.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train SPEC once for each seed; say what all of them show."""
+    """Train SPEC once per seed and report the combined result. Exit code 1: a seed failed."""
     from tandem.spec.load import load_spec, parse_seeds
 
     numbers = parse_seeds(seeds)
@@ -181,13 +197,13 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Keeps the token. Default: serve/ in a run, else .tandem/serve.")
+        Path | None, typer.Option(help="Directory for the token. Default: serve/ in the run, or .tandem/serve.")
     ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
     thinking: Thinking = False,
 ) -> None:
-    """Answer OpenAI requests: /v1/models, /v1/chat/completions, /v1/completions."""
+    """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
 
@@ -198,12 +214,12 @@ def serve(
 @app.command()
 def chat(
     source: Source,
-    temperature: Annotated[float, typer.Option(min=0, max=10, help="0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one answer.")] = 512,
+    system: Annotated[str, typer.Option(help="System message. Default: none.")] = "",
     thinking: Thinking = False,
 ) -> None:
-    """Talk to a model in the terminal."""
+    """Chat with a model in the terminal."""
     from tandem.recipes.serve import chat_with
 
     chat_with(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
@@ -211,7 +227,7 @@ def chat(
 
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")]) -> None:
-    """Write report.html and curves.png of a run anew."""
+    """Rewrite report.html and curves.png of a run."""
     from tandem.obs.report import write_report
 
     typer.echo(write_report(run_dir))
@@ -220,13 +236,13 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run di
 @app.command("eval")
 def evaluate(
     source: Source,
-    spec: Annotated[Path | None, typer.Option(help="Says what is played. Default: the run's own.")] = None,
-    base: Annotated[str, typer.Option(help="A run, a model or a hub id to compare with, task by task.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Where the result goes. Default: evals/ of the run.")] = None,
+    spec: Annotated[Path | None, typer.Option(help="TOML spec with the tasks. Default: the run's own spec.")] = None,
+    base: Annotated[str, typer.Option(help="Run, model or hub id to compare with. Default: no comparison.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Directory for the result. Default: evals/ in the run.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Play held-out tasks with a model, outside of a run; with something to compare, a verdict."""
+    """Evaluate a model on held-out tasks. With --base, compare it with another model and print a verdict."""
     from tandem.recipes.evaluation import evaluate_model
     from tandem.spec.load import load_spec
 
@@ -239,22 +255,25 @@ def evaluate(
 def export(
     run_dir: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run directory that ended well, or an online server's data directory."),
+        typer.Argument(metavar="RUN", help="A run that succeeded, or an online server's data directory."),
     ],
-    merge: Annotated[bool, typer.Option("--merge", help="The whole model, where adapters were trained.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="After LoRA training: export the merged model.")] = False,
     step: Annotated[
-        int | None, typer.Option(min=0, help="As it was after this step, of a run in any state: one that was saved.")
+        int | None, typer.Option(min=0, help="Export the checkpoint of this step. Default: the final weights.")
     ] = None,
     version: Annotated[
-        str, typer.Option(help="Of an online server: a number, anchor-N or current. Default: current.")
+        str, typer.Option(help="Online server: version to export, a number, anchor-N or current. Default: current.")
     ] = "",
     out: Annotated[
-        Path | None, typer.Option(help="Where it goes. Default: deploy/ in the run, export/ in the data directory.")
+        Path | None,
+        typer.Option(help="Directory to write. Default: deploy/ in the run, export/ in the data directory."),
     ] = None,
-    push: Annotated[str, typer.Option(metavar="REPO", help="Also to the Hugging Face hub, as user/name.")] = "",
-    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
+    push: Annotated[
+        str, typer.Option(metavar="REPO", help="Also upload to this Hugging Face repository, user/name. Default: none.")
+    ] = "",
+    public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
-    """Make a deployable copy of what a run made, or an online server learned, with a model card."""
+    """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
     copy = export_run(run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public)
@@ -263,11 +282,11 @@ def export(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Run directories, two or more.")],
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Of the interval.")] = 0.95,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Two or more run directories.")],
+    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
     as_json: AsJson = False,
 ) -> None:
-    """Runs side by side: specs, evaluations in pairs, curves, time, memory; all against the first."""
+    """Compare runs with the first one: specs, paired evaluations, curves, time and memory."""
     from tandem.runs.compare import compare_json, compare_runs, compare_text
 
     found = compare_runs(runs, confidence=confidence)
@@ -277,10 +296,10 @@ def compare(
 @app.command()
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
-    once: Annotated[bool, typer.Option("--once", help="Look once, instead of following it to its end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Follow a run from another terminal: stage, step, numbers, events, whether it moves. Exit code 1: it failed."""
+    """Follow a run from another terminal: stage, step, metrics, events, stalls. Exit code 1: the run failed."""
     from tandem.runs.watch import watch_run
 
     if watch_run(run_dir, once=once, as_json=as_json, tell=typer.echo) == "failed":
@@ -289,7 +308,7 @@ def watch(
 
 @spec_app.command("schema")
 def spec_schema() -> None:
-    """Print the JSON Schema of a spec."""
+    """Print the JSON Schema of a spec, for editors."""
     from tandem.spec.load import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
@@ -297,7 +316,7 @@ def spec_schema() -> None:
 
 @spec_app.command("show")
 def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
-    """Check SPEC and print it whole, defaults included."""
+    """Check SPEC and print it as TOML with all defaults."""
     from tandem.spec.load import load_spec, to_toml
 
     typer.echo(to_toml(load_spec(spec, overrides or ())), nl=False)
@@ -305,10 +324,10 @@ def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
 
 @env_app.command("new")
 def env_new(
-    name: Annotated[str, typer.Argument(help="A Python name, such as my_env.")],
-    directory: Annotated[Path, typer.Option(help="Where to write NAME.py and NAME.toml.")] = Path("."),
+    name: Annotated[str, typer.Argument(help="Name of the environment: a Python identifier such as my_env.")],
+    directory: Annotated[Path, typer.Option(help="Directory for NAME.py and NAME.toml.")] = Path("."),
 ) -> None:
-    """Write an environment that trains, and the spec that trains it."""
+    """Create a working environment and a spec that trains on it."""
     from tandem.env.scaffold import new_environment
 
     for path in new_environment(name, directory):
@@ -317,14 +336,15 @@ def env_new(
 
 @env_app.command("try")
 def env_try(
-    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file.")],
+    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file path.")],
     params: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
     ] = None,
-    split: Annotated[Literal["train", "eval"], typer.Option(help="Of which tasks.")] = "eval",
-    index: Annotated[int, typer.Option(min=0, help="Which task.")] = 0,
+    split: Annotated[Literal["train", "eval"], typer.Option(help="Which tasks to take.")] = "eval",
+    index: Annotated[int, typer.Option(min=0, help="Number of the task within the split.")] = 0,
 ) -> None:
-    """Play one episode in the terminal: you are the model."""
+    """Play one episode in the terminal: you write the model's answers."""
     from tandem.env.human_player import try_environment
     from tandem.spec.load import parse_overrides
 
@@ -333,30 +353,40 @@ def env_try(
 
 @env_app.command("serve")
 def env_serve(
-    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file.")],
+    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file path.")],
     rollouts: Annotated[str, typer.Option(help="URL of the rollout service.")],
-    token_file: Annotated[Path, typer.Option(help="Holds the service's token.")],
-    engine: Annotated[str, typer.Option(help="URL of an engine, as `tandem engine serve` tells it.")],
-    engine_token_file: Annotated[Path, typer.Option(help="Holds the engine's token.")],
-    model: Annotated[str, typer.Option(help="Tokenizer and chat template of the engine's model: directory or hub id.")],
+    token_file: Annotated[Path, typer.Option(help="File with the rollout service's token.")],
+    engine: Annotated[str, typer.Option(help="URL of an engine, as `tandem engine serve` prints it.")],
+    engine_token_file: Annotated[Path, typer.Option(help="File with the engine's token.")],
+    model: Annotated[str, typer.Option(help="Directory or hub id of the engine's model, for its tokenizer.")],
     params: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the environment.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
     ] = None,
     judge: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="kind=engine; or kind=http, url, model, key_env.")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Judge: kind=engine, or kind=http with url, model, key_env. Default: none."
+        ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=0, help="Episodes at once, each in its own process; 0: in this one.")] = 0,
-    groups: Annotated[int, typer.Option(min=1, help="Groups under way at most.")] = 16,
-    group_size: Annotated[int, typer.Option(min=1, help="Siblings of a group.")] = 8,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Worker processes, one episode each; 0 plays all episodes in this process.")
+    ] = 0,
+    groups: Annotated[int, typer.Option(min=1, help="Most groups in flight.")] = 16,
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes per group.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one turn.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, max=10, help="The trainer must know it.")] = 1.0,
-    episode_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds; waits for the engine do not count.")] = 60.0,
-    weight: Annotated[float, typer.Option(min=0, help="Its part of what is trained on, beside others.")] = 1.0,
-    min_share: Annotated[float, typer.Option(min=0, max=1, help="At least this part, whatever the weights.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of tasks and tokens; another one for every copy that plays.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="Same as the trainer's.")] = 1.0,
+    episode_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Longest episode in seconds, without its waits for the engine.")
+    ] = 60.0,
+    weight: Annotated[float, typer.Option(min=0, help="Weight of this environment among all others.")] = 1.0,
+    min_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Smallest share of the training groups, whatever the weights.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of tasks and sampling; give each copy its own.")] = 0,
     thinking: Thinking = False,
 ) -> None:
-    """Play an environment for a rollout service, with an engine that somebody keeps in step with the trainer."""
+    """Play an environment for a rollout service, on an engine whose weights the trainer updates."""
     from tandem.recipes.environment_client import serve_environment
     from tandem.spec.load import parse_judge, parse_overrides
     from tandem.types import Sampling
@@ -386,26 +416,30 @@ def env_serve(
 def gateway_serve(
     model: Annotated[
         str,
-        typer.Option(help="A model or run directory, or a hub id; with --engine-url its tokenizer alone."),
+        typer.Option(help="A model directory, run directory or hub id. With --engine-url: for its tokenizer only."),
     ],
-    engine_url: Annotated[str, typer.Option(help="An engine that is served already. Default: one in here.")] = "",
-    engine_token_file: Annotated[Path | None, typer.Option(help="The file that holds that engine's token.")] = None,
+    engine_url: Annotated[str, typer.Option(help="URL of a running engine. Default: run one in this process.")] = "",
+    engine_token_file: Annotated[Path | None, typer.Option(help="With --engine-url: file with its token.")] = None,
     host: Host = "127.0.0.1",
     port: Port = 8100,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Keeps the token and the sessions. Default: .tandem/gateway.")
+        Path | None, typer.Option(help="Directory for the token and the sessions. Default: .tandem/gateway.")
     ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
     thinking: Thinking = False,
     trajectories: Annotated[
-        Path | None, typer.Option(help="Where rewarded groups go as JSON Lines. Default: trajectories/ in --data-dir.")
+        Path | None, typer.Option(help="Directory for rewarded groups, as JSONL. Default: trajectories/ in --data-dir.")
     ] = None,
-    idle_s: Annotated[float, typer.Option(min=1, help="A session that is not asked for so long is forgotten.")] = 3600,
-    rollouts: Annotated[str, typer.Option(help="A rollout service that rewarded groups go to, instead of files.")] = "",
-    rollouts_token_file: Annotated[Path | None, typer.Option(help="The file that holds its token.")] = None,
+    idle_s: Annotated[
+        float, typer.Option(min=1, help="Seconds without a request after which a session is deleted.")
+    ] = 3600,
+    rollouts: Annotated[
+        str, typer.Option(help="URL of a rollout service to send rewarded groups to. Default: write files.")
+    ] = "",
+    rollouts_token_file: Annotated[Path | None, typer.Option(help="With --rollouts: file with its token.")] = None,
 ) -> None:
-    """Give any agent an OpenAI endpoint that records what it does as trajectories, and takes rewards."""
+    """Serve an OpenAI endpoint that records an agent's requests as trajectories and accepts rewards for them."""
     from tandem.recipes.gateway import serve_gateway
     from tandem.serve.http.run import Listen
 
@@ -426,22 +460,22 @@ def gateway_serve(
 @rollouts_app.command("serve")
 def rollouts_serve(
     data_dir: Annotated[
-        Path, typer.Option(help="Keeps the queue, what was promised, and the token. One server owns it.")
+        Path, typer.Option(help="Directory for the queue, its leases and the token; one server at a time.")
     ] = Path(".tandem") / "rollouts",
     host: Host = "127.0.0.1",
     port: Port = 8200,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
-    atropos: Annotated[bool, typer.Option("--atropos", help="Also the endpoints of Atropos, for its clients.")] = False,
+    atropos: Annotated[bool, typer.Option("--atropos", help="Also serve Atropos' endpoints for its clients.")] = False,
     insecure_no_auth: Annotated[
-        bool, typer.Option("--insecure-no-auth", help="Atropos' endpoints ask for no token; on loopback only.")
+        bool, typer.Option("--insecure-no-auth", help="With --atropos on loopback: its endpoints need no token.")
     ] = False,
     gateway: Annotated[
-        str, typer.Option(help="URL of the gateway that Atropos's environments sample from: it knows versions.")
+        str, typer.Option(help="URL of the gateway that Atropos environments sample from. Default: none.")
     ] = "",
-    gateway_token_file: Annotated[Path | None, typer.Option(help="The file that holds its token.")] = None,
+    gateway_token_file: Annotated[Path | None, typer.Option(help="With --gateway: file with its token.")] = None,
 ) -> None:
-    """Take scored groups from environments and hand out batches: durable, each trained on once."""
+    """Queue scored groups from environments, durably, and hand each to the trainer once."""
     from tandem.recipes.rollout_service import serve_rollouts
     from tandem.serve.http.run import Listen
 
@@ -459,48 +493,50 @@ def rollouts_serve(
 def rollouts_top(
     source: Annotated[
         str,
-        typer.Argument(metavar="URL|DATA_DIR", help="A rollout service's URL, its data directory, or its ready file."),
+        typer.Argument(metavar="URL|DATA_DIR", help="URL, data directory or ready file of a rollout service."),
     ],
-    token_file: Annotated[Path | None, typer.Option(help="With a URL: the file that holds its token.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="One frame, and no more.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds from one look to the next.")] = 1.0,
+    token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two frames.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch a rollout service: its queue, how old groups are, rates, environments, what is dropped and refused."""
+    """Watch a rollout service: queue, age of groups, rates, environments, dropped and refused groups."""
     from tandem.obs.rollouts_status import rollouts_status
 
     if not (once or as_json):
         from tandem.obs.rollouts_top import watch_rollouts
 
         return watch_rollouts(source, token_file=token_file, every_s=every)
-    told = rollouts_status(source, token_file=token_file)
+    status = rollouts_status(source, token_file=token_file)
     if as_json:
-        return typer.echo(json.dumps(told, indent=2))
+        return typer.echo(json.dumps(status, indent=2))
     from tandem.obs.rollouts_top import print_frame
 
-    print_frame(told)
+    print_frame(status)
 
 
 def main() -> None:
+    """Run the command line; print Tandem's own errors without a traceback and exit with their code."""
     for stream in (sys.stdout, sys.stderr):
-        _never_fail_on_a_character(stream)
+        _replace_unknown_characters(stream)
     try:
         app()
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
+        from tandem.io.extras import explain_missing
         from tandem.runs.failure_diagnosis import interrupted, told_by_the_system
 
         if interrupted(error):
             sys.exit(130)
-        if not (said := told_by_the_system(error)):
+        if not (reason := told_by_the_system(error) or explain_missing(error)):
             raise
-        print(f"tandem: {said}", file=sys.stderr)
+        print(f"tandem: {reason}", file=sys.stderr)
         sys.exit(2)
 
 
-def _never_fail_on_a_character(stream: Any) -> None:
-    """A terminal that knows ASCII only shows a `?` for a curve's blocks; it does not end the run."""
+def _replace_unknown_characters(stream: Any) -> None:
+    """Print `?` for characters that the terminal's encoding lacks; otherwise a curve's blocks would end the run."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

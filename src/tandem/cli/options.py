@@ -1,4 +1,4 @@
-"""Options that several files of the command line share, so that each says the same wherever it stands."""
+"""Command-line options that several commands share, with the same help text in each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from typing import Annotated
 import typer
 
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set train.lr=1e-4")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one value of the spec, as in --set train.lr=1e-4. Repeatable."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON, and nothing else on stdout.")]
-Host = Annotated[str, typer.Option(help="Where to listen; loopback unless you say otherwise.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one; the ready file says which.")]
-ReadyFile = Annotated[Path | None, typer.Option(help="Written when the server listens: url, pid, token_file.")]
-Insecure = Annotated[bool, typer.Option(help="Allow a public address without TLS.")]
-Thinking = Annotated[bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Host = Annotated[str, typer.Option(help="Address to listen on. The default answers this machine only.")]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free port, which the ready file names.")
+]
+ReadyFile = Annotated[
+    Path | None, typer.Option(help="JSON file to write once the server listens: url, pid, token_file. Default: none.")
+]
+Insecure = Annotated[bool, typer.Option(help="Allow a --host that other machines reach, without TLS.")]
+Thinking = Annotated[
+    bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on or off.")
+]

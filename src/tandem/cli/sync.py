@@ -1,4 +1,4 @@
-"""`tandem sync ...`: a part of the command line."""
+"""`tandem sync ...`: audit, inspect and benchmark weight syncs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import typer
 from tandem.cli.options import AsJson
 
 sync_app = typer.Typer(
-    help="Weights in step: what was proven, what holds now, what each way costs.", no_args_is_help=True
+    help="Audit, inspect and benchmark the weight syncs from trainer to engine.", no_args_is_help=True
 )
 
 
 @sync_app.command("audit")
 def sync_audit(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, finished or not.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, finished or not.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say for each version why we know that the engines served it; exit code 1 where we do not."""
+    """Print each version's proof that the engines served it. Exit code 1: a version has no proof."""
     from tandem.obs.sync_audit import audit_sync
     from tandem.obs.sync_report import audit_json, audit_text
 
@@ -33,39 +33,41 @@ def sync_audit(
 @sync_app.command("status")
 def sync_status(
     source: Annotated[str, typer.Argument(metavar="RUN|URL", help="A run directory, or the URL of an engine.")],
-    token_file: Annotated[Path | None, typer.Option(help="With a URL: the file that holds its token.")] = None,
-    last: Annotated[int, typer.Option(min=0, help="How many proofs to show.")] = 5,
+    token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
+    last: Annotated[int, typer.Option(min=0, help="How many of the newest proofs to show.")] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Show how trainer and engines are joined, and the last proofs."""
+    """Show how trainer and engines are connected, and the last proofs."""
     from tandem.obs.sync_report import status_text
     from tandem.obs.sync_status import sync_status
 
-    told = sync_status(source, token_file=token_file, last=last)
-    typer.echo(json.dumps(told, indent=2) if as_json else status_text(told))
+    status = sync_status(source, token_file=token_file, last=last)
+    typer.echo(json.dumps(status, indent=2) if as_json else status_text(status))
 
 
 @sync_app.command("bench")
 def sync_bench(
     shape: Annotated[
-        str, typer.Option(help="tiny, small or medium (presets), qwen3-0.6b or qwen3-1.7b: random weights.")
+        str, typer.Option(help="Model, with random weights: tiny, small, medium, qwen3-0.6b or qwen3-1.7b.")
     ] = "tiny",
     bridges: Annotated[
-        list[str] | None, typer.Option("--bridge", help="Only this way, and others named so. Default: all.")
+        list[str] | None, typer.Option("--bridge", help="Bridge to measure; repeatable. Default: all bridges.")
     ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where trainer and engine compute.")] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine; auto takes a GPU if present.")
+    ] = "auto",
     engine: Annotated[
-        Literal["auto", "server", "vllm"], typer.Option(help="What serves in the other process; auto: vLLM on a GPU.")
+        Literal["auto", "server", "vllm"], typer.Option(help="Engine in the other process; auto: vllm on a GPU.")
     ] = "auto",
     option: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="As in a spec's engine table: --set start_deadline_s=900"),
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the engine table: --set start_deadline_s=900."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured.")] = 5,
-    png: Annotated[Path | None, typer.Option(help="Draw the table to this file.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Syncs to measure per bridge.")] = 5,
+    png: Annotated[Path | None, typer.Option(help="Also draw the table to this PNG file. Default: no picture.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish versions in every way that this machine can; say what each costs. Exit code 1: one is not proven."""
+    """Measure each bridge that this machine supports. Exit code 1: a sync failed or has no proof."""
     from tandem.io.atomic_write import write_bytes
     from tandem.obs.sync_bench_report import bench_json, bench_png, bench_text
     from tandem.recipes.sync_bench import bench_sync

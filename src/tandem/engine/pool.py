@@ -2,13 +2,13 @@
 
 An engine that is lost, silent, or could not take a version is left out, and its requests are asked again elsewhere;
 when it was the only one, they wait. Sampling is a function of prompt, weights and seed, so asking again does no harm;
-whoever listens token by token then hears the new ones after the old.
+a caller that reads token by token then gets the new tokens after the old ones.
 
     in ──(lost, silent, or refused a version that others took)──> out ──(found, or its time has come)──> due
      ^                                                                                                    │
      └──────────────────── load <── joined <── attach ────────────────────────────────────────────────────┘
 
-What left and what was found again is told by `lost`, so that whoever publishes attaches anew.
+`lost` returns when an engine left or came back, so that the publisher attaches again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Member:
 
     @property
     def is_new(self) -> bool:
-        """It was started anew, and nobody noticed."""
+        """True if the engine restarted without being noticed."""
         return self.took is not None and self.engine.version != self.took
 
 
@@ -61,9 +61,9 @@ class EnginePool:
         self._home: dict[str, _Member] = {}
         self._attached = self._closed = False
         self._came = asyncio.Event()
-        """Somebody may be asked."""
+        """Set when an engine can be asked."""
         self._changed = asyncio.Event()
-        """Somebody else is to be watched."""
+        """Set when the set of watched engines changed."""
         self._meet_again = asyncio.Event()
         """Who is here is no more who was attached."""
 
@@ -78,7 +78,7 @@ class EnginePool:
 
     @property
     def is_coming(self) -> bool:
-        """Nobody could make a token, and somebody is taken back: by whoever publishes, or each in its own time."""
+        """True if no engine can sample now, but one is coming back."""
         there = self._those("in")
         return all(getattr(member.engine, "is_coming", False) for member in there) if there else self._attached
 
@@ -176,7 +176,7 @@ class EnginePool:
     def _settle(
         self, asked: Collection[tuple[_Member, int]], loads: Sequence[asyncio.Future[Served]]
     ) -> tuple[list[Served], list[BaseException]]:
-        """Who took the version serves it. If nobody did, those that are there serve what they had."""
+        """Engines that took the version serve it. If none did, the remaining ones keep the version that they had."""
         served, failed = list[Served](), list[tuple[_Member, int, BaseException]]()
         for (member, life), load in zip(asked, loads, strict=True):
             error = SyncError("it was not done in time") if load.cancelled() else load.exception()
@@ -200,7 +200,7 @@ class EnginePool:
         await self._all(lambda member: member.engine.wake())
 
     async def lost(self) -> None:
-        """Returns once it would do good to attach anew: somebody is lost, or somebody lost was found again."""
+        """Return when attaching again would help: an engine was lost, or a lost one came back."""
         while not self._meet_again.is_set():
             self._changed.clear()
             watched = [(member, member.life) for member in self._those("in", "joined")]
@@ -231,7 +231,7 @@ class EnginePool:
         return [member for member in self._members if member.state in states]
 
     def _expected(self) -> list[_Member]:
-        """Of the next attach: all but those that are out; if that is nobody, everybody."""
+        """The engines of the next attach: all that are not out, or all of them if every one is out."""
         return self._those("in", "joined", "due") or self._members
 
     async def _pick(self, session: str | None) -> _Member:
@@ -302,7 +302,7 @@ class EnginePool:
         if self._attached:
             self._move(member, "due")
             self._meet_again.set()
-        else:  # nobody publishes: it has what it had
+        else:  # no publisher: it keeps its version
             self._move(member, "in")
             self._came.set()
 

@@ -1,4 +1,4 @@
-"""An engine that is started again where one was lost: whoever has it goes on asking the same object.
+"""An engine that restarts after it was lost; callers keep using the same object.
 
 consumes: what an Engine does            waits for: a start, when it is asked for one
 produces: the same; `start_again` after `lost`. What it then has are its first weights, until a version is loaded
@@ -22,7 +22,7 @@ Under = Callable[[Callable[[], None]], None]
 """Hears, as soon as there is something to end, how a start that is under way is ended before its time."""
 
 
-class RevivedEngine:
+class RestartableEngine:
     def __init__(self, first: DigestedEngine, start: Callable[[Under], DigestedEngine]) -> None:
         """`start` blocks until another one is ready, or until it is ended."""
         self._now, self._start = first, start
@@ -48,7 +48,7 @@ class RevivedEngine:
         _log.info("the engine was started again")
 
     def _start_now(self) -> None:
-        """To its end, also where nobody waits for it any more."""
+        """Run the start to its end, even if its caller was cancelled."""
         try:
             self._now = self._start(self._under_way)
         finally:

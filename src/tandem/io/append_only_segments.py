@@ -132,7 +132,7 @@ class Segments:
             dead = [number for number in self._dead if number != self._current]
             self._dead.difference_update(dead)
             for number in dead:
-                self._open.pop(number, None)  # whoever reads it now still holds it
+                self._open.pop(number, None)  # a reader still holds it
         for number in dead:
             self._path(number).unlink(missing_ok=True)
 
@@ -144,7 +144,7 @@ class Segments:
         if len(payload) != place.length or zlib.crc32(payload) != place.crc:
             raise StoreError(
                 f"{self._path(place.segment)}: the {place.length} bytes at {place.offset} are not what was written; "
-                "the disk, or somebody, changed them"
+                "the disk or another program changed them"
             )
         return payload
 

@@ -1,7 +1,7 @@
 """A server that is a child of this process: started by its command line, and gone when this process is gone.
 
 Only what was started here is ever signalled, and through its leash alone (`io/leash.py`), which knows until when a
-process number is the program's and nobody else's. All calls block: use them through `asyncio.to_thread`.
+process number still belongs to the program. All calls block: use them through `asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Child:
     ) -> None:
         """`environment` is added to this process's own. `name`: what errors call it."""
         self.command, self.ready_file, self.log, self.name = list(command), ready_file, log, name
-        ready_file.unlink(missing_ok=True)  # a stale one names a dead process, or by now somebody else's
+        ready_file.unlink(missing_ok=True)  # a stale one names a dead process, or a new one with the same number
         log.parent.mkdir(parents=True, exist_ok=True)
         theirs, self._ours = os.pipe()
         holder = [sys.executable, "-I", leash.__file__, str(theirs), *self.command]

@@ -1,4 +1,4 @@
-"""Work that is done to its end, whoever gives up waiting for it."""
+"""Run a task to completion even if its caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def to_its_end(work: Awaitable[T], *, given_up: Callable[[asyncio.Future[T]], None] | None = None) -> T:
-    """Cancelled, it waits for the work all the same, and is cancelled then: whoever asks next must not find it half
-    done. `given_up` hears of it at once."""
+    """Await the work. If the caller is cancelled, finish the work first, so that the next call does not find it half
+    done; `given_up` is called at once."""
     task, cancelled = asyncio.ensure_future(work), False
     while not task.done():
         try:

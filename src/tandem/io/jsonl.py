@@ -39,7 +39,7 @@ class Salvage:
 
 
 def salvage_jsonl(path: Path) -> Salvage:
-    """For whoever examines a file that may have been damaged; no file is no rows."""
+    """Return the rows of a file that may be damaged, and its bad lines; no file is no rows."""
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     found = Salvage({}, {}, torn=bool(lines[-1]))
     for number, line in enumerate(lines[:-1], start=1):
@@ -94,8 +94,8 @@ class JsonlWriter:
 
 
 def cut_back(path: Path, size_bytes: int | None = None) -> bool:
-    """To its first `size_bytes`, or to its last whole row. In a new file, so that whoever still has the old one open
-    writes to nobody. False if it was shorter already."""
+    """Cut to the first `size_bytes`, or to the last whole row. A new file takes its place, so that a process which
+    still has the old one open cannot write to it. Return False if it was shorter already."""
     content = path.read_bytes() if path.exists() else b""
     kept = content[:size_bytes]
     atomic_write.write_bytes(path, kept[: kept.rfind(b"\n") + 1])

@@ -32,7 +32,7 @@ class Leash:
         # the kernel's signal comes when the thread that forked ends.
         die = partial(die_with, os.getpid())
         self._program = subprocess.Popen(command, process_group=0, preexec_fn=die)  # our stdin is its own
-        self._unreaped = threading.Lock()  # who holds it may signal: the program's number is nobody else's yet
+        self._unreaped = threading.Lock()  # held while signalling: the program's number is not reused yet
         self._asked, self._ended = threading.Event(), threading.Event()
 
     def hold(self) -> NoReturn:
@@ -43,7 +43,7 @@ class Leash:
         if hasattr(os, "waitid"):
             os.waitid(os.P_PID, self._program.pid, os.WEXITED | os.WNOWAIT)
         else:
-            self._program.wait()  # an old Python on a Mac: its number might be given anew within microseconds
+            self._program.wait()  # an old Python on a Mac: its number might be reused within microseconds
         self._ended.set()
         with self._unreaped:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -69,12 +69,12 @@ class Leash:
             self._kill_group()
 
     def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # it holds nobody, or nobody but the dead
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty, or holds only zombies
             os.killpg(self._program.pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Whoever of this process's descendants loses its parent becomes its child, and can be ended (Linux)."""
+    """Make orphaned descendants children of this process, so that it can end them (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

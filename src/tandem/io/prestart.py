@@ -5,7 +5,7 @@ produces: a program that has its imports behind it when it is told what to do
 
 A program that is to be ended and started again spends most of a start on imports, which depend on nothing. So the next
 one is started early. As a program this imports the modules, and once FILE is there, runs what it names as `python -m`
-would: ["module", "argument", ...]. Whoever starts it ends it, too (io/child_process.py).
+would: ["module", "argument", ...]. The process that starts it ends it, too (io/child_process.py).
 """
 
 from __future__ import annotations

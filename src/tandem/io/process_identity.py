@@ -1,4 +1,4 @@
-"""Which process: a pid is given anew, a pid and the moment of its start are not (Linux; elsewhere none is found)."""
+"""Identify a process by pid and start time, since a pid alone is reused (Linux; elsewhere none is found)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def identity(pid: int | None = None) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"  # a dead one that nobody has reaped writes no more
+    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"  # a zombie writes no more
 
 
 def is_there(process: str) -> bool:

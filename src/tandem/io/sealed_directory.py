@@ -80,7 +80,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """What an earlier process left half written or half removed. Only for whoever alone may write there."""
+    """Remove what an earlier process left half written or half removed. Call it only as the single writer."""
     if not parent.is_dir():
         return
     for rest in parent.iterdir():

@@ -5,7 +5,7 @@ produces: their results, once they are on it
 
 Changes that arrive while the disk is busy share the next transaction. A change that raises undoes itself alone. A full
 disk refuses the changes at hand (StoreFull) and harms nothing; a disk that fails otherwise ends the store: after a
-failed fsync nobody knows what is on the disk, so nothing more is acknowledged, and a restart reads what there is.
+failed fsync the content of the disk is unknown, so nothing more is acknowledged, and a restart reads what there is.
 """
 
 from __future__ import annotations

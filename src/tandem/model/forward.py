@@ -85,7 +85,7 @@ def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Te
     if attention_masks.plainly_causal(config) and bool(
         (segments_BT <= 0).all()
     ):  # one sequence a row, padding on the right
-        # transformers reads sequences off positions that start anew: padding counts on, or it would build a mask.
+        # transformers reads sequences off positions that restart: padding counts on, or it would build a mask.
         return None, torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
     order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     keys_B1T = segments_BT[:, None, :]

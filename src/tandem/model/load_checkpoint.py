@@ -13,7 +13,7 @@ from tandem.io.model_path_check import refuse_no_model
 
 
 def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
-    """`field`: of the spec, for whoever has to change it."""
+    """Load a model. `field`: the field of the spec that errors name."""
     from transformers import AutoModelForCausalLM
 
     refuse_unfit(path, revision, field)

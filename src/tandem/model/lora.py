@@ -12,7 +12,7 @@ from tandem.spec.model import LoraSpec
 
 
 def quiet_bitsandbytes() -> None:
-    """peft imports it wherever it is installed, and it then misses kernels that nobody here calls."""
+    """peft imports it wherever it is installed, and it then misses kernels that are not called here."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

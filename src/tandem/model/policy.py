@@ -181,7 +181,7 @@ class CausalPolicy:
         return served_weights.base(self.module)
 
     def base_in(self, storage: Mapping[str, Tensor]) -> int:
-        """The base goes on in memory that holds its very values, and that nobody writes to; so many bytes."""
+        """Move the base into memory that holds the same values and is never written; return the bytes freed."""
         return stand_on(served_weights.base_parameters(self.module), storage)
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:

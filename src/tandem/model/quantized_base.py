@@ -90,7 +90,7 @@ def _forward(part: Any, inputs: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Exact weights exist for one layer at a time: backward makes them anew."""
+    """Exact weights exist for one layer at a time: backward computes them again."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, part: Any) -> Tensor:

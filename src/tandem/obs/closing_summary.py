@@ -151,7 +151,7 @@ def _command() -> str:
 
 
 def _pairs(pairs: Sequence[tuple[str, str]], style: str) -> RenderableType:
-    """Not a table: that would break a long path over two lines, and nobody could copy it."""
+    """Not a table: that would break a long path over two lines, which cannot be copied."""
     width = max(len(left) for left, _ in pairs) + 3
     lines = [Text.assemble((f"{left:<{width}}", style), (right, "dim")) for left, right in pairs]
     return Text("\n", no_wrap=True, overflow="ignore").join(lines)

@@ -1,5 +1,5 @@
-"""A rollout service in a terminal: `tandem rollouts top`. A panel that is drawn anew; a line a look where there is no
-terminal."""
+"""A rollout service in a terminal: `tandem rollouts top`. A live panel; without a
+terminal, one line per update."""
 
 from __future__ import annotations
 

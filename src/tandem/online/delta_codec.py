@@ -26,7 +26,7 @@ from tandem.online.bit_planes import Planes
 from tandem.ops import digest
 
 UNKNOWN = -1
-"""The digest of a tensor of which so much was written to that it is sooner taken anew, once, after the last update."""
+"""Stands for the digest of a tensor that changed so much that it is computed again, once, after the last update."""
 
 _PART = 1 << 22  # elements compared at a time
 _PIECE = 3 << 20  # elements coded at a time, and up to a part more

@@ -12,22 +12,34 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.errors import EngineError, EngineLost, TandemError
-from tandem.online.restart_backoff import Losses
 from tandem.protocols import Engine
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_PAUSE_S, _MOST_PAUSE_S = 0.2, 10.0
 
 Revive = Callable[[], Awaitable[None]]
 
 
-class EngineLife:
+class RestartBackoff:
+    def __init__(self, most: int) -> None:
+        self.count, self.most = 0, most
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.count > self.most
+
+    async def pause(self) -> None:
+        await asyncio.sleep(min(_PAUSE_S * 2 ** min(self.count - 1, 10), _MOST_PAUSE_S))
+
+
+class EngineSupervisor:
     def __init__(self, engine: Engine, revive: Revive | None, most: int, when_lost: Callable[[], None]) -> None:
         """`revive` starts it again; None: it is a part of this process, and ends with it. `most`: losses in a row."""
         self.why_lost = ""
         self._engine, self._revive, self._when_lost = engine, revive, when_lost
-        self._restarts, self._losses = 0, Losses(most)
+        self._restarts, self._losses = 0, RestartBackoff(most)
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens, to whoever listens: a listener that does not keep up loses the oldest, never the newest."""
+"""Events for any number of listeners; a listener that does not keep up loses the oldest, never the newest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Events:
         self._put(Event(self._number, kind, data, ended))
 
     def end(self) -> None:
-        """Whoever listens has heard all."""
+        """End every listener after its last event."""
         self._put(None)
 
     def _put(self, event: Event | None) -> None:

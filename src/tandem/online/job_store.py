@@ -187,7 +187,7 @@ class JobStore:
         said: bytes,
         once: RequestKey,
     ) -> dict[str, Any]:
-        """`said`: JSON of what was taught, as whoever teaches told it."""
+        """`said`: the samples as JSON, as the client sent them."""
         packed = msgspec.json.encode(groups), msgspec.json.encode(teaching), said
 
         def change(db: sqlite3.Connection) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class JobStore:
         await self._durable.write(change)
 
     async def begin(self, id: str) -> Job:
-        """Taken up, with a version number that nobody else ever gets."""
+        """Begin the job, with a version number that is never used again."""
 
         def change(db: sqlite3.Connection) -> None:
             (version,) = db.execute("SELECT value FROM numbers WHERE name = 'next'").fetchone()

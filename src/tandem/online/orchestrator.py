@@ -1,7 +1,8 @@
-"""The server half's will: takes jobs from the store to the trainer half, and what passed from there into the engine.
+"""The server process's will: takes jobs from the store to the trainer process, and what passed from there into the
+engine.
 
-consumes: jobs, oldest first; wishes for another version    waits for: the trainer half, the engine's flips
-produces: versions that are served, each committed before   the trainer half again, whenever it dies
+consumes: jobs, oldest first; wishes for another version    waits for: the trainer process, the engine's flips
+produces: versions that are served, each committed before   the trainer process again, whenever it dies
 
 One task does all of it, one thing at a time; the engine answers meanwhile, and so does `status`.
 """
@@ -30,19 +31,18 @@ from tandem.errors import (
     TandemError,
 )
 from tandem.online import messages
-from tandem.online.engine_supervisor import EngineLife, Revive
+from tandem.online.engine_supervisor import EngineSupervisor, Revive
 from tandem.online.events import Events
 from tandem.online.job_store import ENDED, Job, JobStore
 from tandem.online.messages import Activate, Asked, Cancel, Checkpoint, JobProgress, Open, Publish
-from tandem.online.orchestrator_needs import OrchestratorBridge, SampleMemory
-from tandem.online.ordinary_prompts import Ordinary
-from tandem.online.pending_requests import Wishes
-from tandem.online.publishing import Publishing
-from tandem.online.regression_watch import Fall, RegressionWatch
-from tandem.online.rpc import HalfLost
+from tandem.online.ordinary_prompts import OrdinaryPrompts
+from tandem.online.pending_requests import PendingRequests
+from tandem.online.publishing import Publishing, RelayedSource
+from tandem.online.regression_watch import Regression, RegressionWatch
+from tandem.online.rpc import PeerLost
+from tandem.online.sample_replay import ReplayMemory
 from tandem.online.self_distillation import answered
-from tandem.online.trainer_process import TrainerProcess
-from tandem.online.trainer_supervisor import TrainerLife
+from tandem.online.trainer_supervisor import TrainerProcess, TrainerSupervisor
 from tandem.protocols import DigestedEngine
 from tandem.spec.online import OnlineSpec
 
@@ -50,36 +50,36 @@ _log = logging.getLogger(__name__)
 
 _LAST_S, _LOOK_S, _FULL_S, _CANCEL_S = 2.2, 1.0, 2.0, 5.0
 
-_ENDED = "online: nothing is trained or activated any more, until the server is started anew; its log says why."
+_ENDED = "online: the training loop has stopped; see the server log and restart the server."
 
 T = TypeVar("T")
 
 
-class Conductor:
+class Orchestrator:
     def __init__(
         self,
         spec: OnlineSpec,
         store: JobStore,
         engine: DigestedEngine,
-        open_source: Callable[[Mapping[str, Any]], OrchestratorBridge],
+        open_source: Callable[[Mapping[str, Any]], RelayedSource],
         start_trainer: Callable[[], TrainerProcess],
         versions: Path,
-        memory: SampleMemory,
-        ordinary: Ordinary,
+        memory: ReplayMemory,
+        ordinary: OrdinaryPrompts,
         revive: Revive | None = None,
     ) -> None:
         """`revive`: as in EngineLife."""
         self.spec, self.store, self.engine, self.events = spec, store, engine, Events()
         self._versions, self._memory, self._ordinary = versions, memory, ordinary
-        self._life = EngineLife(engine, revive, spec.max_restarts, self._engine_is_lost)
-        self._trainer = TrainerLife(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
+        self._life = EngineSupervisor(engine, revive, spec.max_restarts, self._engine_is_lost)
+        self._trainer = TrainerSupervisor(start_trainer, self._handle, spec.trainer_deadline_s, spec.max_restarts)
         self._watch = RegressionWatch(spec.watch) if spec.watch is not None else None
         self._falls = set[asyncio.Task[None]]()
         self.serving = -1
         """The last version that this engine was proven to hold."""
         self._running: Job | None = None
         self._progress: dict[str, Any] = {}
-        self._wishes = Wishes()
+        self._wishes = PendingRequests()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._checkpointed, self._checkpoint_at = -1, time.monotonic()
@@ -192,9 +192,9 @@ class Conductor:
             falling.add_done_callback(self._falls.discard)
         return True
 
-    async def _take_back_fallen(self, fall: Fall, parent: int) -> None:
+    async def _take_back_fallen(self, fall: Regression, parent: int) -> None:
         async def work() -> dict[str, Any]:
-            if fall.version not in self.store.line(self.store.active):  # somebody was quicker, and went elsewhere
+            if fall.version not in self.store.line(self.store.active):  # another rollback came first
                 _log.warning("version %d fell, and is served no more: %s", fall.version, fall.text)
                 return {}
             told = await self._activate(parent, "watch", fall.text, fell=True)  # what was made of it goes with it
@@ -217,7 +217,7 @@ class Conductor:
         return await done
 
     async def _call_off(self, id: str) -> None:
-        with suppress(HalfLost):  # one that died, or hangs: the job is looked at when another one has started
+        with suppress(PeerLost):  # one that died, or hangs: the job is looked at when another one has started
             await self._trainer.ask(Cancel(id), _CANCEL_S)
 
     # --- the one task
@@ -239,7 +239,7 @@ class Conductor:
             except TandemError as error:
                 if isinstance(error, SpecError) and self.serving < 0:
                     raise
-                if self._life.is_to_blame(error) and not isinstance(error, HalfLost):
+                if self._life.is_to_blame(error) and not isinstance(error, PeerLost):
                     await self._without_engine(error)
                 else:
                     await self._lost(error)
@@ -274,14 +274,14 @@ class Conductor:
         self.wake()
 
     async def _without_engine(self, error: TandemError) -> None:
-        """The trainer half lives, and no job is to blame."""
+        """The trainer process lives, and no job is to blame."""
         for job in self.store.jobs(2, ["running"]):
             await self.store.again(job.id, f"the engine was lost: {error}", counts=False)
             self._say(job.id)
         self._running, self._progress = None, {}
         await self._life.lost(error)
 
-    # --- the trainer half
+    # --- the trainer process
 
     async def _ensure_trainer(self) -> None:
         if not self._trainer.is_gone:
@@ -319,7 +319,7 @@ class Conductor:
         await self._trainer.pause()
 
     async def _queue_again(self) -> None:
-        """Jobs that a trainer half, or a whole server, died over: nothing of them is left anywhere."""
+        """Jobs that a trainer process, or a whole server, died over: nothing of them is left anywhere."""
         why = self._trainer.why_lost[:2000]
         for job in self.store.jobs(2, ["running"]):
             if job.attempt >= self.spec.train.attempts:
@@ -444,10 +444,10 @@ class Conductor:
             raise Conflict(f"version {version} is {state}, and cannot be served")
 
     async def _checkpoint_if_it_can_be(self) -> None:
-        """Nobody waits for it: one that fails, on a full disk say, is tried again in its time, and said."""
+        """Write a checkpoint in the background; one that fails, on a full disk say, is logged and tried again later."""
         try:
             await self._checkpoint()
-        except HalfLost:
+        except PeerLost:
             raise
         except TandemError as error:
             self._checkpoint_at, self._why_no_checkpoint = time.monotonic(), str(error)
@@ -470,7 +470,7 @@ class Conductor:
         waited = time.monotonic() - self._checkpoint_at
         return self._checkpointed != self.store.active and waited >= self.spec.checkpoint.every_s
 
-    # --- what the trainer half asks
+    # --- what the trainer process asks
 
     async def _handle(self, what: Asked) -> dict[str, Any]:
         match what:

@@ -34,7 +34,7 @@ class PromptRenderer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-class Ordinary:
+class OrdinaryPrompts:
     """`texts`: the list. `file`: where prompts and answers are kept. `gate`: how many prompts the KL gate samples.
     `context`: of the engine, prompt and answer together. `why_not`: why nothing is held, where the spec asks for it."""
 

@@ -1,7 +1,7 @@
-"""What somebody waits for, between two jobs: another version, a checkpoint.
+"""Requests that wait for the gap between two jobs: to activate a version, or to write a checkpoint.
 
-consumes: work, and whoever waits for it     waits for: nothing; whoever grants says when
-produces: its result, or its error           tried again should the engine or the trainer half die over it
+consumes: work, and the callers that wait    waits for: nothing; the orchestrator says when
+produces: its result, or its error           tried again should the engine or the trainer process die over it
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Wish:
+class _PendingRequest:
     work: Callable[[], Awaitable[Any]]
     done: asyncio.Future[Any]
     tries: int = 0
 
 
-class Wishes:
+class PendingRequests:
     def __init__(self) -> None:
-        self._open = deque[_Wish]()
+        self._open = deque[_PendingRequest]()
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def put(self, work: Callable[[], Awaitable[T]]) -> asyncio.Future[T]:
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._open.append(_Wish(work, done))
+        self._open.append(_PendingRequest(work, done))
         return done
 
     async def grant(self) -> None:
-        """All of them, one after the other. EngineLost, of which whoever wished hears if it happened too often."""
+        """Do all requests, one after the other. Raise EngineLost; the caller gets it if it happened too often."""
         while self._open:
             await self._grant(self._open.popleft())
 
@@ -48,8 +48,8 @@ class Wishes:
             if not (done := self._open.popleft().done).done():
                 done.set_exception(EngineError(why))
 
-    async def _grant(self, wish: _Wish) -> None:
-        if wish.done.done():  # nobody waits any more
+    async def _grant(self, wish: _PendingRequest) -> None:
+        if wish.done.done():  # its caller gave up
             return
         try:
             result = await wish.work()
@@ -60,7 +60,7 @@ class Wishes:
             elif not wish.done.done():
                 wish.done.set_exception(EngineError(f"{error}; ask again"))
             raise
-        except Exception as error:  # noqa: BLE001 - whoever wished it hears of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - the caller gets every error
             if not wish.done.done():
                 wish.done.set_exception(error)
         else:

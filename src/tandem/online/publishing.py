@@ -1,30 +1,36 @@
-"""The engine as far as the trainer half may ask for it: while a version is published, and that version alone."""
+"""The engine as far as the trainer process may ask for it: while a version is published, and that version alone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-from tandem.errors import NotKnown, SyncError
-from tandem.io.engine_messages import served_as_json
+from tandem.errors import EngineError, NotKnown, SyncError
+from tandem.io.engine_messages import served_as_json, served_of
 from tandem.online.messages import Asked, Attach, CanarySample, Load
-from tandem.online.orchestrator_needs import OrchestratorBridge
-from tandem.protocols import DigestedEngine
-from tandem.types import Sampling
+from tandem.protocols import DigestedEngine, OnToken, WeightSource
+from tandem.types import Completion, Sampling, Served, Span
+
+Ask = Callable[[Asked], Awaitable[dict[str, Any]]]
+
+
+class RelayedSource(WeightSource, Protocol):
+    @property
+    def reply(self) -> Mapping[str, Any]: ...
 
 
 class Publishing:
     def __init__(
         self,
         engine: DigestedEngine,
-        open_source: Callable[[Mapping[str, Any]], OrchestratorBridge],
+        open_source: Callable[[Mapping[str, Any]], RelayedSource],
         active: Callable[[], int],
     ) -> None:
         """`active`: the version that was committed last."""
         self._engine, self._open_source, self._active = engine, open_source, active
-        self._source: OrchestratorBridge | None = None
+        self._source: RelayedSource | None = None
         self._under_way = False
 
     @contextmanager
@@ -54,7 +60,7 @@ class Publishing:
                     "finish_reason": made.finish_reason,
                 }
             case _:
-                raise NotKnown(f"online: the server half is not asked for {type(what).__name__}")
+                raise NotKnown(f"online: the server process is not asked for {type(what).__name__}")
 
     def close(self) -> None:
         if self._source is not None:
@@ -69,3 +75,52 @@ class Publishing:
             if before is not None:
                 before.close()
         return dict(source.reply)
+
+
+class EngineProxy:
+    """Only what a publication needs of an Engine."""
+
+    def __init__(self, ask: Ask, receivers: int) -> None:
+        self._ask, self._receivers, self._version = ask, receivers, -1
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def receivers(self) -> int:
+        return self._receivers
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str | None = None,
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        if sampling.temperature or on_token is not None:
+            raise EngineError("online: the trainer process samples canaries only, greedily")
+        told = await self._ask(CanarySample(list(prompt_ids), sampling.max_tokens))
+        spans = [Span(int(version), int(count)) for version, count in told["spans"]]
+        return Completion(told["ids"], told["logprobs"], spans, told["finish_reason"])
+
+    async def attach(self, source: WeightSource) -> None:
+        source.attached(await self._ask(Attach(dict(source.link))))
+
+    async def load(self, version: int) -> Served:
+        served = served_of(await self._ask(Load(version)))
+        self._version = served.version
+        return served
+
+    async def sleep(self) -> None:
+        """The two share no memory: nothing is lent."""
+
+    async def wake(self) -> None:
+        pass
+
+    async def lost(self) -> None:
+        raise EngineError("online: the trainer process ends when it loses the server process")
+
+    async def close(self) -> None:
+        pass

@@ -12,7 +12,7 @@ from tandem.spec.online_gates import WatchSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
+class Regression:
     version: int
     before: float
     now: float
@@ -21,9 +21,8 @@ class Fall:
 
 
 class RegressionWatch:
-    """Values count for the version that made the answer: late ones of an older version are of before. A version that
-    nobody has rated much does not wash out what is known of those before it. A server that is started again watches
-    anew."""
+    """Values count for the version that made the answer; late values of an older version count as before. A version
+    with few ratings does not wash out what is known of those before it. A restarted server starts with no values."""
 
     def __init__(self, spec: WatchSpec) -> None:
         self._spec = spec
@@ -41,14 +40,14 @@ class RegressionWatch:
         self._now.clear()
         self._version, self._told = version, False
 
-    def add(self, version: int, value: float) -> Fall | None:
+    def add(self, version: int, value: float) -> Regression | None:
         """Says so once a version. Values of versions to come, and what is no number, count for nothing."""
         if not math.isfinite(value) or version > self._version:
             return None
         (self._now if version == self._version else self._before).append(value)
         return None if self._told else self._fallen()
 
-    def _fallen(self) -> Fall | None:
+    def _fallen(self) -> Regression | None:
         fewest = min(len(self._before), len(self._now))
         if fewest < self._spec.min_samples:
             return None
@@ -63,7 +62,7 @@ class RegressionWatch:
             f"values against {len(self._before)}; more than {self._spec.fall:g} and {self._spec.sigmas:g} standard "
             f"errors of {noise:.2g})"
         )
-        return Fall(self._version, before, now, len(self._now), text)
+        return Regression(self._version, before, now, len(self._now), text)
 
 
 def _stderr(values: Sequence[float] | deque[float]) -> float:

@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 Handle = Callable[[Asked], Awaitable[dict[str, Any]]]
 
 
-class HalfLost(EngineLost):
+class PeerLost(EngineLost):
     """The other half is gone; what it was asked has no answer."""
 
 
-class Peer:
+class RpcConnection:
     def __init__(self, handle: Handle, name: str) -> None:
         """`handle` answers questions, several at a time. `name`: of the other half, for people."""
         self.gone = asyncio.Event()
@@ -46,7 +46,7 @@ class Peer:
     async def ask(self, what: Asked, deadline_s: float | None = None) -> dict[str, Any]:
         """The answer; the other half's error, of its class; HalfLost. `TimeoutError` after the deadline."""
         if self.gone.is_set() or self._writer is None:
-            raise HalfLost(f"online: the {self._name} is gone")
+            raise PeerLost(f"online: the {self._name} is gone")
         self._number += 1
         number = self._number
         answer = self._open[number] = asyncio.get_running_loop().create_future()
@@ -91,7 +91,7 @@ class Peer:
             task.add_done_callback(self._answering.discard)
             return
         waiting = self._open.pop(message.number, None)
-        if waiting is None or waiting.done():  # whoever asked has given up
+        if waiting is None or waiting.done():  # the caller has given up
             return
         if message.failure is None:
             waiting.set_result(message.value)
@@ -115,8 +115,8 @@ class Peer:
         self.gone.set()
         for waiting in self._open.values():
             if not waiting.done():
-                waiting.set_exception(HalfLost(f"online: the {self._name} is gone: {why}"))
-                waiting.exception()  # seen, should nobody wait any more
+                waiting.set_exception(PeerLost(f"online: the {self._name} is gone: {why}"))
+                waiting.exception()  # mark it as retrieved, in case the caller gave up
         self._open.clear()
         for task in self._answering:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Whether the trainer half lives; and another one where it does not.
+"""Whether the trainer process lives; and another one where it does not.
 
 consumes: the start of a process, what it tells of its steps     waits for: its answers
 produces: a half that has opened its files                       an error once too many in a row died over their work
@@ -8,40 +8,93 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandem.errors import EngineError, TandemError
+from tandem.online.engine_supervisor import RestartBackoff
 from tandem.online.messages import Asked, JobProgress, Open, Train, Trained, WorkerOpened
-from tandem.online.restart_backoff import Losses
-from tandem.online.rpc import HalfLost, Handle, Peer
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.rpc import Handle, PeerLost, RpcConnection
 
 _log = logging.getLogger(__name__)
 
 _STOP_S = 0.3
 _LOOKS = 8  # a deadline
+_TAIL_BYTES, _TAIL_LINES, _END_S = 8192, 8, 1.0
+_LOG_BYTES = 16 * 2**20
+
+
+class TrainerProcess:
+    """`command` gets the descriptor of its end as its last argument; what it prints is appended to `log`, which is
+    begun again at a start that finds it large: the old one is then `<log>.1`."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._log = log
+        if log.exists() and log.stat().st_size > _LOG_BYTES:
+            log.replace(log.with_name(f"{log.name}.1"))
+        private = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with theirs, os.fdopen(private, "ab") as output:
+            self._log_start = output.tell()
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C is this process's to deal with
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self, grace_s: float) -> None:
+        """Its socket is closed already, which ends it; killed if that takes longer."""
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def epitaph(self) -> str:
+        """How it ended, and its last words."""
+        until = time.monotonic() + _END_S  # the socket closes a moment before the process is gone
+        while (code := self._process.poll()) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        how = "it runs" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
+        with self._log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _TAIL_BYTES))
+            lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        return "; ".join([how, *lines[-_TAIL_LINES:]])
 
 
 @dataclass
-class _Half:
+class _RunningTrainer:
     process: TrainerProcess
-    peer: Peer
+    peer: RpcConnection
     opened: WorkerOpened
 
 
-class TrainerLife:
+class TrainerSupervisor:
     def __init__(self, start: Callable[[], TrainerProcess], handle: Handle, deadline_s: float, most: int) -> None:
         """`handle`: what it asks. `deadline_s`: for an answer, and for a step. `most`: losses in a row."""
         self.why_lost = ""
         self.why_none = ""
         """Why there will be none any more."""
         self.deadline_s = deadline_s
-        self._start, self._handle, self._losses = start, handle, Losses(most)
-        self._half: _Half | None = None
+        self._start, self._handle, self._losses = start, handle, RestartBackoff(most)
+        self._half: _RunningTrainer | None = None
         self._steps = 0
 
     @property
@@ -60,16 +113,16 @@ class TrainerLife:
 
     async def begin(self, asked: Open, deadline_s: float) -> WorkerOpened:
         """Another one, instead of what is left of the one before."""
-        if self._half is not None and self.is_gone:  # nobody has asked it for anything since
-            self.why_lost = f"online: the trainer half was gone, with nothing to do: {await self._epitaph()}"
+        if self._half is not None and self.is_gone:  # it was not asked for anything since
+            self.why_lost = f"online: the trainer process was gone, with nothing to do: {await self._epitaph()}"
             _log.error("%s", self.why_lost)
         await self.end()
         process = await asyncio.to_thread(self._start)
-        peer = Peer(self._heard, "trainer half")
+        peer = RpcConnection(self._heard, "trainer process")
         await peer.start(process.end)
-        self._half = half = _Half(process, peer, WorkerOpened(0, "", False))
+        self._half = half = _RunningTrainer(process, peer, WorkerOpened(0, "", False))
         half.opened = msgspec.convert(await peer.ask(asked, deadline_s), WorkerOpened)
-        _log.info("trainer half %d has version %d", process.pid, half.opened.version)
+        _log.info("trainer process %d has version %d", process.pid, half.opened.version)
         return half.opened
 
     async def end(self) -> None:
@@ -80,7 +133,7 @@ class TrainerLife:
 
     async def lost(self, error: TandemError) -> None:
         """It died over its work, or cannot go on: it is ended."""
-        dead = isinstance(error, HalfLost) and self._half is not None
+        dead = isinstance(error, PeerLost) and self._half is not None
         self.why_lost = f"{error}: {await self._epitaph()}" if dead else str(error)
         _log.error("%s", self.why_lost)
         await self.end()
@@ -90,8 +143,8 @@ class TrainerLife:
         """Before another one begins, where the disk says; EngineError if there will be none any more."""
         if self._losses.are_too_many:
             self.why_none = (
-                f"online: the trainer half died {self._losses.count} times in a row, and max_restarts = "
-                f"{self._losses.most}; jobs wait until the server is started anew. The last time: {self.why_lost}"
+                f"online: the trainer process died {self._losses.count} times in a row, and max_restarts = "
+                f"{self._losses.most}; jobs wait until the server is restarted. The last time: {self.why_lost}"
             )
             raise EngineError(self.why_none)
         await self._losses.pause()
@@ -106,7 +159,7 @@ class TrainerLife:
             return await self._peer.ask(what, deadline_s)
         except TimeoutError:
             kind = type(what).__name__
-            raise HalfLost(f"online: the trainer half did not answer to {kind} in {deadline_s:g} s") from None
+            raise PeerLost(f"online: the trainer process did not answer to {kind} in {deadline_s:g} s") from None
 
     async def train(self, asked: Train) -> Trained:
         """However long it takes, as long as it moves. Time in which this half was stopped itself counts once only."""
@@ -121,16 +174,16 @@ class TrainerLife:
                 looks = looks + 1 if self._steps == steps else 0
         finally:
             answer.cancel()
-        raise HalfLost(f"online: the trainer half did no step of a job in {self.deadline_s:g} s")
+        raise PeerLost(f"online: the trainer process did no step of a job in {self.deadline_s:g} s")
 
     async def _epitaph(self) -> str:
         assert self._half is not None
         return await asyncio.to_thread(self._half.process.epitaph)
 
     @property
-    def _peer(self) -> Peer:
+    def _peer(self) -> RpcConnection:
         if self._half is None:
-            raise HalfLost("online: there is no trainer half")
+            raise PeerLost("online: there is no trainer process")
         return self._half.peer
 
     async def _heard(self, what: Asked) -> dict[str, Any]:

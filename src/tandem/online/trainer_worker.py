@@ -1,9 +1,9 @@
-"""The trainer half: a candidate of its own, which becomes a version only after every gate.
+"""The trainer process: a candidate of its own, which becomes a version only after every gate.
 
-consumes: jobs, one at a time                  waits for: the server half
+consumes: jobs, one at a time                  waits for: the server process
 produces: versions on the disk, and published  or everything as it was before the job
 
-It knows no HTTP and no jobs table. What it has trained is an orphan until the server half commits it.
+It knows no HTTP and no jobs table. What it has trained is an orphan until the server process commits it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
+from torch import Tensor
 
 from tandem.errors import NonFinite, TandemError
 from tandem.online import gates
@@ -41,20 +44,18 @@ from tandem.online.messages import (
     WorkerOpened,
     groups_from_wire,
 )
-from tandem.online.peak_memory import Peaks
 from tandem.online.self_distillation import JudgedAnswers
-from tandem.online.undo_job import Rewind
 from tandem.online.version_store import VersionStore
 from tandem.online.weight_deltas import HeldVersion, size_of_change
+from tandem.ops.module_tensors import Copies
 from tandem.protocols import Algorithm, Optimizer, Policy, Trainer
 from tandem.publish import Publisher
 from tandem.spec.online import OnlineSpec
 from tandem.types import Batch, Group, Metrics, Proof, Trajectory, WeightKind, Weights
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _log = logging.getLogger(__name__)
+
+_GIB = 2**30
 
 
 class Cancelled(TandemError):
@@ -73,7 +74,7 @@ class CanaryPrompt:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What the trainer half is made of; recipes/online_trainer_process.py knows which classes."""
+    """What the trainer process is made of; recipes/online_trainer_process.py knows which classes."""
 
     policy: Policy
     optimizer: Optimizer
@@ -129,13 +130,58 @@ class _Seen:
     canaries: list[list[float]] = field(default_factory=list[list[float]])
 
 
-class TrainerHalf:
+class UndoJob:
+    """The optimizer's state, and the bits that 16-bit weights lack, copied to the host: into memory that is kept from
+    job to job. (Weights: updates.Held.)"""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._copies = optimizer, Copies()
+        self._state: dict[str, Tensor] = {}
+
+    def mark(self) -> None:
+        """The way back leads here from now on."""
+        self._state = self._copies.of(self._optimizer.state())
+
+    def back(self) -> None:
+        self._optimizer.load(self._state)
+
+
+class PeakMemory:
+    """Beside a GPU's tensors; of a CPU's it says nothing."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._device = like.device if like.is_cuda else None
+        self._gib: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Whatever torch had allocated meanwhile, at most. A part that ends with an error counts, too."""
+        if self._device is None:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            yield
+        finally:
+            self._gib[what] = torch.cuda.max_memory_allocated(self._device) / _GIB
+
+    def metrics(self) -> Metrics:
+        """The last of each part; `reserved` is what torch keeps, and `allocated` what is in use, at this moment."""
+        if self._device is None:
+            return {}
+        found = {f"memory/peak_{what}": gib for what, gib in self._gib.items()}
+        found["memory/allocated"] = torch.cuda.memory_allocated(self._device) / _GIB
+        found["memory/reserved"] = torch.cuda.memory_reserved(self._device) / _GIB
+        return found
+
+
+class TrainerWorker:
     def __init__(self, make_parts: Callable[[OnlineSpec], TrainerParts], tell: Callable[[JobProgress], None]) -> None:
         self._make_parts, self._tell = make_parts, tell
         self._parts: TrainerParts | None = None
         self._turn = asyncio.Lock()
         self._called_off: set[str] = set()
-        """Jobs, also those that have not come yet: whoever calls one off may be quicker than the job."""
+        """Cancelled jobs, also those that have not arrived yet: a cancellation may overtake its job."""
         self._before: int | None = None
         """The version that the candidate comes from, until it is settled."""
         self._stale = False
@@ -165,7 +211,7 @@ class TrainerHalf:
             case Checkpoint(keep=keep):
                 return await asyncio.to_thread(self._checkpoint, keep)
             case _:
-                raise TandemError(f"online: the trainer half is not asked for {type(what).__name__}")
+                raise TandemError(f"online: the trainer process is not asked for {type(what).__name__}")
 
     # --- beginning
 
@@ -184,8 +230,8 @@ class TrainerHalf:
         self._store.forget(set(asked.known) & self._store.named())
         parameters = sum(tensor.numel() for tensor in trained.values())
         like = next(iter(trained.values()))
-        self._peaks = Peaks(like)
-        self._rewind = Rewind(parts.optimizer)
+        self._peaks = PeakMemory(like)
+        self._rewind = UndoJob(parts.optimizer)
         if not asked.known:
             self._held = HeldVersion.of(0, trained).at_rest()
             self._store.anchor(0, trained, parts.optimizer.state())
@@ -219,7 +265,7 @@ class TrainerHalf:
     def _train_here(self, asked: Train, tell: Callable[[JobProgress], None]) -> Trained:
         if self._teacher.version != asked.parent:
             raise TandemError(
-                f"online: a job for version {asked.parent}, and the trainer half has {self._teacher.version}"
+                f"online: a job for version {asked.parent}, and the trainer process has {self._teacher.version}"
             )
         self._refresh_state()
         self._rewind.mark()
@@ -357,7 +403,7 @@ class TrainerHalf:
 
     async def _publish(self, version: int) -> dict[str, Any]:
         if version != self._teacher.version:
-            raise TandemError(f"online: asked to publish {version}, and the trainer half has {self._teacher.version}")
+            raise TandemError(f"online: asked to publish {version}; the trainer has {self._teacher.version}")
         with self._peaks.of("publish"):
             proof: Proof = await self._open_parts.publisher.publish(self._teacher)
         return {**msgspec.to_builtins(proof), "base": self._open_parts.base()}
@@ -398,7 +444,7 @@ class TrainerHalf:
     @property
     def _open_parts(self) -> TrainerParts:
         if self._parts is None:
-            raise TandemError("online: the trainer half was not opened")
+            raise TandemError("online: the trainer process was not opened")
         return self._parts
 
 

@@ -1,8 +1,7 @@
 """Versions on the disk: anchors, which hold everything, and updates, which hold what changed since the version before.
 
 `anchor-000010/` and `update-000012-from-000010/` are sealed directories (io/sealed_directory.py), never changed and
-never
-named twice. Their names alone tell the tree: where somebody goes back and trains on, it branches. Which version is the
+never named twice. Their names alone tell the tree: training on after a rollback makes a branch. Which version is the
 one that counts is not said here but where jobs are committed; a version that was written and never committed is
 forgotten by name. One process writes; any may read.
 
@@ -113,7 +112,7 @@ class VersionStore:
         notes: Mapping[str, Any] | None = None,
     ) -> StoredUpdate:
         """All of it, durably. CheckpointError if the weights are not what the update to this version says. On any
-        thread, of tensors that nobody writes to meanwhile."""
+        thread, of tensors that are not written meanwhile."""
         started, held = time.perf_counter(), HeldVersion.of(version, weights)
         parents, _ = self._names()
         if version not in parents:
@@ -151,7 +150,7 @@ class VersionStore:
 
     def forget(self, keep: Collection[int]) -> None:
         """Whatever no version of `keep` needs: orphans, and what lies behind the anchors of the oldest. Of those that
-        cannot be made any more stays what is left: somebody may mend it."""
+        cannot be made any more, the rest stays, since it may be repaired."""
         parents, anchors = self._names()
         of_all, _ = self._names(damaged=True)
         if odd := sorted(set(keep) - self.named()):

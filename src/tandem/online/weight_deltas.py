@@ -51,7 +51,7 @@ class HeldVersion:
 
     @classmethod
     def of(cls, version: int, tensors: Mapping[str, Tensor]) -> HeldVersion:
-        """These very tensors: from now on only `walk` writes to them, or the version is said anew."""
+        """Wrap these tensors: from now on only `walk` writes to them, or the caller sets the version again."""
         detached = {name: tensor.detach() for name, tensor in tensors.items()}
         return cls(version, detached, _numbers(detached))
 
@@ -210,13 +210,13 @@ class Update:
 @torch.no_grad()
 def make(version: int, held: HeldVersion, live: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Update:
     """What leads from `held` to `live`; and `held` is then the new version: by the update itself, which proves it. A
-    `held` that somebody wrote to is refused."""
+    `held` that was written to is refused."""
     check_alike(held.tensors, live, f"update {version}: {_OTHERS}")
     numbers, changed = _numbers(live), list[int]()
     pieces = [coded(lot) for lot in lots(held.tensors, live, changed)]  # one that is at rest comes part by part
     touched = {name: (held.numbers[name], number) for name, number in numbers.items() if number != held.numbers[name]}
     with held.beside(live):
-        _check(held, held.numbers, held.version, anew={name for piece in pieces for name, *_ in piece.parts})
+        _check(held, held.numbers, held.version, again={name for piece in pieces for name, *_ in piece.parts})
         total = sum(tensor.numel() for tensor in live.values())
         update = Update(version, held.version, touched, pieces, sum(changed), total, digest_of_all(numbers), notes)
         walk(held, [lambda: update])
@@ -283,8 +283,8 @@ def _ends(update: Update, held: HeldVersion, now: Mapping[str, int]) -> dict[str
     return {name: after if forward else before for name, (before, after) in update.touched.items()}
 
 
-def _check(held: HeldVersion, wanted: Mapping[str, int], start: int, anew: Collection[str] = ()) -> None:
-    stale = [name for name, number in held.numbers.items() if number == UNKNOWN or name in anew]
+def _check(held: HeldVersion, wanted: Mapping[str, int], start: int, again: Collection[str] = ()) -> None:
+    stale = [name for name, number in held.numbers.items() if number == UNKNOWN or name in again]
     found = held.numbers | _numbers({name: held.tensors[name] for name in stale})
     if odd := sorted(name for name, number in wanted.items() if found[name] != number):
         raise CheckpointDamaged(

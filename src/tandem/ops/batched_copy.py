@@ -1,7 +1,7 @@
 """Many copies as few launches: of small tensors, a launch each takes longer than the bytes.
 
 On a CPU it is one call where there were hundreds: each lets go of the interpreter, and may wait to get it back. On a
-GPU, whoever copies the same again replays a graph of it.
+GPU, repeating the same copies replays a graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The same launches again and again, in memory that stays: on a GPU from the second time on one launch, of a graph.
 
 To hand over a thousand addresses takes a millisecond, and a kernel of Triton's a tenth of one. While a graph is made,
-no other thread of the process may draw random numbers on that GPU: torch lets its generator take part. So whoever may
-be beside one that samples or trains does without.
+no other thread of the process may draw random numbers on that GPU: torch lets its generator take part. So code that may
+run beside sampling or training does without graphs.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.ops.digest_layout import DigestMatrix, Plain
 from tandem.ops.finite_check import Finite
 from tandem.ops.option_report import requested
 from tandem.ops.phase_timer import Phases
@@ -41,30 +42,6 @@ _FIRST_ODD = {
 """The bits, without the sign, from which on a value is infinite or no number."""
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _WITHOUT_SIGN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
-
-
-class DigestMatrix(NamedTuple):
-    """What is summed: integers, to be read without their sign, and where their weights begin."""
-
-    integers_RC: Tensor
-    row_seed: int
-    col_seed: int
-    row_start: int
-    col_start: int
-
-
-class Plain(NamedTuple):
-    """The same of a tensor whose rows are as they lie in memory, found without making views of it."""
-
-    place: int
-    width: int
-    num_rows: int
-    num_cols: int
-    pitch: int
-    row_seed: int
-    col_seed: int
-    row_start: int
-    col_start: int
 
 
 class ElementChange(NamedTuple):
@@ -201,8 +178,8 @@ def fingerprinted(
 def all_at_once(
     tensors: Iterable[tuple[str, Tensor]], phases: Phases | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Fingerprints, and the names of those that hold what is no number. As `fingerprinted`, but nobody wants a tensor
-    while its digest is taken: so a GPU is waited for once, at the end."""
+    """Return fingerprints, and the names of tensors with values that are not finite. As `fingerprinted`, but no tensor
+    is used while its digest is taken, so the GPU is waited for once, at the end."""
     found: dict[str, str] = {}
     launched: list[tuple[list[str], Tensor]] = []
     finite, phases = Finite(), phases or Phases()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -18,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.ops.cuda_graph import Replay
-
-if TYPE_CHECKING:
-    from tandem.ops.digest import DigestMatrix, Plain
+from tandem.ops.digest_layout import DigestMatrix, Plain
 
 _LANES = 1024  # elements at a time, of one row or of many
 _COLS = (16, 64, 256, _LANES)  # of a tile; half of an adapter's tensors are as wide as its rank

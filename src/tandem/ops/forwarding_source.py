@@ -1,4 +1,4 @@
-"""A source as somebody between the bridge and an engine passes it on: nothing is changed, what engines say is kept."""
+"""Forward a weight source between a bridge and an engine, and record the engines' replies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 class Relay:
+    """A weight source that forwards every call to another one."""
+
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         self.replies: list[Mapping[str, Any]] = []

@@ -17,7 +17,6 @@ would be the token's logprob.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from tandem.ops import byte_sizes
 from tandem.ops.byte_sizes import WORKSPACE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """From what the matrix product gives to what softmax sees: `inner * raw`, or `outer * tanh(inner * raw)`.
-
-    Ids from `num_ids` on are no part of the distribution.
-    """
-
-    num_ids: int
-    inner: float
-    outer: float = 0.0  # 0: no softcap
-
-    @classmethod
-    def of(cls, num_ids: int, scale: float, softcap: float | None, temperature: float) -> Curve:
-        if softcap:
-            return cls(num_ids, scale / softcap, softcap / temperature)
-        return cls(num_ids, scale / temperature)
+from tandem.ops.softcap import Curve
 
 
 def score(

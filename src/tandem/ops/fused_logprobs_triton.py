@@ -6,15 +6,12 @@ Only imported where tensors are on a GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tandem.ops.fused_logprobs import Curve
+from tandem.ops.softcap import Curve
 
 
 def look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C: Tensor, entropy_C: Tensor) -> None:

@@ -13,7 +13,7 @@ MARK = "tandem"
 URGENT = "tandem_urgent"
 """Among them, of a request that goes before all that wait."""
 URGENT_PLACES = 1
-"""Among those that vLLM computes together, which nobody else takes."""
+"""Places in vLLM's batch that are reserved for urgent requests."""
 
 SCHEDULER_TOLD = "TANDEM_SCHEDULER_TOLD"
 """Names the file in which vLLM's core says why its scheduler is not sped up."""

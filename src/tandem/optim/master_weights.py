@@ -23,7 +23,7 @@ Rows: TypeAlias = slice | EllipsisType
 
 
 class Master(Protocol):
-    """`live` is the parameter. It may be a view of memory that somebody else owns, with any strides."""
+    """`live` is the parameter. It may be a view of memory that the engine owns, with any strides."""
 
     halves: bool
     """The exact value is the bits of `live` and, where `state` has 16 more by this name, those."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
+from tandem.io.extras import require_extra
 from tandem.io.model_path_check import refuse_missing, refuse_no_model
 from tandem.obs.closing_summary import closing_text
 from tandem.obs.live_view import LiveView
@@ -35,6 +36,8 @@ from tandem.spec.data import FileData
 from tandem.spec.load import AnySpec, as_spec, to_toml
 from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
+
+require_extra("train", "torch", "transformers", "tokenizers", "safetensors", "peft", "fastapi", "uvicorn", "msgspec")
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ def run(
     _refuse_missing(spec)
     environment = _environment(spec)
     directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
-    spec = spec.in_place()  # whoever resumes it may stand elsewhere
+    spec = spec.in_place()  # it may be resumed from another directory
     begin(directory, to_toml(spec))
     return _go(spec, DirectoryLease(directory), directory, environment, view or LiveView(spec.name), rehearse=rehearse)
 
@@ -84,7 +87,7 @@ def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | N
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _lacks(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
-        if (status := finished(directory)) is None:  # or whoever held it came to its end meanwhile
+        if (status := finished(directory)) is None:  # or the process that held it finished meanwhile
             environment = _environment(spec)
             return _go(spec, lease, directory, environment, view).status
         try:
@@ -108,7 +111,7 @@ def _environment(spec: RunSpec) -> Any:
 
 
 def _lacks(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:
-    """Whoever brought it to its end was killed before it could write the report, or upload what is to be kept."""
+    """True if the process that finished the run was killed before it wrote the report, or uploaded the artifacts."""
     return not (directory / "report.html").exists() or (spec.artifacts is not None and "artifacts" not in status)
 
 
@@ -130,9 +133,9 @@ def _go(
             earlier=found.state["run"] if found else None,
         )  # fmt: skip
         uploads = _uploads(directory, spec.artifacts)
-        keeper = RunCheckpointer(spec.checkpoint, shelf, made, found, uploads)
+        checkpointer = RunCheckpointer(spec.checkpoint, shelf, made, found, uploads)
         try:
-            with _signals_end(keeper), view, made:
+            with _signals_end(checkpointer), view, made:
                 view.say(f"run {directory}")
                 for text in shelf.set_aside:
                     made.event("checkpoint_damaged", message=text)
@@ -141,20 +144,22 @@ def _go(
                     made.event("resume", step=found.version, epoch=lease.epoch)
                     view.say(f"   goes on from the checkpoint of step {found.version}")
                 try:
-                    asyncio.run(_train(spec, made, environment, keeper, rehearse=rehearse, fresh=lease.epoch == 1))
+                    asyncio.run(
+                        _train(spec, made, environment, checkpointer, rehearse=rehearse, fresh=lease.epoch == 1)
+                    )
                 except Exception as error:
-                    if keeper.ending in chain(error):  # a library made an error of it, while it was imported
-                        raise keeper.ending from error
+                    if checkpointer.ending in chain(error):  # a library made an error of it, while it was imported
+                        raise checkpointer.ending from error
                     raise
                 finally:
-                    keeper.close()
+                    checkpointer.close()
         finally:
             if uploads is not None:
-                uploads.finish(keeper.left_s())
-            if lease.holds():  # or else the run is somebody else's: its report, too
+                uploads.finish(checkpointer.left_s())
+            if lease.holds():  # or else another process owns the run and its report
                 _conclude(made)
                 if spec.artifacts is not None:
-                    _keep(directory, spec.artifacts, view, keeper.left_s())
+                    _keep(directory, spec.artifacts, view, checkpointer.left_s())
     finally:
         training.close(environment)
         lease.close()
@@ -196,7 +201,7 @@ def _keep(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: float
 
 
 async def _train(
-    spec: RunSpec, run: Run, environment: Any, keeper: RunCheckpointer, *, rehearse: bool, fresh: bool
+    spec: RunSpec, run: Run, environment: Any, checkpointer: RunCheckpointer, *, rehearse: bool, fresh: bool
 ) -> None:
     from tandem.build import training
     from tandem.recipes import rehearsal
@@ -218,12 +223,12 @@ async def _train(
         await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
     if isinstance(spec, SftSpec):
-        await train_sft(spec, run, keeper)
+        await train_sft(spec, run, checkpointer)
         return
     if isinstance(spec, PreferenceSpec):
-        await train_preference(spec, run, keeper)
+        await train_preference(spec, run, checkpointer)
         return
-    rl = RlRun(spec, run, environment, keeper)
+    rl = RlRun(spec, run, environment, checkpointer)
     try:
         await rl.train()
         training.export(rl.model, run.directory / "export")
@@ -232,7 +237,7 @@ async def _train(
 
 
 @contextmanager
-def _signals_end(keeper: RunCheckpointer) -> Iterator[None]:
+def _signals_end(checkpointer: RunCheckpointer) -> Iterator[None]:
     """SIGTERM and Ctrl-C save and end the run: at once, or when the step that is under way has ended; after
     checkpoint.grace_s, or when the signal comes again, with what was saved before. A run that saves nothing is
     cancelled."""
@@ -240,22 +245,22 @@ def _signals_end(keeper: RunCheckpointer) -> Iterator[None]:
 
     def stop(number: int, _frame: Any) -> None:
         by_hand = number == signal.SIGINT
-        if by_hand and (keeper.stop_asked or not keeper.spec.every):
+        if by_hand and (checkpointer.stop_asked or not checkpointer.spec.every):
             raise KeyboardInterrupt
-        if not keeper.spec.every:
+        if not checkpointer.spec.every:
             raise SystemExit(143)
-        asked_before = keeper.stop_asked
-        keeper.ask_to_stop(StoppedByHand() if by_hand else SystemExit(0))
-        if keeper.idle:
-            keeper.save_now()
+        asked_before = checkpointer.stop_asked
+        checkpointer.ask_to_stop(StoppedByHand() if by_hand else SystemExit(0))
+        if checkpointer.idle:
+            checkpointer.save_now()
         elif not asked_before:
             if by_hand:
                 os.write(2, _ENDING)  # and not by print: a handler may have interrupted one
-            last.append(threading.Timer(keeper.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
+            last.append(threading.Timer(checkpointer.spec.grace_s, signal.raise_signal, (signal.SIGTERM,)))
             last[0].daemon = True
             last[0].start()
             return
-        raise keeper.ending
+        raise checkpointer.ending
 
     try:
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.build import joined_engines
+from tandem.build import run_engines
 from tandem.errors import ProcessEnded, SpecError
 from tandem.io import atomic_write
 from tandem.io.child_process import Child, Ready
@@ -34,7 +34,6 @@ from tandem.spec.model import PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision
 from tandem.spec.rollouts import AtroposRollouts, ServiceRollouts
 from tandem.spec.run import RlSpec, RunSpec
-from tandem.spec.sync import AdapterSync, DiskSync
 
 _READY_S, _LOOK_S = 120.0, 0.1
 _SERVICES = ("engine", "gateway", "rollouts")
@@ -135,14 +134,10 @@ def _engine_command(plan: ProcessPlan) -> list[str]:
     if isinstance(engine, VllmEngineSpec):
         engine = engine.model_copy(
             update={"sleep": "keep"}
-        )  # an engine that frees its memory must be started by the trainer
-    readable: list[Path] = []
-    if isinstance(spec.sync, DiskSync):
-        readable = [Path(spec.sync.directory or plan.run_dir / "engines" / "versions").absolute()]
-    if isinstance(spec.sync, AdapterSync):
-        readable = joined_engines.adapter_places(spec.sync)
+        )  # an engine that lends its memory must be the trainer's own
+    readable = run_engines.version_places(spec.sync, plan.run_dir / "engines" / "versions")
     return [
-        *joined_engines.engine_command(
+        *run_engines.engine_command(
             engine,
             device=spec.device,
             dtype="bfloat16" if isinstance(spec.precision, Bfloat16Precision) else "float32",
@@ -150,7 +145,7 @@ def _engine_command(plan: ProcessPlan) -> list[str]:
             directory=plan.home / "engine",
             readable=readable,
         )(plan.model, 0, plan.ready_file("engine")),
-        *joined_engines.adapter_options(spec),
+        *run_engines.adapter_options(spec),
         "--port", str(plan.ports["engine"]),
     ]  # fmt: skip
 

@@ -14,16 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import TandemError
 from tandem.protocols import Engine, Trainer
 from tandem.recipes import sync_bench
+from tandem.spec.bridges import BRIDGES
 from tandem.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
-_BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # that one is for the embedded engine
+_BRIDGES = tuple(name for name, traits in BRIDGES.items() if "vllm" in traits.engines)
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
@@ -136,7 +137,7 @@ class _Asked:
 
 def _request_checks(python: str, device: str) -> list[Check]:
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
-        spec = sync_bench.bench_spec("disk", "tiny", device, "vllm", Path(home), {"python": python})
+        spec = sync_bench.bench_spec(sync_bench.ON_ANY_DEVICE, "tiny", device, "vllm", Path(home), {"python": python})
         model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
         try:
             return asyncio.run(_served_and_asked(spec, model, Path(home)))
@@ -145,12 +146,12 @@ def _request_checks(python: str, device: str) -> list[Check]:
 
 
 async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Check]:
-    joined = joined_engines.join(spec, model, home, unchecked=True)
-    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
+    joined = run_engines.join(spec, model, home, unchecked=True)
+    publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     rng = random.Random("engine check")
     prompts = [[rng.randrange(model.num_ids) for _ in range(5 + 3 * number)] for number in range(_PROMPTS)]
-    limit = joined_engines.canary(model).ceiling
+    limit = run_engines.canary(model).ceiling
     try:
         await publisher.publish(trainer)
         sync_bench.move_weights(model, trainer)

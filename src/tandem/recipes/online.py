@@ -11,9 +11,9 @@ from tandem.build import online
 from tandem.io import atomic_write
 from tandem.io.model_path_check import refuse_missing
 from tandem.online.job_store import JobStore
-from tandem.online.orchestrator import Conductor
-from tandem.online.replay_memory import JobMemory
-from tandem.online.trainer_process import TrainerProcess
+from tandem.online.orchestrator import Orchestrator
+from tandem.online.sample_replay import ReplayMemory
+from tandem.online.trainer_supervisor import TrainerProcess
 from tandem.recipes.online_export import keep_spec
 from tandem.rollout.sessions.store import SessionStore
 from tandem.serve.http.run import Listen, serve_forever
@@ -27,7 +27,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
     the version that was published last."""
     from tandem.serve.http.service import create_app
     from tandem.serve.online.keys import KeyRing, Keys
-    from tandem.serve.online.past_versions import Past
+    from tandem.serve.online.past_versions import PastVersions
     from tandem.serve.online.service import online_service
     from tandem.vllm_worker.weight_sources import open_source
 
@@ -43,14 +43,14 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
     versions = atomic_write.make_directory(listen.data_dir / "versions", mode=atomic_write.PRIVATE)
     waiting = [TrainerProcess(_TRAINER, log, environment)]  # it starts while the engine is built
     alone = online.alone(spec, listen.data_dir)
-    conductor = Conductor(
+    conductor = Orchestrator(
         spec,
         store,
         alone.engine,
         open_source,
         lambda: waiting.pop() if waiting else TrainerProcess(_TRAINER, log, environment),
         versions,
-        JobMemory(spec.replay, spec.seed, store, spec.train.batch_size),
+        ReplayMemory(spec.replay, spec.seed, store, spec.train.batch_size),
         online.ordinary(spec, alone, listen.data_dir),
         online.revival(alone),
     )
@@ -59,7 +59,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
         conductor,
         alone.renderer,
         sessions,
-        Past(online.past(spec, alone, versions)),
+        PastVersions(online.past(spec, alone, versions)),
         model_id=spec.name,
         context=alone.context,
         num_ids=alone.num_ids,

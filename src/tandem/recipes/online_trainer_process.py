@@ -1,4 +1,4 @@
-"""The trainer half of an online server, as a program: `python -m tandem.recipes.online_trainer_process FD`."""
+"""The trainer process of an online server, as a program: `python -m tandem.recipes.online_trainer_process FD`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import sys
 from typing import Any
 
 from tandem.build import online
-from tandem.online.engine_proxy import EngineAcross
 from tandem.online.messages import Asked
-from tandem.online.rpc import Peer
-from tandem.online.trainer_worker import TrainerHalf, TrainerParts
+from tandem.online.publishing import EngineProxy
+from tandem.online.rpc import RpcConnection
+from tandem.online.trainer_worker import TrainerParts, TrainerWorker
 from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.online import OnlineSpec
 
 
 async def serve(end: socket.socket) -> None:
-    """Until the server half closes its end."""
+    """Until the server process closes its end."""
 
     async def handle(what: Asked) -> dict[str, Any]:
         return await half.handle(what)
 
     def make_parts(spec: OnlineSpec) -> TrainerParts:
         receivers = spec.engine.tensor_parallel if isinstance(spec.engine, VllmEngineSpec) else 1
-        return online.parts(spec, EngineAcross(server.ask, receivers))
+        return online.parts(spec, EngineProxy(server.ask, receivers))
 
-    server = Peer(handle, "server half")
-    half = TrainerHalf(make_parts, server.tell)
+    server = RpcConnection(handle, "server process")
+    half = TrainerWorker(make_parts, server.tell)
     await server.start(end)
     await server.gone.wait()
 
@@ -38,7 +38,7 @@ def main() -> None:
     from tandem.io.leash import die_with
 
     die_with(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server half's to deal with
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server process's to deal with
     os.nice(10)  # who waits for an answer goes first
     asyncio.run(_until_the_end(socket.socket(fileno=int(sys.argv[1]))))
 

@@ -25,7 +25,7 @@ from tandem.spec.run import PreferenceSpec
 from tandem.types import Group, Metrics
 
 
-async def train_preference(spec: PreferenceSpec, run: Run, keeper: RunCheckpointer) -> None:
+async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunCheckpointer) -> None:
     stage = spec.train
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     for note in training.options(spec, model):
@@ -36,7 +36,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, keeper: RunCheckpoint
     algorithm = training.preference_algorithm(spec.algorithm)
     model.policy.keep_reference()
     trainer = training.trainer(stage, model, algorithm, 0, spec.seed)
-    keeper.load(trainer, "preference")
+    checkpointer.load(trainer, "preference")
     examine = training.examiner(model, algorithm, stage.micro_tokens)
     run.status["steps_total"] = stage.steps
 
@@ -44,12 +44,12 @@ async def train_preference(spec: PreferenceSpec, run: Run, keeper: RunCheckpoint
         """The loss of each pair, and the means of loss and accuracy."""
         if not held_out:
             return [], {}
-        if (known := keeper.remembered(name)) is not None:
+        if (known := checkpointer.remembered(name)) is not None:
             return known, {}
         found = [examine(pair) for pair in held_out]
         losses = [each["loss/total"] for each in found]
         loss, accuracy = statistics.fmean(losses), statistics.fmean(each["reward/accuracy"] for each in found)
-        keeper.remember(name, losses)
+        checkpointer.remember(name, losses)
         run.evaluated(name, label, loss, metric="loss")
         tasks = [pair[0].task_id for pair in held_out]
         store_eval(run.directory, StoredEval(trainer.version, name, "loss", spec.data.model_dump(), tasks, losses))
@@ -72,7 +72,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, keeper: RunCheckpoint
         algorithm,
         seed=spec.seed,
         deterministic=spec.deterministic,
-        keeper=keeper,
+        checkpointer=checkpointer,
         before_record=evaluate_when_due,
     )
     after, _ = evaluate("after", "after training")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.build import joined_engines, training
+from tandem.build import run_engines, training
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.runs.planner.lengths import Micro
@@ -92,10 +92,10 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
     proofs: list[Proof] = []
     joined = publisher = None
     if isinstance(spec, RlSpec) and not _elsewhere(spec):
-        joined = joined_engines.join(spec, model, home)
+        joined = run_engines.join(spec, model, home)
         call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         deadline_s = spec.sync.deadline_s
-        publisher = joined_engines.publisher(joined, model, deadline_s, call, proofs.append, lambda _: None)
+        publisher = run_engines.publisher(joined, model, deadline_s, call, proofs.append, lambda _: None)
     trainer = training.trainer(spec.train, model, algorithm, 0, spec.seed)
     groups = largest_groups(spec, work, model.num_ids)
     metrics: Mapping[str, float] = {}
@@ -125,7 +125,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
 
 
 def _elsewhere(spec: RlSpec) -> bool:
-    """Somebody else's engine is not for rehearsing."""
+    """True if the run does not own its engine: then it is not used for a rehearsal."""
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 

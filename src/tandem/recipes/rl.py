@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.build import joined_engines, training
+from tandem.build import run_engines, training
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
@@ -49,14 +49,14 @@ def training_reward(run_dir: Path) -> dict[str, Any]:
 class RlRun:
     """What the stages of one RL run share."""
 
-    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, keeper: RunCheckpointer) -> None:
-        self.spec, self.run, self.environment, self.keeper = spec, run, environment, keeper
+    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, checkpointer: RunCheckpointer) -> None:
+        self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
         self.model = training.model(
             spec.model, spec.precision, spec.seed, training.settle_torch(spec), getattr(spec.engine, "max_context", 0)
         )
-        self.joined = joined_engines.join(spec, self.model, run.directory / "engines")
+        self.joined = run_engines.join(spec, self.model, run.directory / "engines")
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-        self.publisher = joined_engines.publisher(
+        self.publisher = run_engines.publisher(
             self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self._met
         )
         self._noted = set[str]()
@@ -90,12 +90,12 @@ class RlRun:
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         version = 0
         if warmup is not None:
-            version = warmup.steps if self.keeper.goes_on_in("rl") else await self._warm_up(warmup)
+            version = warmup.steps if self.checkpointer.goes_on_in("rl") else await self._warm_up(warmup)
         algorithm = training.algorithm(self.spec.algorithm, self.spec.train.max_tokens)
         if algorithm.needs_reference:
             self._reference(version)
         trainer = training.trainer(self.spec.train, self.model, algorithm, version, self.spec.seed)
-        self.keeper.load(trainer, "rl")
+        self.checkpointer.load(trainer, "rl")
         if self.setting is None:
             await self._rl_stage(trainer, algorithm)
             self.run.conclude("undecided", training_reward(self.run.directory))
@@ -120,11 +120,11 @@ class RlRun:
 
     def _reference(self, version: int) -> None:
         """Where RL began, also if another process was there then."""
-        kept = self.keeper.reference()
-        if kept is not None and self.keeper.goes_on_in("rl"):
+        kept = self.checkpointer.reference()
+        if kept is not None and self.checkpointer.goes_on_in("rl"):
             training.load_weights(self.model, kept)
         elif version and not isinstance(self.spec.algorithm, DistillSpec):  # or else the spec says it
-            self.keeper.keep_reference(version, training.weights_writer(self.model))
+            self.checkpointer.keep_reference(version, training.weights_writer(self.model))
         training.reference(self.spec.algorithm, self.model, self.spec.precision)
 
     def _met(self, meeting: Mapping[str, Any]) -> None:
@@ -143,15 +143,15 @@ class RlRun:
 
     async def _warm_up(self, stage: WarmupStage) -> int:
         trainer = training.trainer(stage, self.model, training.sft_algorithm(), 0, self.spec.seed)
-        self.keeper.load(trainer, "warmup")
+        self.checkpointer.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
         recordings = self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
-        await self.publisher.rest(trainer)  # till the next version is published: nobody samples
+        await self.publisher.rest(trainer)  # until the next version is published, no engine samples
         await supervised_stage(
             self.run, self.model, trainer, stage, recordings, seed=self.spec.seed,
-            deterministic=self.spec.deterministic, keeper=self.keeper,
+            deterministic=self.spec.deterministic, checkpointer=self.checkpointer,
         )  # fmt: skip
         return trainer.version
 
@@ -201,7 +201,7 @@ class RlRun:
                 after_step=after_step,
                 sync_every=spec.sync.every,
                 call=self.call,
-                keeper=self.keeper,
+                checkpointer=self.checkpointer,
             )
             trainer.finish()
         except NothingLearned as error:
@@ -212,10 +212,10 @@ class RlRun:
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """What is judged is what the engine serves."""
         await self.publisher.hold(trainer)
-        if (known := self.keeper.remembered(name)) is not None:
+        if (known := self.checkpointer.remembered(name)) is not None:
             return Evaluation(known["scores"], [], known["failed"], known.get("measure", "accuracy"))
         result = await self._play_held_out(trainer.version, name)
-        self.keeper.remember(name, {"scores": result.scores, "failed": result.failed, "measure": result.measure})
+        self.checkpointer.remember(name, {"scores": result.scores, "failed": result.failed, "measure": result.measure})
         self._tell(result, name, label)
         return result
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from tandem.build import joined_engines, standalone_engines, training
+from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import RunError
 from tandem.io import prestart
 from tandem.io.model_path_check import refuse_no_model
@@ -155,7 +155,7 @@ def load_model(
 
 
 def _publish(model: training.BuiltModel, engine: Engine, version: int) -> None:
-    bridge = joined_engines.inproc_bridge()
+    bridge = run_engines.inproc_bridge()
 
     async def publish() -> None:
         await engine.attach(bridge.source(engine.receivers))

@@ -20,7 +20,7 @@ from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
 
 
-async def train_sft(spec: SftSpec, run: Run, keeper: RunCheckpointer) -> None:
+async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer) -> None:
     stage = spec.train
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     for note in training.options(spec, model):
@@ -29,14 +29,14 @@ async def train_sft(spec: SftSpec, run: Run, keeper: RunCheckpointer) -> None:
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
     trainer = training.trainer(stage, model, training.sft_algorithm(), 0, spec.seed)
-    keeper.load(trainer, "sft")
+    checkpointer.load(trainer, "sft")
     run.status["steps_total"] = stage.steps
 
     def evaluate(name: str, label: str) -> list[float]:
-        if (known := keeper.remembered(name)) is not None:
+        if (known := checkpointer.remembered(name)) is not None:
             return known
         losses = held_out_losses(model, held_out, stage.micro_tokens)
-        keeper.remember(name, losses)
+        checkpointer.remember(name, losses)
         if losses:
             run.evaluated(name, label, sum(losses) / len(losses), metric="loss")
             tasks = [recording.task_id for recording in held_out]
@@ -59,7 +59,7 @@ async def train_sft(spec: SftSpec, run: Run, keeper: RunCheckpointer) -> None:
         recordings,
         seed=spec.seed,
         deterministic=spec.deterministic,
-        keeper=keeper,
+        checkpointer=checkpointer,
         before_record=evaluate_when_due,
     )
     after = evaluate("after", "after training")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
-from tandem.build import joined_engines, training
+from tandem.build import run_engines, training
 from tandem.data.conversation import Conversation
 from tandem.data.load import DataRow, DataSplit
 from tandem.errors import DataError, TemplateError
@@ -39,7 +39,7 @@ async def supervised_stage(
     *,
     seed: int,
     deterministic: bool,
-    keeper: RunCheckpointer,
+    checkpointer: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """Every conversation by itself."""
@@ -52,7 +52,7 @@ async def supervised_stage(
         training.sft_algorithm(),
         seed=seed,
         deterministic=deterministic,
-        keeper=keeper,
+        checkpointer=checkpointer,
         before_record=before_record,
     )
 
@@ -67,7 +67,7 @@ async def recorded_stage(
     *,
     seed: int,
     deterministic: bool,
-    keeper: RunCheckpointer,
+    checkpointer: RunCheckpointer,
     before_record: Callable[[Metrics], None] | None = None,
 ) -> None:
     """The loop with an engine and a bridge that do nothing. Its steps are the first of the run."""
@@ -82,7 +82,7 @@ async def recorded_stage(
 
     await run_loop(
         trainer=trainer,
-        publisher=joined_engines.no_publisher(call),
+        publisher=run_engines.no_publisher(call),
         store=store,
         producers=[training.recordings(groups, store, seed)],
         make_batch=training.batches(stage, model, algorithm),
@@ -90,7 +90,7 @@ async def recorded_stage(
         last_version=stage.steps,
         after_step=record_step,
         call=call,
-        keeper=keeper,
+        checkpointer=checkpointer,
     )
     trainer.finish()
 

@@ -36,7 +36,7 @@ def sweep(
     """Run `spec` with each seed in `directory`/seed-N, and say what they show together (sweep.json, sweep.md).
 
     A seed that succeeded there is not run again; one that was cut off goes on; one that failed is set aside and run
-    anew.
+    again.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise SpecError(f"seeds = {list(seeds)}: name one or more, each once, as in 0, 1, 2")

@@ -21,6 +21,7 @@ from tandem.errors import SpecError, TandemError
 from tandem.obs.sync_bench_report import Bench, BenchRow
 from tandem.obs.sync_report import ONE_AFTER_THE_OTHER
 from tandem.protocols import Trainer
+from tandem.spec.bridges import BRIDGES
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RlSpec
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
-BRIDGES = ("inproc", "shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart")
-_OF_ADAPTERS = ("adapter", "adapter_broadcast")
-_ROUNDS_AT_MOST = {"restart": 1}  # each starts a process, and the warm-up has started two
+ON_ANY_DEVICE = "disk"  # a bridge that every machine can run
 _MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a round's change of a weight; of how many of a tensor
 
 
@@ -66,7 +65,7 @@ def bench_sync(
     parameters = 0
     options = {**({"python": str(python)} if python else {}), **(options or {})}
     with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
-        bench_spec("disk", "tiny", picked, kind, Path(home), options)  # refused at once, and not way by way
+        bench_spec(ON_ANY_DEVICE, "tiny", picked, kind, Path(home), options)  # refused at once, and not way by way
         for name in bridges or BRIDGES:
             tell(f"{name} ...")
             row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home), options, unchecked)
@@ -109,7 +108,7 @@ def _row(
     """And how many parameters the model has."""
     from tandem.build import training
 
-    row = BenchRow(name, "hf" if name == "inproc" else kind)
+    row = BenchRow(name, _engine_kind(name, kind))
     if why_not := _why_not(name, device, kind):
         return replace(row, skipped=why_not), 0
     try:
@@ -119,7 +118,8 @@ def _row(
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
-        times = min(rounds, _ROUNDS_AT_MOST.get(name, rounds))
+        # A round of a bridge that restarts the engine starts a process, and the warm-up has started two.
+        times = 1 if BRIDGES[name].restarts_engine else rounds
         measured = asyncio.run(_publish(spec, model, times, home / name, unchecked))
     except (TandemError, RuntimeError) as error:  # RuntimeError: torch's own, out of memory for one
         return replace(row, error=f"{type(error).__name__}: {error}"), parameters
@@ -127,14 +127,21 @@ def _row(
 
 
 def _why_not(name: str, device: str, kind: str) -> str:
-    """Why this machine cannot do it; empty if it can."""
+    """Return why this machine cannot run that bridge; empty if it can."""
     import torch
 
-    if device == "cuda" and name == "broadcast" and torch.cuda.device_count() < 2:
+    traits = BRIDGES[name]
+
+    if device == "cuda" and traits.separate_gpus and torch.cuda.device_count() < 2:
         return "trainer and engine each need a GPU of their own, and there is one; 'shared' is for one"
-    if device == "cpu" and name == "shared" and kind == "vllm":
+    if device == "cpu" and traits.shares_memory and kind == "vllm":
         return "vLLM's memory on a CPU is its own; 'shared' is for one GPU, or for the embedded engine"
     return ""
+
+
+def _engine_kind(name: str, kind: str) -> str:
+    """`kind`: of an engine in a process of its own."""
+    return "hf" if BRIDGES[name].in_process else kind
 
 
 def bench_spec(
@@ -142,18 +149,19 @@ def bench_spec(
 ) -> RlSpec:
     """A whole run's, of which only what concerns weights is used."""
     model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
-    engine: dict[str, Any] = {"kind": "hf" if name == "inproc" else kind, "max_context": 256}
-    if kind == "vllm" and name != "inproc":
+    traits = BRIDGES[name]
+    engine: dict[str, Any] = {"kind": _engine_kind(name, kind), "max_context": 256}
+    if kind == "vllm" and not traits.in_process:
         engine["memory_share"] = 0.5  # the trainer is there first
-    if kind == "vllm" and name == "broadcast":
+    if kind == "vllm" and traits.separate_gpus:
         engine["gpus"] = [1]
-    if name != "inproc":
+    if not traits.in_process:
         engine |= options or {}
     raw = {
         "recipe": "rl",
         "name": "sync-bench",
         "device": device,
-        "model": {**model, "lora": {"rank": 16}} if name in _OF_ADAPTERS else model,
+        "model": {**model, "lora": {"rank": 16}} if traits.carries == "adapter" else model,
         "precision": {"weights": "bfloat16", "master": "split"} if device == "cuda" else {"weights": "float32"},
         "environment": {"name": "guess"},
         "engine": engine,
@@ -180,13 +188,13 @@ async def _publish(
     spec: RlSpec, model: BuiltModel, rounds: int, home: Path, unchecked: bool
 ) -> tuple[list[Proof], float | None]:
     """The proofs, and the extra memory in bytes."""
-    from tandem.build import joined_engines, training
+    from tandem.build import run_engines, training
     from tandem.ops.memory_meter import DeviceMemory, ProcessMemory
 
     proofs: list[Proof] = []
-    joined = joined_engines.join(spec, model, home, unchecked=unchecked)
+    joined = run_engines.join(spec, model, home, unchecked=unchecked)
     call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
-    publisher = joined_engines.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
+    publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, call, proofs.append)
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     on_gpu = model.device.type == "cuda"
     extra: list[int | None] = []

@@ -161,7 +161,7 @@ class ArtifactStore:
         atomic_write.make_directory(Path(key).parent)
 
     def _forget(self, artifact: Artifact) -> None:
-        """Room is given back if that is possible; what stays is seen by nobody."""
+        """Free the space if possible; what stays is not listed."""
         try:
             self._fs.rm(f"{self._root}/{artifact.name}/parts/{artifact.attempt}", recursive=True)
         except Exception:  # noqa: BLE001 - others' file systems raise what they like, and the upload's own error counts

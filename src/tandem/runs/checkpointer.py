@@ -75,7 +75,7 @@ class RunCheckpointer:
         self._asked_at = min(self._asked_at, time.monotonic())
 
     def left_s(self) -> float:
-        """Of the grace period; without end if nobody asked for the end."""
+        """Seconds left of the grace period; infinite while no stop was requested."""
         return max(1.0, self._asked_at + self.spec.grace_s - time.monotonic()) if self.stop_asked else math.inf
 
     # --- of a recipe
@@ -119,7 +119,7 @@ class RunCheckpointer:
             random_state.restore(self.found.state["random"])
             self.found = None
 
-    def stepping(self) -> None:
+    def step_started(self) -> None:
         self.idle = False
 
     def mark(self) -> None:
@@ -129,9 +129,9 @@ class RunCheckpointer:
             parts = {name: part.state() for name, part in self._parts.items()}
             self._marked = {"parts": parts, "random": random_state.capture()}
 
-    async def keep(self, groups: Sequence[Group], metrics: Metrics) -> list[Group]:
-        """Saves if that is due. Returns groups that are in a checkpoint by now (or never will be in one): nobody needs
-        to hand them out again."""
+    async def save_if_due(self, groups: Sequence[Group], metrics: Metrics) -> list[Group]:
+        """Save the last mark if a checkpoint is due. Return the groups that a checkpoint contains by now, or never
+        will: the store need not hand them out again."""
         if not self.spec.every:
             return list(groups)
         assert self._trainer is not None

@@ -49,7 +49,7 @@ class Checkpoints:
 
     def newest(self) -> VerifiedCheckpoint | None:
         """The newest whole one; those after it are set aside. None if nothing was ever saved. CheckpointDamaged if
-        something was, and none of it is whole: a run is not begun anew over what may be repaired."""
+        something was, and none of it is whole: a run does not start over what may be repaired."""
         for version in reversed(self.versions()):
             try:
                 return self.read(version)
@@ -61,7 +61,7 @@ class Checkpoints:
         if damaged or any(row.get("stage") == "checkpoint" for row in told):
             raise CheckpointDamaged(
                 f"{self.directory}: no whole checkpoint is left of some ({'; '.join(damaged) or 'removed'}); "
-                "put one back, or repair one and take `damaged-` off its name, or train anew in another directory"
+                "put one back, or repair one and take `damaged-` off its name, or train again in another directory"
             )
         return None
 

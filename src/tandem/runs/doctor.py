@@ -84,7 +84,7 @@ def _python() -> list[DoctorFinding]:
 
 def _packages() -> list[DoctorFinding]:
     missing = [name for name in _NEEDED if find_spec(name) is None]
-    step = "pip install tandem-rl"
+    step = 'pip install "tandem-rl[train]"'
     found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(_NEEDED)} are there"
     return [_state("packages", not missing, found, step, broken=True)]
 

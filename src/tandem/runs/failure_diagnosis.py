@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from tandem.errors import EngineError, ProducerDied, SpecError, SyncError, TandemError
+from tandem.errors import EngineError, MissingExtra, ProducerDied, SpecError, SyncError, TandemError
 
 RULES = Path(__file__).with_name("failure_rules.toml")
 _LONGEST_TEXT = 65536  # of a text; the end is kept, where the cause stands
@@ -121,7 +121,7 @@ def exits_by_class() -> Generator[None]:
             print(f"tandem: {told_by_the_system(error) or error}", file=sys.stderr)
         else:
             traceback.print_exception(error)
-        if not isinstance(error, SpecError):  # which says itself what to change
+        if not isinstance(error, SpecError | MissingExtra):  # which says itself what to change
             why = f"{failure.failure_class}, by rule {failure.rule or 'none'}: {failure.next}"
             print(f"tandem: {why}", file=sys.stderr)
         raise SystemExit(failure.exit_code) from error

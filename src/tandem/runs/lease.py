@@ -1,7 +1,7 @@
 """Who may write in a run's directory: one process at a time.
 
-The lease is a lock that the kernel drops with the process, so whoever resumes a killed run never waits. Each holder
-has an epoch, one more than the holder before. A holder that lost its place all the same (it was stopped, and somebody
+The lease is a lock that the kernel drops with the process, so resuming a killed run never waits. Each holder
+has an epoch, one more than the holder before. A holder that lost its place all the same (it was stopped, and another
 took over) finds a later epoch there and writes no more; what it has open was replaced, and leads nowhere.
 """
 
@@ -26,7 +26,7 @@ _DYING_S = 1.0  # a process that was killed a moment ago may still be about to l
 
 class DirectoryLease:
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
-        """`take_over`: from a holder that is there and cannot be ended. RunOwned if somebody holds it."""
+        """`take_over`: from a holder that is there and cannot be ended. RunOwned if another process holds it."""
         self._directory = directory
         need_room(directory, "go on with")
         if take_over:
@@ -40,7 +40,7 @@ class DirectoryLease:
         atomic_write.write_json(directory / _EPOCH, {"epoch": self.epoch, "process": identity()})
 
     def check(self) -> None:
-        """Before every write that somebody else may read. RunFenced: another one holds the run now."""
+        """Call before every write that others may read. Raise RunFenced if another process holds the run now."""
         if not self.holds():
             raise RunFenced(
                 f"{self._directory}: was taken over (epoch {_told(self._directory).get('epoch')}, this process has "
@@ -117,7 +117,7 @@ def _locked(directory: Path) -> int:
             continue
         if _is_there(lock, directory / _LOCK):
             return lock
-        os.close(lock)  # somebody took over between the two calls
+        os.close(lock)  # another process took over between the two calls
 
 
 def _is_there(lock: int, path: Path) -> bool:

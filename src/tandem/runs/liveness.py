@@ -1,6 +1,6 @@
-"""Whether a run moves: a counter, whoever looks at it, and what every thread was at when it stood still.
+"""Detect a stalled run: a progress counter, its observers, and the stack of every thread at a stall.
 
-The counter is moved on by the thread that works, at the borders of stages, steps and micro-batches, and by nobody else:
+The counter is moved on by the thread that works, at the borders of stages, steps and micro-batches, and by no other:
 a thread that beats by itself would hide a dead-lock. It is written to progress.json, without any time. An observer
 counts, on its own monotonic clock, how long it has seen the counter stand; time in which the observer was stopped
 does not count. So no clock that anybody sets, here or elsewhere, decides anything.
@@ -77,10 +77,10 @@ class ProgressCounter:
             self.write()  # the limit is another one now
 
     def write(self) -> None:
-        """Renamed into place, but not fsynced: after a power cut nobody asks whether the process moves."""
+        """Renamed into place, but not fsynced: after a power cut the process is gone anyway."""
         self._written = time.monotonic()
         temporary = self._path.with_name(f".{PROGRESS}.{os.getpid()}.tmp")
-        with suppress(OSError):  # a full disk is the checkpoint's to report; whoever looks sees no tick meanwhile
+        with suppress(OSError):  # a full disk is the checkpoint's to report; observers see no tick meanwhile
             temporary.write_text(json.dumps(asdict(self.sign())) + "\n", encoding="utf-8")
             temporary.replace(self._path)
 
@@ -132,7 +132,7 @@ class Watchdog:
         self._file = self._stacks.open("a", encoding="utf-8")
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR1, self._file, all_threads=True)
-        self._progress.write()  # not before: whoever reads it may send the signal, which would end the process
+        self._progress.write()  # not before: a reader may send the signal, which would end the process
         self._thread.start()
 
     def stop(self) -> None:

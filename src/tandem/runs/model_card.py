@@ -44,7 +44,7 @@ def _until(history: History, step: int) -> History:
 def _head(spec: dict[str, Any], kind: str) -> str:
     lines = ["---", f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"]
     base = spec["model"].get("path", "")
-    if base and not Path(base).is_absolute() and not Path(base).exists():  # a path of this machine is nobody's business
+    if base and not Path(base).is_absolute() and not Path(base).exists():  # do not publish a path of this machine
         lines.append(f"base_model: {json.dumps(base)}")
     return "\n".join([*lines, "pipeline_tag: text-generation", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
 

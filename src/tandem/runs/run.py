@@ -26,7 +26,7 @@ from tandem.types import Measure, Message, Metrics, Proof
 
 _log = logging.getLogger(__name__)
 
-_STATUS_EVERY_S = 2.0  # steps_done for whoever looks from outside
+_STATUS_EVERY_S = 2.0  # interval of steps_done in status.json
 
 _FILES = ("metrics", "sync", "samples", "events")
 
@@ -105,7 +105,7 @@ class Run:
             self.event("stopped")
             self._set_state("stopped")
         elif isinstance(error, RunFenced):
-            logging.getLogger(__name__).error("%s", error)  # and nothing else: the run is somebody else's
+            logging.getLogger(__name__).error("%s", error)  # and nothing else: another process owns the run
         else:
             cancelled = isinstance(error, KeyboardInterrupt | SystemExit)
             self.status["error"] = f"{type(error).__name__}: {error}"

@@ -72,7 +72,7 @@ def _log_digest(metrics: Path) -> str:
 
 
 def say_failed(directory: Path, status: Mapping[str, Any], failure: Failure, why: str) -> None:
-    """Of a run that no process has open and whose status does not say how it ended. Whoever says it holds the lease."""
+    """Of a run that no process has open and whose status does not say how it ended. The caller holds the lease."""
     if status.get("state") in ("queued", "running"):
         told = {"state": "failed", "error": why, "failure": failure.row()}
         atomic_write.write_json(directory / "status.json", {**status, **told})

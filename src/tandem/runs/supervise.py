@@ -252,7 +252,7 @@ def supervise_run(directory: str | Path, spec: str | Path | None = None, overrid
     """Begin the run of a spec's file in `directory`, or go on with the one that is there, in a process of its own that
     is started again after transient failures. Return the exit code."""
     run_dir = Path(directory)
-    from_here = {"", os.getcwd()} & set(sys.path)  # modules of this directory, for whoever said `python -m tandem`
+    from_here = {"", os.getcwd()} & set(sys.path)  # modules of this directory are importable under `python -m tandem`
     tandem = [sys.executable, *([] if from_here else ["-P"]), "-m", "tandem"]
     if spec is None:
         load_spec(run_dir / "spec.toml")  # refused here and now, and not by a child

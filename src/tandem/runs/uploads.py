@@ -119,7 +119,7 @@ class CheckpointUploads:
         return done
 
     def finish(self, timeout_s: float) -> list[Upload]:
-        """What waits is not begun any more: whoever pushes the run's artifacts takes it along."""
+        """Start no further upload; `tandem artifacts push` uploads what is missing."""
         return self._uploads.finish(min(timeout_s, self._timeout_s))
 
     def _go_on(self) -> None:

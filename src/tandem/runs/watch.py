@@ -42,8 +42,8 @@ def watch_run(
     tell: Callable[[str], None] = print,
     poll_s: float = 1.0,
 ) -> str:
-    """Tells of a run until it has ended, or once; returns its state. A run that a supervisor will start again has not
-    ended, nor has one whose process is gone without a word: somebody may resume it."""
+    """Print a run's progress until it has ended, or once; return its state. A run that a supervisor will restart has
+    not ended, nor has one whose process vanished: it may be resumed."""
     directory, observer = Path(run_dir), Observer()
     said = _AlreadyPrinted()
     while True:

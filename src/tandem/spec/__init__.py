@@ -1,1 +1,1 @@
-"""What a run is asked to do: frozen, checked, written by hand in TOML. No torch here."""
+"""The settings of a run, written in TOML: frozen, checked pydantic models. This package never imports torch."""

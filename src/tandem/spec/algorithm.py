@@ -1,4 +1,4 @@
-"""`[algorithm]`: how rewards become a gradient."""
+"""`[algorithm]`: how RL turns rewards into a gradient."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from pydantic import Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 
-# --- what to do about tokens that an older version sampled
+# --- corrections for tokens that an older version sampled
 
 
 class NoCorrection(Spec):
-    """A token weighs its plain ratio: its probability now over the one it was sampled with."""
+    """Weight each token by its ratio: its probability now over the probability it was sampled with."""
 
     kind: Literal["none"] = "none"
 
 
 class TruncateToken(Spec):
-    """A token weighs its ratio, cut to `ratio_cap`: past it, it still pushes."""
+    """Weight each token by its ratio, cut to `ratio_cap`; a token above the cap still has a gradient."""
 
     kind: Literal["truncate_token"] = "truncate_token"
     ratio_cap: float = Field(default=2.0, ge=1)
-    """Upper bound of the ratio."""
+    """Largest ratio."""
 
 
 class TruncateSequence(TruncateToken):
-    """A token weighs the ratio of its whole sequence (its tokens' product), cut to `ratio_cap`."""
+    """Weight each token by its sequence's ratio (the product over its tokens), cut to `ratio_cap`."""
 
     kind: Literal["truncate_sequence"] = "truncate_sequence"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class MaskToken(TruncateToken):
-    """A token weighs its ratio; beyond `ratio_floor` or `ratio_cap` it is left out."""
+    """Weight each token by its ratio; drop tokens below `ratio_floor` or above `ratio_cap`."""
 
     kind: Literal["mask_token"] = "mask_token"  # pyright: ignore[reportIncompatibleVariableOverride]
     ratio_floor: float = Field(default=0.5, gt=0, lt=1)
-    """Lower bound of the ratio."""
+    """Smallest ratio."""
 
 
 class MaskSequence(MaskToken):
-    """A token weighs its whole sequence's ratio; beyond `ratio_floor` or `ratio_cap` it is left out."""
+    """Weight each token by its sequence's ratio; drop sequences below `ratio_floor` or above `ratio_cap`."""
 
     kind: Literal["mask_sequence"] = "mask_sequence"  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -49,132 +49,135 @@ Correction = Annotated[
     TruncateToken | TruncateSequence | MaskToken | MaskSequence | NoCorrection, Field(discriminator="kind")
 ]
 
-# --- what algorithms share
+# --- fields that several algorithms share
 
 
 class RewardSpec(Spec):
-    """Of every algorithm that learns from rewards."""
+    """Fields of every algorithm that learns from rewards."""
 
     advantage_clip: float = Field(default=0.0, ge=0)
-    """The credit that rewards give is cut to within plus and minus this; 0 leaves it as it is."""
+    """Largest absolute advantage; larger ones are cut to this. 0: no limit."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL term that holds the policy near where RL began; 0 leaves the reference out of memory."""
+    """Weight of the KL term that holds the policy near the weights that RL began with; 0: no KL term, and no reference
+    model in memory."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the KL term is estimated: k1 and k2 give the gradient of KL(policy, reference), k3 that of the reverse."""
+    """Estimator of the KL term: k1 and k2 give the gradient of KL(policy, reference), k3 that of KL(reference,
+    policy)."""
 
     @model_validator(mode="after")
     def _estimates_something(self) -> RewardSpec:
         if self.kl_estimator != "k3" and self.kl_coef == 0:
             raise ValueError(
-                f"kl_estimator = '{self.kl_estimator}' estimates nothing while kl_coef = 0; set kl_coef, or leave "
+                f"kl_estimator = '{self.kl_estimator}': has no effect while kl_coef = 0; set kl_coef, or leave "
                 "kl_estimator out"
             )
         return self
 
 
 class ClippedSpec(RewardSpec):
-    """Of those with a clip and a correction, token by token."""
+    """Fields of algorithms that clip and correct each token by itself."""
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """A token whose ratio fell below 1 - clip_low gets no further push down."""
+    """A token whose ratio is below 1 - clip_low is not pushed further down."""
     clip_high: float = Field(default=0.28, gt=0)
-    """A token whose ratio rose above 1 + clip_high gets no further push up."""
+    """A token whose ratio is above 1 + clip_high is not pushed further up."""
     correction: Correction = TruncateToken()
-    """What to do about tokens that an older version sampled."""
+    """How tokens that an older version sampled are weighted."""
 
 
 class SpreadSpec(Spec):
-    """Of those that divide by a spread of rewards."""
+    """Fields of algorithms that divide by the standard deviation of rewards."""
 
     spread_floor: float = Field(default=1e-4, gt=0)
-    """Added to the spread before dividing."""
+    """Added to the standard deviation before dividing by it."""
 
 
 # --- the algorithms
 
 
 class DrGrpoSpec(ClippedSpec):
-    """Reward minus the group's mean, every token counted alike: no bias by length or by spread."""
+    """Advantage: reward minus the group's mean. Every token has the same weight, so length and spread add no bias."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
 
 
 class GrpoSpec(ClippedSpec, SpreadSpec):
-    """The first GRPO: divided by the group's spread, averaged within each sequence."""
+    """The original GRPO: advantages are divided by the group's standard deviation, losses averaged per sequence."""
 
     kind: Literal["grpo"] = "grpo"
 
 
 class RlooSpec(ClippedSpec):
-    """Reward minus the mean of the other siblings."""
+    """Advantage: reward minus the mean reward of the group's other samples."""
 
     kind: Literal["rloo"] = "rloo"
 
 
 class DapoSpec(ClippedSpec, SpreadSpec):
-    """GRPO that counts every token alike and punishes long answers; see `train.replace_equal_groups` too."""
+    """GRPO with one weight for every token and a penalty for long answers; see also `train.replace_equal_groups`."""
 
     kind: Literal["dapo"] = "dapo"
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """Taken off the reward of a truncated answer; 0 punishes no length."""
+    """Subtracted from the reward of a truncated answer; 0: no penalty for length."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """The penalty grows linearly over so many tokens before `train.max_tokens`; 0 punishes truncated answers only."""
+    """Tokens before `train.max_tokens` over which the penalty grows linearly; 0: truncated answers only."""
 
 
 class GspoSpec(RewardSpec, SpreadSpec):
-    """Ratio and clip of whole sequences: the geometric mean of a sequence's token ratios."""
+    """One ratio and clip per sequence: the geometric mean of the sequence's token ratios."""
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """A sequence whose ratio fell below 1 - clip_low gets no further push down."""
+    """A sequence whose ratio is below 1 - clip_low is not pushed further down."""
     clip_high: float = Field(default=4e-4, gt=0)
-    """A sequence whose ratio rose above 1 + clip_high gets no further push up."""
+    """A sequence whose ratio is above 1 + clip_high is not pushed further up."""
 
 
 class CispoSpec(RewardSpec, SpreadSpec):
-    """The ratio is a clipped weight and nothing else: every token keeps a gradient."""
+    """The clipped ratio is a constant weight, so every token keeps a gradient."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, gt=0, le=1)
-    """No token weighs less than 1 - clip_low."""
+    """Smallest weight of a token is 1 - clip_low."""
     clip_high: float = Field(default=4.0, gt=0)
-    """No token weighs more than 1 + clip_high."""
+    """Largest weight of a token is 1 + clip_high."""
 
 
 class ReinforcePpSpec(ClippedSpec, SpreadSpec):
-    """REINFORCE++: rewards are normalised over all groups of the step."""
+    """REINFORCE++: normalises rewards over all groups of the step."""
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = "none"
-    """group: the group's mean is taken off first. none: the step's mean, so that equal siblings teach too."""
+    """group: subtract the group's mean reward first. none: subtract only the step's mean, so that groups with equal
+    rewards also have a gradient."""
 
 
 class PpoSpec(RewardSpec):
-    """PPO without a critic: a second clip, for tokens with negative credit that grew much likelier."""
+    """PPO without a critic, with a second clip for tokens with a negative advantage that became much likelier."""
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """A token whose ratio fell below 1 - clip_low gets no further push down."""
+    """A token whose ratio is below 1 - clip_low is not pushed further down."""
     clip_high: float = Field(default=0.2, gt=0)
-    """A token whose ratio rose above 1 + clip_high gets no further push up."""
+    """A token whose ratio is above 1 + clip_high is not pushed further up."""
     dual_clip: float = Field(default=3.0, gt=1)
-    """A token with negative credit whose ratio rose above this gets no further push down."""
+    """A token with a negative advantage whose ratio is above this has no gradient."""
 
 
 class DistillSpec(Spec):
-    """On-policy distillation: the policy's own samples, each token judged by a teacher (reverse KL)."""
+    """On-policy distillation: a teacher scores each token that the policy samples (reverse KL)."""
 
     kind: Literal["distill"] = "distill"
     teacher: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Directory or hub id of the teacher: frozen, with the policy's tokenizer."""
+    """Directory or hub id of the teacher. It is frozen and must have the policy's tokenizer."""
     teacher_revision: str = "main"
     """Branch, tag or commit of a hub id."""
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the reward minus the group's mean, on top of the teacher; 0 does not look at rewards."""
+    """Weight of the reward minus the group's mean, added to the teacher's signal; 0: ignore rewards."""
     advantage_clip: float = Field(default=0.0, ge=0)
-    """The credit of a token is cut to within plus and minus this; 0 leaves it as it is."""
+    """Largest absolute advantage of a token; larger ones are cut to this. 0: no limit."""
     correction: Correction = TruncateToken()
-    """What to do about tokens that an older version sampled."""
+    """How tokens that an older version sampled are weighted."""
 
 
 AlgorithmSpec = Annotated[

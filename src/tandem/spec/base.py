@@ -1,4 +1,4 @@
-"""What every part of a spec has in common."""
+"""The base class of every spec model, and the mark of fields that hold a local path."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pydantic import BaseModel, ConfigDict
 
 @dataclass(frozen=True, slots=True)
 class LocalPath:
-    """Marks a field that may name a place on this machine, relative to where the command is run."""
+    """Mark a field that may hold a local path, relative to the directory that the command runs in."""
 
     kind: Literal["if there", "always", "file:Class"] = "if there"
-    """if there: what does not exist is a name of the hub's, or a command's. always: it may be made yet. file:Class: as
-    an environment's name."""
+    """if there: a path only if it exists, else a hub id or a command. always: a path, also before it exists.
+    file:Class: the form of an environment's name."""
 
     def absolute(self, value: str) -> str:
-        """URLs stay, and so does whatever names no place."""
+        """Return `value` as an absolute path; unchanged if it is a URL or no path."""
         if not value or "://" in value:
             return value
-        path, behind = value, ""
+        path, class_part = value, ""
         if self.kind == "file:Class":
-            path, suffix, behind = value.rpartition(".py")
+            path, suffix, class_part = value.rpartition(".py")
             path += suffix
-            if not suffix or behind[:1] not in ("", ":"):
+            if not suffix or class_part[:1] not in ("", ":"):
                 return value
-        return os.path.abspath(path) + behind if self.kind == "always" or Path(path).exists() else value
+        return os.path.abspath(path) + class_part if self.kind == "always" or Path(path).exists() else value
 
 
 class Spec(BaseModel):
-    """Frozen, and it refuses keys that it does not know and values of another type: TOML has types, so "5" is no 5."""
+    """Frozen model that refuses unknown keys and values of another type: TOML has types, so "5" is not 5."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -44,7 +44,7 @@ class Spec(BaseModel):
     )
 
     def in_place(self) -> Self:
-        """The same from any directory: relative paths made absolute."""
+        """Return a copy with absolute paths, so that it means the same in any directory."""
         changed: dict[str, object] = {}
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)

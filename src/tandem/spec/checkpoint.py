@@ -1,4 +1,4 @@
-"""`[checkpoint]`: what is kept, so that a run can be taken up again."""
+"""`[checkpoint]`: when a run saves its state, and which checkpoints it keeps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from tandem.spec.base import Spec
 
 
 class CheckpointSpec(Spec):
-    """A run that was killed goes on from its last checkpoint: `tandem resume DIR`."""
+    """Save the run's state, so that `tandem resume DIR` continues a killed run from its last checkpoint."""
 
     every: int = Field(default=10, ge=0)
-    """Save after every so many steps, and at the end of each stage; 0 saves nothing, and a run begins anew."""
+    """Steps between two checkpoints; one is also saved at the end of each stage. 0: save none, so that a resumed run
+    starts from the beginning."""
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest stay. With 2 or more, a damaged one costs steps and not the run."""
+    """How many of the newest checkpoints to keep. With 2 or more, a damaged one costs steps and not the run."""
     keep_every: int = Field(default=0, ge=0)
-    """Those of steps that this divides stay for good; 0: none."""
+    """Keep the checkpoint of every step that is a multiple of this; 0: none."""
     keep_best: bool = True
-    """The one with the best evaluation in the run (eval.every) stays, too, and is saved for that."""
+    """Also save and keep the checkpoint with the best evaluation during the run (eval.every)."""
     max_failures: int = Field(default=5, ge=1)
-    """So many saves in a row that fail (a full disk, for one) end the run; until then it trains on and tries again."""
+    """The run ends after this many failed saves in a row (a full disk, for example); until then it tries again."""
     grace_s: float = Field(default=30.0, gt=0)
-    """Seconds that a step under way has, after SIGTERM or Ctrl-C, to end and be saved."""
+    """Seconds after SIGTERM or Ctrl-C for the current step to end and be saved."""

@@ -1,4 +1,4 @@
-"""`[engine]`: who samples."""
+"""`[engine]`: the engine that samples tokens."""
 
 from __future__ import annotations
 
@@ -12,92 +12,94 @@ from tandem.types import OnUpdate
 
 class _EngineSpecBase(Spec):
     deadline_s: float = Field(default=60.0, gt=0)
-    """An engine that makes no token for anybody for so long is silent, and ends the run."""
+    """Seconds without a new token for any request, after which the engine counts as silent and the run ends."""
 
 
 class _Batching(_EngineSpecBase):
     max_running: int = Field(default=256, ge=1, le=4096)
     """Most sequences decoded together."""
     max_context: int = Field(default=0, ge=0)
-    """Longest prompt plus completion; 0 takes what the model was made for."""
+    """Most tokens of prompt plus completion; 0: the model's own limit."""
     replicas: int = Field(default=1, ge=1, le=8)
-    """Several engines behind one pool."""
+    """Number of engines; requests are spread over them."""
 
 
 class HfEngineSpec(_Batching):
-    """The embedded engine: in this process, on the trainer's own module. Replicas share the module: they rehearse a
-    set-up, and are no faster."""
+    """The embedded engine: it runs in the trainer's process, on the trainer's module. Replicas share the module: they
+    are for testing a set-up, and are not faster."""
 
     kind: Literal["hf"] = "hf"
     kv_gib: float = Field(default=4.0, gt=0)
-    """Memory for keys and values; requests that do not fit yet wait."""
+    """GiB of memory for the kv cache; requests that do not fit wait."""
 
 
 class _Process(_Batching):
     url: str = Field(default="", pattern=r"^(https?://.+)?$")
-    """An engine that was started by somebody else, as `tandem engine serve` does. Left out: the run starts its own."""
+    """URL of an engine that already runs, as `tandem engine serve` prints it. Empty: the run starts its own."""
     token_file: Annotated[str, LocalPath()] = ""
-    """With url: the file that holds its token."""
+    """With `url`: the file with its token."""
     start_deadline_s: float = Field(default=300.0, gt=0)
-    """It must be ready by then."""
+    """Seconds for the engine to become ready."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often a run's own engine is started again after it died."""
+    """How often the run restarts its own engine after it died."""
 
 
 class ServerEngineSpec(_Process):
-    """The embedded engine as a process of its own."""
+    """The embedded engine in its own process."""
 
     kind: Literal["server"] = "server"
     kv_gib: float = Field(default=4.0, gt=0)
-    """Memory for keys and values; requests that do not fit yet wait."""
+    """GiB of memory for the kv cache; requests that do not fit wait."""
     on_update: OnUpdate = "continue"
-    """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
-    anew. finish: they end under the old one first. restart: they are sampled again from their prompt."""
+    """What happens to requests in flight when a version arrives. continue: they continue with the new weights and a
+    recomputed kv cache. finish: the engine completes them with the old weights first. restart: they are sampled again
+    from their prompt."""
 
 
 class VllmEngineSpec(_Process):
-    """vLLM in a process and a Python environment of its own."""
+    """vLLM in its own process and its own Python environment."""
 
     kind: Literal["vllm"] = "vllm"
     python: Annotated[str, LocalPath()] = ""
-    """The interpreter of its environment, as `tandem engine install vllm` makes one. Left out: where that puts it."""
+    """Path of vLLM's Python interpreter. Empty: the one that `tandem engine install vllm` created."""
     tensor_parallel: int = Field(default=1, ge=1, le=8)
-    """GPUs that hold one copy of the model together."""
+    """Number of GPUs that one copy of the model is split over."""
     memory_share: float = Field(default=0.9, gt=0, lt=1)
-    """Of each GPU's memory, weights included. It must be free when the engine starts and whenever it wakes."""
+    """Share of each GPU's memory for the engine, weights included. It must be free when the engine starts or wakes."""
     sleep: Literal["auto", "free", "keep"] = "auto"
-    """Its GPU memory while the trainer steps. free: keys and values are dropped and weights moved to the host, so that
-    the trainer has the room; nothing is sampled meanwhile. keep: it stays the engine's. auto: free where both are on
-    one GPU and train.max_lag = 0, so that nothing would be sampled anyway."""
+    """The engine's GPU memory while the trainer steps. free: the engine drops its kv cache and moves its weights to the
+    host, so that the trainer can use the memory; it samples nothing meanwhile. keep: the engine keeps it. auto: free if
+    both are on one GPU and train.max_lag = 0, where the engine would be idle anyway; else keep."""
     eager: bool = False
-    """Without CUDA graphs: starts sooner, decodes slower."""
+    """true: no CUDA graphs; the engine starts sooner and decodes more slowly."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
-    """Which ones, of those that the run itself sees; left out, all of them. For several replicas `tensor_parallel` of
-    them, which they share, or so many for each, one replica's behind the other's."""
+    """Numbers of the engine's GPUs, among those that the run sees; empty: all. With several replicas: either
+    `tensor_parallel` GPUs that all replicas share, or `tensor_parallel` for each replica, in their order."""
     on_update: Literal["auto", OnUpdate] = "auto"
-    """What becomes of requests under way when a version comes. continue: they go on under it, keys and values computed
-    anew; under an adapter they end with the one that they began with. finish: they end under the old one first.
-    restart: they are sampled again from their prompt. auto: those go on of which that can be had, the others are
-    waited for."""
+    """What happens to requests in flight when a version arrives. continue: they continue with the new weights and a
+    recomputed kv cache; requests under an adapter end with the adapter that they began with. finish: the engine
+    completes them with the old weights first. restart: they are sampled again from their prompt. auto: continue
+    requests where the engine supports it; otherwise wait for them to finish."""
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
-        """Empty: all of them."""
-        own = len(self.gpus) > self.tensor_parallel
-        return self.gpus[replica * self.tensor_parallel :][: self.tensor_parallel] if own else self.gpus
+        """Return the GPU numbers of one replica; empty means all GPUs."""
+        separate = len(self.gpus) > self.tensor_parallel
+        return self.gpus[replica * self.tensor_parallel :][: self.tensor_parallel] if separate else self.gpus
 
 
 class RemoteEngineSpec(_EngineSpecBase):
-    """Any OpenAI-compatible server that takes and gives token ids."""
+    """Any OpenAI-compatible server that accepts and returns token ids."""
 
     kind: Literal["remote"] = "remote"
     urls: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    """Base URLs, ending in /v1: one a replica."""
+    """Base URLs, ending in /v1: one for each replica."""
     model: str
-    """The name that it serves the model under."""
+    """Name of the model on the server."""
     key_env: str = ""
-    """The environment variable that holds its API key."""
+    """Environment variable with the API key; empty: no key."""
     on_update: Literal["finish", "restart"] = "finish"
-    """What becomes of requests under way when a version comes."""
+    """What happens to requests in flight when a version arrives. finish: they end first. restart: they are sampled
+    again from their prompt."""
 
 
 EngineSpec = Annotated[HfEngineSpec | ServerEngineSpec | VllmEngineSpec | RemoteEngineSpec, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""`[eval]`: how a run is judged."""
+"""`[eval]`: how a run is evaluated."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from tandem.spec.base import Spec
 
 
 class EvalSpec(Spec):
-    """Held-out tasks, played greedily before and after, compared pair by pair."""
+    """Play held-out tasks greedily before and after RL, and compare the results task by task."""
 
     tasks: int = Field(default=256, ge=2)
-    """How many held-out tasks; fewer if the environment has fewer."""
+    """Number of held-out tasks; fewer if the environment has fewer."""
     every: int = Field(default=0, ge=0)
-    """Also after every so many RL steps; 0: only before and after."""
+    """RL steps between two evaluations during the run; 0: only before and after."""
     max_tokens: int = Field(default=0, ge=0)
-    """Most tokens in one assistant turn; 0 takes train.max_tokens."""
+    """Most tokens in one assistant turn; 0: train.max_tokens."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Of the paired bootstrap interval behind the verdict."""
+    """Confidence of the paired bootstrap interval that gives the verdict."""
 
 
 class LossEvalSpec(Spec):
-    """Held-out loss of a run on recorded data, before and after."""
+    """Compute the loss on held-out rows before and after training."""
 
     examples: int = Field(default=256, ge=2)
-    """Held-out conversations, or pairs of answers; fewer if there are fewer."""
+    """Most held-out conversations, or pairs of answers."""
     every: int = Field(default=0, ge=0)
-    """Also after every so many steps; 0: only before and after."""
+    """Steps between two evaluations during the run; 0: only before and after."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Of the paired bootstrap interval behind the verdict."""
+    """Confidence of the paired bootstrap interval that gives the verdict."""

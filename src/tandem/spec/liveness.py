@@ -1,4 +1,4 @@
-"""`[liveness]`: how long nothing may move before a run counts as stalled."""
+"""`[liveness]`: after how many seconds without progress a run counts as stalled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from tandem.spec.base import Spec
 
 
 class LivenessSpec(Spec):
-    """Judged on the clock of whoever looks, by a counter that the working thread alone moves on."""
+    """Limits for the run's progress counter. Only the working thread advances it, and the observer's clock is used."""
 
     setup_s: float = Field(default=3000.0, gt=0)
-    """The longest without a sign while loading, starting engines, compiling, evaluating, up to a stage's first step."""
+    """Most seconds without progress while loading, starting engines, compiling, evaluating, until a stage's first step.
+    """
     step_s: float = Field(default=1500.0, gt=0)
-    """The longest from one micro-batch or step to the next."""
+    """Most seconds from one micro-batch or step to the next."""

@@ -1,4 +1,4 @@
-"""TOML and `--set` to a checked spec, and errors that name the field, the value and the way out."""
+"""Load a spec from TOML and `--set` overrides; errors name the field, the value and what to write instead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read a TOML file, apply `key.path=value` overrides, check everything."""
+    """Read a TOML file, apply `key.path=value` overrides and check the spec."""
     raw = read_toml(path)
     for override in overrides:
         _apply(raw, override)
@@ -41,18 +41,18 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def as_spec(spec: AnySpec) -> RunSpec:
-    """Return a checked spec: `spec` itself, or what a dict or the TOML file of this path holds."""
+    """Return a checked spec: `spec` itself, or the one in a dict or in the TOML file of this path."""
     if isinstance(spec, Mapping):
         return parse_spec(spec)
     return load_spec(spec) if isinstance(spec, str | Path) else spec
 
 
 def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
-    """Check a spec that is there as a dict, as TOML would have it."""
+    """Check a spec given as a dict, with the tables that a TOML file would have."""
     if raw.get("recipe") not in ("rl", "sft", "preference"):
         raise SpecError(
-            f"recipe = {_show(raw.get('recipe'))}: the first line of a spec says what to do; "
-            'write recipe = "rl" or recipe = "sft", or recipe = "preference" for pairs of answers'
+            f"recipe = {_show(raw.get('recipe'))}: the first line of a spec names the recipe; "
+            'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
         )
     try:
         return _ADAPTER.validate_python(dict(raw))
@@ -61,7 +61,7 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`key.path=value` strings as nested tables."""
+    """Return `key.path=value` strings as nested tables."""
     raw: dict[str, Any] = {}
     for override in overrides:
         _apply(raw, override)
@@ -69,12 +69,12 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_engine(kind: str, overrides: Sequence[str]) -> ServerEngineSpec | VllmEngineSpec:
-    """An engine that serves alone, from a command line: what a spec's `[engine]` would say."""
+    """Return the checked `[engine]` table of a standalone engine, from command-line options."""
     return _of_options(_ENGINE, {"kind": kind, **parse_overrides(overrides)}, "--set")
 
 
 def parse_judge(overrides: Sequence[str]) -> JudgeSpec:
-    """Whom an environment asks, from a command line: what a spec's `[environment.judge]` would say."""
+    """Return the checked `[environment.judge]` table, from command-line options."""
     return _of_options(_JUDGE, {"kind": "none", **parse_overrides(overrides)}, "--judge")
 
 
@@ -84,24 +84,24 @@ def _of_options(kind: TypeAdapter[T], raw: Mapping[str, Any], option: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"][1:]) or "kind"
-        raise SpecError(f"{option} {field} = {_show(first['input'])}: {first['msg']}") from error
+        raise SpecError(f"{option} {field} = {_show(first['input'])}: {plain_message(first)}") from error
 
 
 def parse_seeds(text: str) -> list[int]:
-    """The seeds of a sweep, from a command line."""
+    """Return the seeds of a sweep, from the command line's text."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise SpecError(f"--seeds {text}: write whole numbers with commas, as in --seeds 0,1,2") from None
+        raise SpecError(f"--seeds {text}: write whole numbers separated by commas, as in --seeds 0,1,2") from None
 
 
 def json_schema() -> dict[str, Any]:
-    """What a spec may hold, as JSON Schema."""
+    """Return the JSON Schema of a spec."""
     return _ADAPTER.json_schema()
 
 
 def to_toml(spec: BaseModel) -> str:
-    """The whole spec, defaults included, as TOML that loads to an equal spec."""
+    """Return the whole spec with its defaults, as TOML that loads to an equal spec."""
     return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
 
 
@@ -115,25 +115,25 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: --set model.preset=small
     except RecursionError:
-        raise SpecError(f"--set {override:.40}...: its lists are nested too deeply") from None
+        raise SpecError(f"--set {override:.40}...: lists are nested too deeply") from None
     table: Table = raw
     for part in parts[:-1]:
         inner: object = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise SpecError(f"--set {override}: '{part}' is a value in this spec, not a table")
+            raise SpecError(f"--set {override}: '{part}' is a value in this spec, not a table; set it directly")
         table = cast("Table", inner)
     table[parts[-1]] = value
 
 
 def _explain(item: Any, raw: Mapping[str, Any]) -> str:
-    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    kind, message = item["type"], plain_message(item)
     where = _written_path(item["loc"], raw, is_missing=kind == "missing")
     field = ".".join(where) or "spec"
     if kind == "extra_forbidden":
         union, chosen = _node(where[:-1], raw)
         known = sorted(chosen.get("properties", {}))
         close = difflib.get_close_matches(where[-1], known, n=1)
-        hint = _whose(where, union) or (f"did you mean '{close[0]}'?" if close else "remove it.")
+        hint = _owners_of(where, union) or (f"did you mean '{close[0]}'?" if close else "remove it.")
         return f"{field} = {_show(item['input'])}: unknown here; {hint} Known: {', '.join(known)}"
     if kind == "missing":
         return f"{field}: is missing; add it (see `tandem spec schema`)"
@@ -143,18 +143,35 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
         return f"{field}.{choice['propertyName']}: is missing; write one of {tags}"
     if kind == "union_tag_invalid":
         name = _node(where, raw)[0]["discriminator"]["propertyName"]
-        return f"{field}.{name} = {_show(item['ctx']['tag'])}: should be one of {item['ctx']['expected_tags']}"
+        return f"{field}.{name} = {_show(item['ctx']['tag'])}: must be one of {item['ctx']['expected_tags']}"
     if kind in _NOT_A_TABLE:
-        return f"{field} = {_show(item['input'])}: should be a table, as in [{field}]"
-    if kind == "tuple_type":
-        message = "should be a list"
+        return f"{field} = {_show(item['input'])}: must be a table, as in [{field}]"
+    if kind == "value_error" and not where:
+        return message
+    return f"{field} = {_show(item['input'])}: {message}"
+
+
+def plain_message(item: Any) -> str:
+    """Return pydantic's message as "must be ...", without its "Input should"; our own messages are unchanged."""
+    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
     if kind == "value_error":
-        return message if not where else f"{field} = {_show(item['input'])}: {message}"
-    return f"{field} = {_show(item['input'])}: {message[0].lower()}{message[1:]}"
+        return message
+    limit = item.get("ctx", {}).get("gt")
+    if kind == "greater_than" and limit == 0:
+        return "must be positive"
+    words = {
+        "tuple_type": "must be a list",
+        "int_type": "must be a whole number",
+        "float_type": "must be a number",
+        "bool_type": "must be true or false",
+        "string_type": "must be text in quotes",
+    }
+    message = message.replace("Input should have", "must have").replace("Input should", "must")
+    return words.get(kind, f"{message[0].lower()}{message[1:]}")
 
 
-def _whose(where: Sequence[str], union: Table) -> str:
-    """Which other members of a union have a key that the chosen one has not; empty if none."""
+def _owners_of(where: Sequence[str], union: Table) -> str:
+    """Name the other members of a union that have this key; empty if none has it."""
     choice = union.get("discriminator", {"mapping": {}})
     definitions = json_schema()["$defs"]
     owners = [tag for tag, ref in choice["mapping"].items() if where[-1] in _referred(ref, definitions)["properties"]]
@@ -163,7 +180,7 @@ def _whose(where: Sequence[str], union: Table) -> str:
 
 
 def _written_path(loc: Sequence[Any], raw: Mapping[str, Any], *, is_missing: bool) -> list[str]:
-    """Pydantic's location without the union tags that nobody wrote."""
+    """Return pydantic's location of an error without the union tags, which the user's file does not have."""
     path: list[str] = []
     here: object = raw
     for index, part in enumerate(loc):
@@ -175,7 +192,7 @@ def _written_path(loc: Sequence[Any], raw: Mapping[str, Any], *, is_missing: boo
 
 
 def _inside(value: object, part: Any) -> object:
-    """None where there is no such part: TOML has no null."""
+    """Return a part of a table or list; None if it is missing, which is unambiguous because TOML has no null."""
     if isinstance(value, dict):
         return cast("Table", value).get(part)
     if isinstance(value, list) and isinstance(part, int):
@@ -185,7 +202,7 @@ def _inside(value: object, part: Any) -> object:
 
 
 def _node(where: Sequence[str], raw: Mapping[str, Any]) -> tuple[Table, Table]:
-    """The schema of a written field: as it stands, and with references and unions resolved by what was written."""
+    """Return a field's schema twice: as it stands, and resolved by the values that the user wrote."""
     schema = json_schema()
     definitions: Table = schema["$defs"]
     plain = node = _referred(schema["discriminator"]["mapping"][raw["recipe"]], definitions)
@@ -198,12 +215,12 @@ def _node(where: Sequence[str], raw: Mapping[str, Any]) -> tuple[Table, Table]:
 
 
 def _resolve(node: Table, value: object, definitions: Table) -> Table:
-    """Follow references, and in a union take the member that the written value chose."""
+    """Follow references; in a union take the member that the written value selects."""
     if "$ref" in node:
         return _referred(node["$ref"], definitions)
     written = cast("Table", value) if isinstance(value, dict) else {}
     choice = node.get("discriminator", {"propertyName": "", "mapping": {}})
-    tag = str(written.get(choice["propertyName"]))  # whatever was written, a list too
+    tag = str(written.get(choice["propertyName"]))  # the user may have written any type, even a list
     if tag in choice["mapping"]:
         return _referred(choice["mapping"][tag], definitions)
     members = [_resolve(member, written, definitions) for member in node.get("oneOf", node.get("anyOf", []))]

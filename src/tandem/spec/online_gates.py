@@ -1,4 +1,4 @@
-"""What a job must pass before it is served, what takes it back, what keeps the rest from being forgotten."""
+"""`[gates]`, `[watch]`, `[replay]`, `[ordinary]` and `[updates]` of an online server: checks, rollback, replay."""
 
 from __future__ import annotations
 
@@ -13,87 +13,87 @@ class CanarySpec(Spec):
     """A question whose answer must not change."""
 
     prompt: str
-    """What the user says."""
+    """The user's message."""
     expected: str
-    """What the assistant answers."""
+    """The assistant's answer."""
     exact: bool = True
-    """The greedy answer is this text, to the token; false: only that this text does not become much less likely."""
+    """true: the greedy answer must be exactly this text. false: the text must not become much less likely."""
 
 
 class GateSpec(Spec):
-    """`[gates]`: a job's weights are served only if all of these are passed."""
+    """`[gates]`: checks that a job's weights must all pass before they are served."""
 
     held_out: str = ""
-    """A .jsonl file of conversations that are never trained on; empty: nothing is held out, and this gate is passed."""
+    """A .jsonl file of conversations that are never trained on; empty: this gate always passes."""
     held_out_samples: int = Field(default=64, ge=1)
-    """Conversations of it that are scored."""
+    """Number of these conversations to score."""
     held_out_rise: float = Field(default=0.05, ge=0)
-    """Their loss may rise by so many nats a token: the mean over the conversations."""
+    """Largest rise of their loss, in nats per token: the mean over the conversations."""
     kl: float = Field(default=0.5, gt=0)
-    """How far the answers to ordinary prompts may have moved: the KL divergence between the version before and the new
-    one, in nats a token. The job's own prompts are not among them: a lesson has to change those answers."""
+    """Largest change of the answers to ordinary prompts: the KL divergence between the previous and the new version, in
+    nats per token. The job's own prompts are not counted, because the job has to change those answers."""
     kl_prompts: int = Field(default=16, ge=0)
-    """Ordinary prompts that are sampled for it; 0 leaves the gate out."""
+    """Ordinary prompts to sample for the KL gate; 0: no KL gate."""
     canaries: tuple[CanarySpec, ...] = Field(default=(), strict=False)
-    """Questions whose answers must stay as they are."""
+    """Questions whose answers must not change."""
     canary_drop: float = Field(default=1.0, ge=0)
-    """The logprob of a canary's answer may fall by so many nats in all."""
+    """Largest fall of the logprob of a canary's whole answer, in nats."""
     update_norm: float = Field(default=0.05, gt=0)
-    """The norm of everything that changed, over the norm of the weights."""
+    """Largest norm of the change, as a share of the norm of the weights."""
 
 
 class WatchSpec(Spec):
-    """`[watch]`: a served metric (a reward, a rating) that falls takes a version back."""
+    """`[watch]`: roll a version back when a metric that clients report (a reward, a rating) falls."""
 
     metric: str = ""
-    """The feedback that is watched, by its name; empty watches nothing."""
+    """Name of the feedback metric to watch; empty: none."""
     better: Literal["higher", "lower"] = "higher"
-    """Which way is up."""
+    """Whether higher or lower values are better."""
     window: int = Field(default=64, ge=2)
-    """The newest so many values before the version, and as many of the version, are compared by their means."""
+    """Most values to compare on each side: the newest before the version, and the newest of the version."""
     min_samples: int = Field(default=16, ge=2)
-    """Nothing is said of fewer, on either side."""
+    """Fewest values on each side for a decision."""
     fall: float = Field(default=0.1, ge=0)
-    """How far the mean may fall."""
+    """Largest fall of the mean, in the metric's unit."""
     sigmas: float = Field(default=2.0, ge=0)
-    """By so many standard errors it must have fallen too: chance alone takes nothing back."""
+    """A rollback also needs a fall of this many standard errors, so that chance alone causes none."""
 
 
 class ReplaySpec(Spec):
-    """`[replay]`: samples of earlier jobs in each batch, against forgetting them."""
+    """`[replay]`: add samples of earlier jobs to each batch, so that they are not forgotten."""
 
     share: float = Field(default=0.25, ge=0, lt=1)
-    """Of a batch, as soon as there is anything to replay; 0 replays nothing."""
+    """Share of replayed samples in a batch; 0: no replay."""
     capacity: int = Field(default=4096, ge=1)
-    """Samples that are kept to draw from: of all that were trained on, each as likely as any other."""
+    """Samples kept for replay: a uniform random choice of all trained samples."""
     per_source: float = Field(default=0.5, gt=0, le=1)
-    """Of these, one source may have so much: nobody can fill the memory with one thing."""
+    """Largest share of one source among the kept samples, so that no source can fill the memory."""
 
 
 class OrdinarySpec(Spec):
-    """`[ordinary]`: prompts outside of every lesson, whose answers are to stay as they are."""
+    """`[ordinary]`: prompts unrelated to any job, whose answers should not change."""
 
     prompts: str = ""
-    """A text file with one prompt a line; empty: the 64 short English ones that come with Tandem. Every fourth is for
-    the KL gate alone."""
+    """Text file with one prompt per line; empty: the 64 short English prompts that come with Tandem. Every fourth is
+    used by the KL gate only."""
     written: int = Field(default=128, ge=0)
-    """So many more prompts are written by the model itself, before its first lesson."""
+    """Further prompts that the model itself writes before its first job."""
     per_step: int = Field(default=32, ge=0)
-    """Each step of an `sft` job holds the model's own answers to so many of them; 0: none. A model made from scratch
-    (`model.preset`) has no answers that are worth keeping, and holds none."""
+    """Ordinary prompts per step of an `sft` job whose answers the step preserves; 0: none. A model made from scratch
+    (`model.preset`) uses none, because its answers are not worth preserving."""
     weight: float = Field(default=1.0, gt=0)
-    """Of what holds them: the KL divergence from the version before, over the whole vocabulary, at each of their
-    tokens. The lesson's loss has weight 1."""
+    """Weight of the term that preserves them, relative to the job's loss: the KL divergence from the previous version,
+    over the whole vocabulary, at each token of these answers."""
     max_tokens: int = Field(default=40, ge=1)
-    """Tokens of such an answer, at most. They are sampled once, before the first lesson."""
+    """Most tokens of such an answer. The answers are sampled once, before the first job."""
 
 
 class UpdatesSpec(Spec):
-    """`[updates]`: what is written for each version."""
+    """`[updates]`: how versions are stored on disk."""
 
     anchor_every: int = Field(default=16, ge=1)
-    """After so many updates a version is written whole, with master weights and optimizer."""
+    """Updates after which a version is written in full, with master weights and optimizer state."""
     anchor_share: float = Field(default=0.5, gt=0)
-    """Sooner, if the updates since then have so many bytes, as a share of the whole weights'."""
+    """Write it earlier once the updates since the last full version exceed this share of the weights' bytes."""
     keep: int = Field(default=64, ge=1)
-    """Newest versions that can be gone back to; others go when none of these needs them."""
+    """Number of the newest versions to keep for rollback; older ones are deleted once none of these needs them."""

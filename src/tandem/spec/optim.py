@@ -1,4 +1,4 @@
-"""`optimizer` and `schedule` of a training stage."""
+"""`optimizer` and `schedule` of a training stage: the optimizer and the learning rate over time."""
 
 from __future__ import annotations
 
@@ -10,73 +10,74 @@ from tandem.spec.base import Spec
 
 
 class AdamWSpec(Spec):
-    """AdamW with decoupled weight decay (torch's, fused): 8 bytes of state a weight."""
+    """AdamW with decoupled weight decay (torch's fused kernel): 8 bytes of state per weight."""
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), strict=False
     )
-    """Decay of the first and the second moment."""
+    """Decay rates of the first and the second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
+    """Added to the denominator, so that it is never 0."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Applied to matrices only, never to norms and biases."""
+    """Weight decay of matrices; norms and biases have none."""
 
 
 class AdamW8bitSpec(AdamWSpec):
-    """AdamW with both moments in 8 bits a number, by blocks: 2 bytes of state a weight."""
+    """AdamW with both moments quantised to 8 bits by blocks: 2 bytes of state per weight."""
 
     kind: Literal["adamw_8bit"] = "adamw_8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class AdamWOffloadSpec(AdamWSpec):
-    """AdamW with its moments in the host's memory, moved while other parameters are computed."""
+    """AdamW with its moments in the host's memory; they are copied while other parameters are updated."""
 
     kind: Literal["adamw_offload"] = "adamw_offload"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class AdafactorSpec(Spec):
-    """Adafactor: row and column means, no first moment. `lr` is relative: 1e-2 is usual."""
+    """Adafactor: row and column means, no first moment. `lr` is relative to the weights; 1e-2 is usual."""
 
     kind: Literal["adafactor"] = "adafactor"
     beta2_decay: float = Field(default=-0.8, lt=0)
     """The second moment's decay at step t is 1 - t ** beta2_decay."""
     clip: float = Field(default=1.0, ge=1)
-    """The root mean square of an update is cut to this."""
+    """Largest root mean square of an update; a larger update is scaled down."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Applied to matrices only, never to norms and biases."""
+    """Weight decay of matrices; norms and biases have none."""
 
 
 class MuonSpec(AdamWSpec):
-    """Muon (torch's): hidden matrices move by orthogonalised momentum; embeddings, head and vectors by AdamW."""
+    """Muon (torch's): orthogonalised momentum for hidden matrices, AdamW for embeddings, head and vectors."""
 
     kind: Literal["muon"] = "muon"  # pyright: ignore[reportIncompatibleVariableOverride]
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Of the matrices."""
+    """Momentum of the matrices."""
     newton_schulz_steps: int = Field(default=5, ge=1, le=20)
     """Iterations of the orthogonalisation."""
 
 
 class ApolloMiniSpec(AdamWSpec):
-    """APOLLO-Mini: a scale a matrix, from moments of rank 1. Tables and vectors move by AdamW."""
+    """APOLLO-Mini: one scale per matrix, from moments of rank 1; AdamW for embeddings, head and vectors."""
 
     kind: Literal["apollo_mini"] = "apollo_mini"  # pyright: ignore[reportIncompatibleVariableOverride]
     refresh_every: int = Field(default=200, ge=1)
     """Steps between two random projections."""
     scale: float = Field(default=1.0, gt=0)
-    """On top of sqrt(min(rows, columns) / rank), with which one to four times AdamW's learning rate fits."""
+    """Factor on the update, besides sqrt(min(rows, columns) / rank). With 1, one to four times AdamW's learning rate
+    is right."""
     growth_limit: float = Field(default=1.01, gt=1)
-    """The norm of a matrix's update grows by no more than this factor from step to step."""
+    """Largest growth factor of the norm of a matrix's update from step to step."""
     tables: Literal["adamw", "adamw_8bit"] = "adamw"
-    """What moves embeddings and the head: AdamW with 8 bytes of state a weight, or 2: its moments in 8 bits."""
+    """Optimizer of embeddings and head: AdamW with 8 bytes of state per weight, or with 8-bit moments and 2 bytes."""
 
 
 class ApolloSpec(ApolloMiniSpec):
-    """APOLLO: the gradient, each channel rescaled by moments that are kept in a random low-rank projection."""
+    """APOLLO: rescales each channel of the gradient, by moments of a random low-rank projection."""
 
     kind: Literal["apollo"] = "apollo"  # pyright: ignore[reportIncompatibleVariableOverride]
     rank: int = Field(default=64, ge=1)
-    """Of the projection; no more than the smaller side of a matrix."""
+    """Rank of the projection; at most the smaller side of a matrix is used."""
 
 
 OptimizerSpec = Annotated[
@@ -86,23 +87,23 @@ OptimizerSpec = Annotated[
 
 
 class ConstantSchedule(Spec):
-    """The same learning rate after the warm-up."""
+    """Constant learning rate after the warm-up."""
 
     kind: Literal["constant"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
-    """The learning rate rises linearly over the first so many steps."""
+    """First steps over which the learning rate rises linearly; 0: none."""
 
 
 class LinearSchedule(ConstantSchedule):
-    """Falls in a straight line."""
+    """Learning rate that falls linearly."""
 
     kind: Literal["linear"] = "linear"  # pyright: ignore[reportIncompatibleVariableOverride]
     final: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the last step, as a share of `lr`."""
+    """Learning rate of the last step, as a share of `lr`."""
 
 
 class CosineSchedule(LinearSchedule):
-    """Falls along half a cosine."""
+    """Learning rate that falls along half a cosine."""
 
     kind: Literal["cosine"] = "cosine"  # pyright: ignore[reportIncompatibleVariableOverride]
 

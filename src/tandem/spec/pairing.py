@@ -1,4 +1,4 @@
-"""Which bridges reach which engines, and what else each asks for."""
+"""Check that the bridge, the engine, the model and the precision of a spec work together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tandem.spec.engine import EngineSpec, HfEngineSpec, RemoteEngineSpec, VllmEngineSpec
 from tandem.spec.model import ModelSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
-from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, InprocSync, RestartSync, SharedSync, SyncSpec
+from tandem.spec.sync import SyncSpec
 from tandem.spec.train import Stage
 
 _VLLM_RANK = 512
@@ -16,35 +16,20 @@ _VLLM_RANK = 512
 def check_sync(
     sync: SyncSpec, engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
 ) -> None:
-    """ValueError for what could not work, before anything is loaded."""
+    """Raise ValueError for a combination that cannot work, before anything is loaded."""
     _check_reach(sync, engine)
-    if sync.every > 1 and isinstance(sync, InprocSync | SharedSync):
+    if sync.every > 1 and sync.traits.single_copy:
         raise ValueError(
             f"sync.every = {sync.every}: bridge = '{sync.bridge}' has one copy of the weights, so every step "
             "reaches the engine at once; leave sync.every out"
         )
-    if isinstance(sync, AdapterSync | AdapterBroadcastSync) and model.lora is None:
+    if sync.traits.carries == "adapter" and model.lora is None:
         raise ValueError(
             f"sync.bridge = '{sync.bridge}': there are no adapters to send; add [model.lora], or choose 'broadcast' or "
             "'disk'"
         )
-    if isinstance(sync, SharedSync):
-        if isinstance(engine, VllmEngineSpec) and engine.sleep == "free":
-            raise ValueError(
-                "engine.sleep = 'free': under sync.bridge = 'shared' the engine's weights are the trainer's own, and "
-                "cannot be given away; leave sleep out, or choose another bridge"
-            )
-        if isinstance(engine, VllmEngineSpec) and engine.tensor_parallel > 1:
-            raise ValueError(
-                f"engine.tensor_parallel = {engine.tensor_parallel}: under sync.bridge = 'shared' one trainer cannot "
-                "live in the shards of several workers; choose 'broadcast', or tensor_parallel = 1"
-            )
-        if isinstance(engine, VllmEngineSpec) and engine.gpus not in ((), (0,)):
-            raise ValueError(
-                f"engine.gpus = {list(engine.gpus)}: under sync.bridge = 'shared' the one copy of the weights lies on "
-                "the trainer's GPU, which is number 0; leave gpus out, or choose 'broadcast'"
-            )
-        _check_shared(model, precision, stages)
+    if sync.traits.shares_memory:
+        _check_shared_memory(engine, model, precision, stages)
     if isinstance(engine, VllmEngineSpec) and engine.gpus:
         each, together = engine.tensor_parallel, engine.tensor_parallel * engine.replicas
         if len(engine.gpus) not in (each, together) or len(set(engine.gpus)) < len(engine.gpus):
@@ -60,13 +45,13 @@ def check_sync(
 
 
 def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
-    if isinstance(engine, HfEngineSpec) != isinstance(sync, InprocSync):
-        if isinstance(engine, HfEngineSpec):
+    if ("hf" in sync.traits.engines) != (engine.kind == "hf"):
+        if engine.kind == "hf":
             raise ValueError(
                 f"sync.bridge = '{sync.bridge}': is for engines in processes of their own, and engine.kind = 'hf' (the "
                 "default) runs inside the trainer; add engine.kind = 'server' or 'vllm', or leave sync.bridge out"
             )
-        ways = (
+        choices = (
             "'adapter', with [model.lora]"
             if isinstance(engine, RemoteEngineSpec)
             else (
@@ -76,10 +61,10 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
         )
         raise ValueError(
             f"engine.kind = '{engine.kind}': runs in a process of its own, which sync.bridge = 'inproc' (the default) "
-            f"does not reach; add sync.bridge = {ways}"
+            f"does not reach; add sync.bridge = {choices}"
         )
     if isinstance(engine, RemoteEngineSpec):
-        if not isinstance(sync, AdapterSync):
+        if engine.kind not in sync.traits.engines:
             raise ValueError(
                 f"sync.bridge = '{sync.bridge}': a server that is not ours (engine.kind = 'remote') loads adapters by "
                 "file and nothing else; choose 'adapter'"
@@ -91,19 +76,37 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
         raise ValueError(f"engine.url = '{engine.url}': it asks for a token; say where with engine.token_file")
     if engine.url and engine.replicas > 1:
         raise ValueError(f"engine.replicas = {engine.replicas}: engine.url names one engine; leave one of them out")
-    if isinstance(sync, RestartSync) and engine.url:
+    if sync.traits.restarts_engine and engine.url:
         raise ValueError(
-            f"sync.bridge = 'restart': engine.url = '{engine.url}' was started by somebody else, and is not ours to "
-            "end; leave url out, or choose 'disk'"
+            f"sync.bridge = 'restart': engine.url = '{engine.url}' was started outside this run, which may not "
+            "end it; leave url out, or choose 'disk'"
         )
-    if isinstance(sync, SharedSync) and engine.replicas > 1:
+    if sync.traits.shares_memory and engine.replicas > 1:
         raise ValueError(
             f"engine.replicas = {engine.replicas}: bridge = 'shared' is one copy of the weights, in one engine; choose "
             "'broadcast', or one replica"
         )
 
 
-def _check_shared(model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]) -> None:
+def _check_shared_memory(
+    engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
+) -> None:
+    if isinstance(engine, VllmEngineSpec):
+        if engine.sleep == "free":
+            raise ValueError(
+                "engine.sleep = 'free': under sync.bridge = 'shared' the engine's weights are the trainer's own, and "
+                "cannot be given away; leave sleep out, or choose another bridge"
+            )
+        if engine.tensor_parallel > 1:
+            raise ValueError(
+                f"engine.tensor_parallel = {engine.tensor_parallel}: under sync.bridge = 'shared' one trainer cannot "
+                "train in the shards of several workers; choose 'broadcast', or tensor_parallel = 1"
+            )
+        if engine.gpus not in ((), (0,)):
+            raise ValueError(
+                f"engine.gpus = {list(engine.gpus)}: under sync.bridge = 'shared' the one copy of the weights lies on "
+                "the trainer's GPU, which is number 0; leave gpus out, or choose 'broadcast'"
+            )
     if model.lora is not None:
         raise ValueError(
             "sync.bridge = 'shared': under [model.lora] the trainer's weights are no engine's; choose 'adapter' or "

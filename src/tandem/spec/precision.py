@@ -1,4 +1,4 @@
-"""`[precision]`: how many bits the weights have, and where the rest of each is kept."""
+"""`[precision]`: bits of the weights, and how the bits that they lack are kept."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tandem.spec.base import Spec
 
 
 class Float32Precision(Spec):
-    """Weights, gradients and arithmetic in 32 bits. Nothing can be lost; for small models, and for a CPU."""
+    """Weights, gradients and arithmetic in 32 bits: no update is lost. For small models and for CPUs."""
 
     weights: Literal["float32"] = "float32"
-    """What lives in memory and is served."""
+    """Type of the weights in memory and in the engine."""
 
 
 class Bfloat16Precision(Spec):
-    """The weights that compute and are served have 16 bits; gradients and updates are worked out in 32."""
+    """Weights in 16 bits, in the trainer and in the engine; gradients and updates are computed in 32 bits."""
 
     weights: Literal["bfloat16"] = "bfloat16"
-    """What lives in memory and is served."""
+    """Type of the weights in memory and in the engine."""
     master: Literal["split", "fp32", "stochastic", "none"] = "split"
-    """split: the missing 16 bits beside each weight, 4 bytes in all. fp32: a whole copy beside it, 6 bytes, the same
-    numbers. stochastic: rounds up or down by chance, 2 bytes. none: rounds in place, and loses most of a small update.
-    """
+    """How the full-precision weights are kept. split: the missing 16 bits beside each weight, 4 bytes per weight. fp32:
+    a full copy, 6 bytes, with the same results. stochastic: rounds each update up or down at random, 2 bytes. none:
+    rounds to nearest, 2 bytes, and loses most small updates."""
 
 
 PrecisionSpec = Annotated[Float32Precision | Bfloat16Precision, Field(discriminator="weights")]

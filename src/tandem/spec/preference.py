@@ -1,4 +1,4 @@
-"""`[algorithm]` and `[train]` of a preference run."""
+"""`[algorithm]` and `[train]` of a preference run: DPO on pairs of answers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from tandem.spec.train import SftStage
 
 
 class DpoSpec(Spec):
-    """Direct preference optimisation: the chosen answer gains on the rejected one, against the weights that training
-    began with."""
+    """Direct preference optimisation: raise the chosen answer's probability over the rejected one's, relative to the
+    initial weights."""
 
     kind: Literal["dpo"] = "dpo"
     beta: float = Field(default=0.1, gt=0)
-    """How dear it is to leave the reference: the larger, the sooner a pair counts as learned, and the less it moves."""
+    """Strength of the pull to the reference. A larger beta counts a pair as learned sooner and moves the model less."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Conservative DPO: the share of pairs that are taken to be labelled the wrong way round; it bounds the margin."""
+    """Conservative DPO: assumed share of pairs with swapped labels; it bounds the margin. 0: none."""
     length_normalised: bool = False
-    """An answer's gain is the mean over its tokens, not the sum: length earns nothing. Wants a `beta` of 2 to 10."""
+    """Use the mean over an answer's tokens instead of the sum, so that length has no effect. Needs a `beta` of 2 to 10.
+    """
     sft_coef: float = Field(default=0.0, ge=0)
-    """Weight of the chosen answers' own loss a token, which keeps them likely; 0 looks at the difference alone."""
+    """Weight of the chosen answers' own loss per token, which keeps them likely; 0: only the difference counts."""
 
 
 class PreferenceStage(SftStage):
-    """Steps on pairs of answers."""
+    """Optimizer steps on pairs of answers."""
 
     batch_size: int = Field(default=32, ge=1)
     """Pairs per optimizer step."""

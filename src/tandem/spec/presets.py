@@ -1,4 +1,4 @@
-"""The sizes behind `model.preset`: Qwen3 architecture, for a laptop."""
+"""Model sizes of `model.preset`: Qwen3 architecture, small enough for a laptop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def preset_config(preset: str, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of a Qwen3 config for a preset."""
     size = SIZES[preset]
     return {
         "vocab_size": vocab_size,

@@ -1,4 +1,4 @@
-"""`[rollouts]`: who plays."""
+"""`[rollouts]`: where episodes are played: in this run, by a rollout service's environments, or by Atropos."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from tandem.spec.base import LocalPath, Spec
 
 
 class LocalRollouts(Spec):
-    """This run plays its environment itself."""
+    """The run plays its own environment."""
 
     kind: Literal["local"] = "local"
 
 
 class ServiceRollouts(Spec):
-    """Environments anywhere play for a rollout service (`tandem rollouts serve`); this run trains on what they post. An
-    environment of its own is played to judge itself alone, and may be left out."""
+    """Environments on any machine send groups to a rollout service (`tandem rollouts serve`), and this run trains on
+    them. The run's own `[environment]` is used for evaluation only, and may be left out."""
 
     kind: Literal["service"]
     url: str = Field(pattern=r"^https?://.+")
-    """Of the service."""
+    """URL of the rollout service."""
     token_file: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Holds the service's token."""
+    """File with the service's token."""
     run_id: str = Field(default="", max_length=256)
-    """Under which the service knows this run, also when it is started again. Empty: its name and an id, kept in its
-    directory."""
+    """Id of this run at the service; a resumed run must have the same. Empty: the run's name and a random id, kept in
+    the run directory."""
     fresh: bool = False
-    """Groups of another run that are queued there are dropped, once its trainer has gone; otherwise they are a reason
-    to refuse this one."""
+    """true: drop groups of another run from the queue once that run's trainer is gone. false: refuse to start if there
+    are any."""
     lease_s: float = Field(default=600.0, ge=1.0)
-    """A batch returns to the queue when this process has been silent for so long."""
+    """Seconds of silence from this process after which its batch returns to the queue."""
 
 
 class AtroposRollouts(Spec):
-    """Environments of Atropos play, unmodified. `tandem atropos SPEC` starts them with all that they need, and the
-    trainer beside them."""
+    """Unmodified Atropos environments play. `tandem atropos SPEC` starts them, the services that they need, and the
+    trainer."""
 
     kind: Literal["atropos"]
     environments: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    """A command line each, as in "python my_env.py serve --env.group_size 8"; it is given URLs, key, server type,
-    tokenizer and model name beyond that."""
+    """One command line per environment, as in "python my_env.py serve --env.group_size 8". Tandem adds the options for
+    URLs, key, server type, tokenizer and model name."""
     server_type: Literal["vllm", "sglang", "openai"] = "vllm"
-    """How environments ask for samples: which of atroposlib's servers they take the gateway for."""
+    """The server type of atroposlib that environments use to sample from the gateway."""
     lease_s: float = Field(default=600.0, ge=1.0)
-    """A batch returns to the queue when the trainer has been silent for so long."""
+    """Seconds of silence from the trainer after which its batch returns to the queue."""
 
 
 RolloutsSpec = Annotated[LocalRollouts | ServiceRollouts | AtroposRollouts, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""A whole run: `recipe = "rl"`, `"sft"` or `"preference"` at the top of the file."""
+"""The spec of a whole run: `recipe = "rl"`, `"sft"` or `"preference"`, and checks across its tables."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.rollouts import LocalRollouts, RolloutsSpec
-from tandem.spec.sync import InprocSync, SyncSpec
+from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
 
 class _RunSpecBase(Spec):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """The run directory is runs/<name>-<time>."""
+    """Name of the run; its directory is runs/<name>-<time>."""
     seed: int = Field(default=0, ge=0, lt=2**31)
-    """Of everything: weights made from scratch, data order, tasks, sampling."""
+    """Seed of random weights, data order, tasks and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
+    """Device of the trainer; auto: a GPU if there is one."""
     deterministic: bool = True
-    """The same spec and seed give the same bytes; what that costs is in docs/concepts.md."""
+    """The same spec and seed give the same bytes; docs/concepts.md says what that costs."""
     strict: bool = False
-    """An optimisation that was asked for and cannot be had ends the run, instead of being reported."""
+    """true: the run ends if a requested optimisation is not available. false: the run reports it and goes on."""
     model: ModelSpec
-    """Which weights, and how many of them are trained."""
+    """Which weights are loaded, and which of them are trained."""
     liveness: LivenessSpec = LivenessSpec()
-    """When a run that does not move counts as stalled."""
+    """After how many seconds without progress the run counts as stalled."""
     track: TrackSpec | None = None
-    """Trackers that are told every step's numbers. Left out: none."""
+    """Trackers that receive every step's metrics. Left out: none."""
     precision: PrecisionSpec = Float32Precision()
-    """How many bits the weights have, and where the rest of each is kept."""
+    """Bits of the weights, and how the bits that they lack are kept."""
     checkpoint: CheckpointSpec = CheckpointSpec()
-    """What is kept, so that the run can be taken up again."""
+    """When the run saves its state, and which checkpoints it keeps."""
     artifacts: ArtifactsSpec | None = None
-    """Where copies go that outlive this machine. Left out: nowhere."""
+    """Where copies of the run go. Left out: nowhere."""
 
     @model_validator(mode="after")
     def _model_fits(self) -> Self:
@@ -55,8 +55,8 @@ class _RunSpecBase(Spec):
         lora = self.model.lora
         if lora is not None and lora.base != "exact" and isinstance(self.model, PresetModel):
             raise ValueError(
-                f"model.lora.base = '{lora.base}': model.preset = '{self.model.preset}' is made from scratch, and "
-                "random weights are not worth rounding; set model.path to a model that exists, or leave base out"
+                f"model.lora.base = '{lora.base}': needs model.path; model.preset = '{self.model.preset}' has random "
+                "weights, which are not quantised; set model.path to an existing model, or leave base out"
             )
         return self
 
@@ -66,34 +66,35 @@ class RlSpec(_RunSpecBase):
 
     recipe: Literal["rl"] = "rl"
     environment: EnvironmentSpec | None = None
-    """Where tasks and rewards come from. Only runs whose `rollouts` come from other processes may leave it out."""
+    """The source of tasks and rewards. Only runs whose `rollouts` come from other processes may leave it out."""
     warmup: WarmupStage | None = None
-    """Supervised steps before RL. Left out: RL begins with the weights as they are."""
+    """Supervised steps before RL. Left out: none."""
     train: RlStage
     """The RL steps."""
     algorithm: AlgorithmSpec = DrGrpoSpec()
     """How rewards become a gradient."""
     engine: EngineSpec = HfEngineSpec()
-    """Who samples."""
-    sync: SyncSpec = InprocSync()
+    """The engine that samples tokens."""
+    sync: SyncSpec = DEFAULT_SYNC
     """How a version reaches the engine."""
     rollouts: RolloutsSpec = LocalRollouts()
-    """Who plays."""
+    """Where episodes are played."""
     eval: EvalSpec = EvalSpec()
-    """How the run is judged."""
+    """How the run is evaluated."""
 
     @property
     def stages(self) -> dict[str, Stage]:
+        """Return the stages that take optimizer steps, by name, in order."""
         return {"train": self.train} if self.warmup is None else {"warmup": self.warmup, "train": self.train}
 
     @model_validator(mode="before")
     @classmethod
     def _kinds_left_out(cls, raw: Any) -> Any:
-        """A table that names no kind is of the default one."""
+        """Give tables without a kind the default one."""
         if not isinstance(raw, dict):
             return raw
         tables = cast("dict[str, Any]", raw)
-        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", "inproc")):
+        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
             if isinstance(tables.get(table), dict):
                 tables = {**tables, table: {key: kind, **tables[table]}}
         return tables
@@ -103,19 +104,20 @@ class RlSpec(_RunSpecBase):
         if self.sync.every > self.train.max_lag + 1:
             raise ValueError(
                 f"sync.every = {self.sync.every}: groups would wait longer than train.max_lag = {self.train.max_lag} "
-                f"allows; set sync.every <= {self.train.max_lag + 1}, or train.max_lag >= {self.sync.every - 1}"
+                f"allows; set sync.every to at most {self.train.max_lag + 1}, or train.max_lag to at least "
+                f"{self.sync.every - 1}"
             )
         self._check_environment()
         check_sync(self.sync, self.engine, self.model, self.precision, self.stages)
         if not isinstance(self.rollouts, LocalRollouts) and isinstance(self.engine, HfEngineSpec):
             raise ValueError(
-                f"rollouts.kind = '{self.rollouts.kind}': engine.kind = 'hf' lives inside the trainer, where no "
-                "environment of another process can ask it; choose 'server' or 'vllm'"
+                f"rollouts.kind = '{self.rollouts.kind}': environments in other processes cannot reach engine.kind = "
+                "'hf', which runs inside the trainer; set engine.kind = 'server' or 'vllm'"
             )
         if self.train.thinking_length_penalty and not self.model.thinking:
             raise ValueError(
-                f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: model.thinking is false, so "
-                "there is no thinking to make shorter; set model.thinking = true, or leave the penalty out"
+                f"train.thinking_length_penalty = {self.train.thinking_length_penalty:g}: has no effect while "
+                "model.thinking = false; set model.thinking = true, or leave the penalty out"
             )
         _check_stage("train", self.train, self.model)
         if self.warmup is not None:
@@ -124,33 +126,33 @@ class RlSpec(_RunSpecBase):
         return self
 
     def _check_environment(self) -> None:
-        """Something of the run plays it, or it may be left out."""
+        """Raise ValueError if the environment is missing although the run needs it."""
         if self.environment is not None:
             return
         if isinstance(self.rollouts, LocalRollouts):
             raise ValueError("environment: is missing; add it (see `tandem spec schema`)")
         if self.eval.every:
             raise ValueError(
-                f"eval.every = {self.eval.every}: no environment to play held-out tasks of is there; add "
-                "[environment], or leave eval.every out"
+                f"eval.every = {self.eval.every}: evaluations need an environment; add [environment], or leave "
+                "eval.every out"
             )
         if self.warmup is not None and isinstance(self.warmup.data, Demonstrations):
             raise ValueError(
-                "warmup.data.kind = 'demonstrations': there is no environment that shows any; add [environment], or "
+                "warmup.data.kind = 'demonstrations': demonstrations come from an environment; add [environment], or "
                 "warm up on recorded data"
             )
 
 
 class SftSpec(_RunSpecBase):
-    """Supervised training on recorded conversations."""
+    """Supervised training on recorded conversations (SFT)."""
 
     recipe: Literal["sft"] = "sft"
     data: RecordedData
-    """The conversations to imitate."""
+    """The conversations to train on."""
     train: SftStage
     """The supervised steps."""
     eval: LossEvalSpec = LossEvalSpec()
-    """How the run is judged."""
+    """How the run is evaluated."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:
@@ -159,17 +161,17 @@ class SftSpec(_RunSpecBase):
 
 
 class PreferenceSpec(_RunSpecBase):
-    """Training on pairs of recorded answers, one of them better."""
+    """Training on pairs of recorded answers, a better and a worse one (DPO)."""
 
     recipe: Literal["preference"] = "preference"
     data: RecordedData
     """Rows with `prompt`, `chosen` and `rejected`."""
     train: PreferenceStage
-    """The steps."""
+    """The training steps."""
     algorithm: DpoSpec = DpoSpec()
     """How a pair becomes a gradient."""
     eval: LossEvalSpec = LossEvalSpec()
-    """How the run is judged."""
+    """How the run is evaluated."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> PreferenceSpec:
@@ -180,40 +182,37 @@ class PreferenceSpec(_RunSpecBase):
 def _check_precision(precision: PrecisionSpec, model: ModelSpec) -> None:
     if isinstance(precision, Bfloat16Precision) and precision.master != "split" and model.lora is not None:
         raise ValueError(
-            f"precision.master = '{precision.master}': under [model.lora] nothing in bf16 is trained: adapters are "
-            "float32 themselves; leave master out"
+            f"precision.master = '{precision.master}': has no effect with [model.lora], whose adapters are "
+            "float32; leave master out"
         )
 
 
 def _check_stage(name: str, stage: Stage, model: ModelSpec) -> None:
     if stage.schedule.warmup_steps >= stage.steps:
         raise ValueError(
-            f"{name}.schedule.warmup_steps = {stage.schedule.warmup_steps}: the stage has {stage.steps} steps in all; "
-            f"set it below {stage.steps}, or raise {name}.steps"
+            f"{name}.schedule.warmup_steps = {stage.schedule.warmup_steps}: must be below {name}.steps = "
+            f"{stage.steps}; lower it, or raise {name}.steps"
         )
     if stage.lora_plus != 1 and model.lora is None:
-        raise ValueError(
-            f"{name}.lora_plus = {stage.lora_plus:g}: there are no adapters whose B matrices it could speed up; add "
-            "[model.lora], or leave it out"
-        )
+        raise ValueError(f"{name}.lora_plus = {stage.lora_plus:g}: needs adapters; add [model.lora], or leave it out")
 
 
 def _check_algorithm(algorithm: AlgorithmSpec, stage: RlStage) -> None:
     if isinstance(algorithm, DapoSpec) and algorithm.overlong_buffer > stage.max_tokens:
         raise ValueError(
-            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: an answer has train.max_tokens = "
-            f"{stage.max_tokens} at most; set the buffer below that"
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: must be at most train.max_tokens = "
+            f"{stage.max_tokens}, the longest answer"
         )
-    by_reward_alone = not isinstance(algorithm, DistillSpec) and getattr(algorithm, "baseline", "") != "none"
-    if stage.replace_equal_groups and not by_reward_alone:
+    needs_unequal = not isinstance(algorithm, DistillSpec) and getattr(algorithm, "baseline", "") != "none"
+    if stage.replace_equal_groups and not needs_unequal:
         raise ValueError(
-            f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' learns from siblings that "
-            "scored alike, too, so no group would ever be replaced; leave it out"
+            f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' also learns from groups "
+            "with equal rewards, so no group would be replaced; leave it out"
         )
     if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or getattr(algorithm, "kl_coef", 0)):
         raise ValueError(
-            f"train.top_p = {stage.top_p:g}: the reference has a nucleus of its own, and to a token outside it no "
-            "finite distance; set top_p = 1, or leave out the KL term or the teacher"
+            f"train.top_p = {stage.top_p:g}: a token outside the reference's own nucleus has an infinite KL; "
+            "set top_p = 1, or leave out the KL term or the teacher"
         )
 
 

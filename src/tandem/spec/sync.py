@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from tandem.spec import bridges
 from tandem.spec.base import Spec
 
 
 class _Sync(Spec):
+    traits: ClassVar[bridges.BridgeTraits]
+    """What this bridge carries, reaches and needs."""
+
     every: int = Field(default=1, ge=1)
     """Publish after every so many steps; at most train.max_lag + 1."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Both ends must have met by then, and the version been proven."""
+    """Within this time both ends must have connected, and the version must be proven."""
     retries: int = Field(default=2, ge=0)
-    """How often a partner that was lost is taken back, for one version."""
+    """How often a lost engine is attached again, for one version."""
+
+    def staged_bytes(self, moved: int) -> int:
+        """Return the GPU memory that a version of `moved` bytes takes on its way, beside the one that is served."""
+        return moved if self.traits.carries == "adapter" else 0
 
 
 class InprocSync(_Sync):
     """Engine and trainer share one module; no byte moves."""
 
+    traits = bridges.INPROC
     bridge: Literal["inproc"] = "inproc"
 
 
@@ -28,61 +37,72 @@ class SharedSync(_Sync):
     """Single copy: the trainer's parameters are views of the engine's memory. CUDA IPC on one GPU, POSIX shared memory
     on a CPU."""
 
+    traits = bridges.SHARED
     bridge: Literal["shared"] = "shared"
     digest: bool = False
-    """Both ends also read all weights back, each through its own mapping, and compare digests: for who doubts that one
-    memory is one."""
+    """Both ends also read all weights back, each through its own mapping, and compare digests: a check that both really
+    map one memory."""
 
 
 class _Collective(_Sync):
     host: str = "127.0.0.1"
-    """Where trainer and engines meet; an address of the trainer's machine that the engines reach."""
+    """The address that the trainer listens on; engines must reach it."""
     backend: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """nccl: between GPUs. ipc: by memory that both map, of the one GPU or the one host that they are on. gloo: by way
-    of the host. auto: NCCL if every engine has GPUs of its own, else ipc for adapters on one GPU, else gloo."""
+    """nccl: between GPUs. ipc: through memory that both map, on one GPU or one host. gloo: through the host. auto: nccl
+    if every engine has GPUs of its own, else ipc for adapters on one GPU, else gloo."""
 
 
 class BroadcastSync(_Collective):
     """Full weights, in a few large flat buckets."""
 
+    traits = bridges.BROADCAST
     bridge: Literal["broadcast"] = "broadcast"
     bucket_mib: int = Field(default=256, ge=1)
     """Size of a bucket. Two are in memory at a time."""
 
+    def staged_bytes(self, moved: int) -> int:
+        return 2 * self.bucket_mib * 2**20
+
 
 class AdapterBroadcastSync(_Collective):
-    """LoRA tensors in one flat transfer, straight to where the engine keeps adapters."""
+    """LoRA tensors in one flat transfer, straight into the memory where the engine keeps adapters."""
 
+    traits = bridges.ADAPTER_BROADCAST
     bridge: Literal["adapter_broadcast"] = "adapter_broadcast"
 
 
 class AdapterSync(_Sync):
     """LoRA files in memory-backed storage, loaded over the engine's own interface under a new name each."""
 
+    traits = bridges.ADAPTER
     bridge: Literal["adapter"] = "adapter"
     directory: str = ""
-    """Where they lie; left out, the machine's shared memory. Trainer and engine must both see it."""
+    """Where the files are; left out, the machine's shared memory. Trainer and engine must both see it."""
 
 
 class DiskSync(_Sync):
     """A whole checkpoint, which the engine loads in place."""
 
+    traits = bridges.DISK
     bridge: Literal["disk"] = "disk"
     directory: str = ""
-    """Where they lie; left out, inside the run. Trainer and engine must both see it."""
+    """Where checkpoints are; left out, inside the run. Trainer and engine must both see it."""
 
 
 class RestartSync(_Sync):
     """A whole checkpoint, and the engine's process is started again from it: for any engine at all."""
 
+    traits = bridges.RESTART
     bridge: Literal["restart"] = "restart"
     directory: str = ""
-    """Where they lie; left out, inside the run. Trainer and engine must both see it."""
+    """Where checkpoints are; left out, inside the run. Trainer and engine must both see it."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """The engine must serve it by then."""
+    """Within this time the engine must serve the version."""
 
 
 SyncSpec = Annotated[
     InprocSync | SharedSync | BroadcastSync | AdapterSync | AdapterBroadcastSync | DiskSync | RestartSync,
     Field(discriminator="bridge"),
 ]
+
+DEFAULT_SYNC = InprocSync()

@@ -1,4 +1,4 @@
-"""TOML of users' files, and the errors that name the file."""
+"""Read TOML files of users; errors name the file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.errors import SpecError
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Return what a TOML file holds; SpecError for one that is not there, or is none."""
+    """Return the tables of a TOML file. SpecError if the file cannot be read or is not TOML."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -24,9 +24,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML text; `where` names it in errors."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{where}: is not TOML: {error}") from error
-    except RecursionError:  # without the cause: a thousand frames
-        raise SpecError(f"{where}: is not a spec: its tables and lists are nested too deeply") from None
+    except RecursionError:  # "from None": the traceback would have a thousand frames
+        raise SpecError(f"{where}: is not a spec: tables and lists are nested too deeply") from None

@@ -1,4 +1,4 @@
-"""`[track]`: trackers that are told every step's numbers, besides metrics.jsonl."""
+"""`[track]`: trackers that receive every step's metrics, besides metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tandem.spec.base import Spec
 
 
 class TrackSpec(Spec):
-    """A tracker that fails, or hangs, is warned of once; the run goes on at its own pace."""
+    """Send metrics to trackers. If a tracker fails or hangs, the run warns once and goes on."""
 
     to: list[Literal["wandb", "trackio", "tensorboard", "mlflow"]] = Field(min_length=1)
-    """Which ones; each must be installed. Credentials are theirs to find."""
+    """Names of the trackers. Each must be installed, and finds its own credentials."""
     project: str = Field(default="tandem", min_length=1)
-    """Under which name they file the run (mlflow: the experiment)."""
+    """Project of the run in the tracker (mlflow: experiment)."""
     url: str = ""
-    """mlflow's tracking server. Left out: where mlflow itself looks."""
+    """URL of mlflow's tracking server; empty: mlflow's own default."""

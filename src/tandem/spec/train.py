@@ -10,28 +10,30 @@ from tandem.spec.optim import AdamWSpec, ConstantSchedule, LinearSchedule, Optim
 
 
 class Stage(Spec):
-    """What all stages have."""
+    """Fields of every training stage."""
 
     steps: int = Field(ge=1)
     """Optimizer steps of this stage."""
     lr: float = Field(gt=0, lt=1)
     """Peak learning rate."""
     schedule: ScheduleSpec = ConstantSchedule()
-    """How the learning rate moves over the stage."""
+    """Learning rate over the steps of the stage."""
     optimizer: OptimizerSpec = AdamWSpec()
-    """Which optimizer, with its settings."""
+    """The optimizer with its settings."""
     clip_norm: float = Field(default=1.0, gt=0)
-    """The gradient's global norm is cut to this."""
+    """Largest global norm of the gradient; a larger gradient is scaled down."""
     lora_plus: float = Field(default=1.0, ge=1)
-    """LoRA+: the learning rate of the B matrices is so many times that of the A matrices."""
+    """LoRA+: learning rate of the B matrices, as a multiple of that of the A matrices; 1: the same."""
     gradient_release: bool = False
-    """Each gradient moves its weights as soon as backward has made it: gradients never exist together. One micro-batch
-    a step; the clip goes by the norm of earlier steps; and a step that turns out bad has moved some weights already."""
+    """true: apply each gradient as soon as the backward pass has computed it, so that they are never in memory
+    together. A step then has one micro-batch, clipping uses the norm of earlier steps, and a failed step has already
+    changed some weights."""
     max_idle_steps: int = Field(default=100, ge=1)
-    """So many steps in a row that move no weight end the run: no credit, no gradient, or updates rounded away. Before
-    anything was learned a fifth of them does (at least 20, if it is as many)."""
+    """The run ends after this many steps in a row that changed no weight: no advantage, no gradient, or updates rounded
+    away. Before the first change, a fifth of this is enough (but at least 20, or this number if it is smaller)."""
     micro_tokens: int = Field(default=16384, ge=16)
-    """Most tokens in one forward and backward; a step's samples are packed into as many micro-batches as that takes."""
+    """Most tokens in one forward and backward pass; a step's samples are packed into as many micro-batches as needed.
+    """
 
 
 class SftStage(Stage):
@@ -45,9 +47,9 @@ class WarmupStage(SftStage):
     """`[warmup]`: supervised steps before RL, in the same run and counted in the same version."""
 
     data: DataSpec = Demonstrations()
-    """What to imitate."""
+    """The conversations to train on."""
     schedule: ScheduleSpec = LinearSchedule()
-    """How the learning rate moves over the stage."""
+    """Learning rate over the steps of the stage."""
 
 
 class RlStage(Stage):
@@ -56,23 +58,24 @@ class RlStage(Stage):
     groups_per_step: int = Field(ge=1)
     """Tasks per optimizer step."""
     group_size: int = Field(ge=2)
-    """Samples of each task, compared with each other."""
+    """Samples per task; their rewards are compared with each other."""
     max_lag: int = Field(default=0, ge=0, le=64)
-    """No token trained on is older than this many versions; 0 is on-policy."""
+    """Most versions that a trained token may be old; 0: on-policy."""
     max_tokens: int = Field(default=256, ge=1)
     """Most tokens in one assistant turn."""
     temperature: float = Field(default=1.0, gt=0, le=10)
-    """Of the rollouts; the trainer's logprobs use the same."""
+    """Sampling temperature of rollouts; the trainer's logprobs use it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Of the rollouts; the trainer's logprobs are of the same nucleus. 1 keeps every token, and is faster."""
+    """Nucleus of rollouts; the trainer's logprobs use it too. 1 keeps every token and is faster."""
     thinking_length_penalty: float = Field(default=0.0, ge=0)
-    """Taken off a reward, times the share of max_tokens that went into thinking. Evaluations take nothing off."""
+    """Subtracted from a reward, times the share of max_tokens spent on thinking. Evaluations subtract nothing."""
     replace_equal_groups: int = Field(default=0, ge=0)
-    """Groups whose siblings all scored alike are dropped and others played instead (dynamic sampling), at most so many
-    in a row; beyond that, and with 0 always, they count and move nothing."""
+    """Most groups in a row to drop and replace because all their rewards are equal (dynamic sampling). Further ones are
+    trained on and change nothing. 0: replace none."""
     max_dropped: int = Field(default=256, ge=1)
-    """So many groups in a row that failed or were replaced end the run."""
+    """The run ends after this many groups in a row that failed or were replaced."""
     group_timeout_s: float = Field(default=600.0, gt=0)
-    """The longest that the trainer waits for its next groups."""
+    """Most seconds that the trainer waits for its next groups."""
     max_logprob_gap: float = Field(default=0.05, gt=0)
-    """Largest mean difference between engine and trainer about tokens of the current version; more ends the run."""
+    """Largest mean logprob difference, in nats, between engine and trainer on tokens of the current version; the run
+    ends if it is larger."""

@@ -218,7 +218,7 @@ class Renderer:
             )
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
-            what = f"the roles {roles}" if roles else "a conversation in which nobody has said anything"
+            what = f"the roles {roles}" if roles else "an empty conversation"
             raise TemplateError(f"model: its chat template refuses {what}: {error}") from error
 
     @cache  # noqa: B019 - as long-lived as the renderer, bounded by the vocabulary

@@ -57,7 +57,7 @@ def byte_tokenizer(idle: int = 0) -> Any:
 
 
 def load_tokenizer(path: str, revision: str = "main", field: str = "model.path") -> Any:
-    """`field`: of the spec, for whoever has to change it."""
+    """Load a tokenizer. `field`: the field of the spec that errors name."""
     from transformers import AutoTokenizer
 
     refuse_no_model(path, revision, field, weights=False)

@@ -10,7 +10,7 @@ _TOLD_CHARS = 200
 
 class CallStream:
     """Nothing that was given out has to be taken back: a call comes when it is whole. White space around calls is
-    nobody's word; a call that cannot be read stays in the text, and in `errors`."""
+    dropped; a call that cannot be read stays in the text, and in `errors`."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []

@@ -30,7 +30,7 @@ class Collected:
             yield
 
     def take(self) -> dict[str, Tensor]:
-        """Nobody else holds them then: whoever lets go of one has its memory."""
+        """Return the gradients and drop them here, so that the caller frees the memory of each by dropping it."""
         found = ((name, self._sums.get(name, tensor.grad)) for name, tensor in self._parameters)
         taken = {name: gradient for name, gradient in found if gradient is not None}
         self.clear()

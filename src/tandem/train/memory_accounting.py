@@ -62,7 +62,7 @@ class MemoryBreakdown:
         saved = _Saved(weights)
         before = torch.cuda.memory_allocated() if self._on_gpu else 0
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with nullcontext() if self._on_gpu else hooks:  # compiled layers would be compiled anew under hooks
+        with nullcontext() if self._on_gpu else hooks:  # compiled layers would be compiled again under hooks
             yield
         kept = torch.cuda.memory_allocated() - before if self._on_gpu else saved.bytes
         state = self._optimizer.state()

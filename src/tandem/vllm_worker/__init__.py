@@ -1,1 +1,2 @@
-"""What runs in an engine's own process, its Python environment included: torch and the standard library alone."""
+"""Code that runs inside vLLM's processes and their Python environment: it needs torch and the standard library
+alone."""

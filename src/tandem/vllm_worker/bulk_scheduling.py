@@ -1,13 +1,13 @@
-"""Requests that just go on, taken through vLLM's scheduler in bulk.
+"""Schedule plain decoding requests in bulk in vLLM.
 
-consumes: what vLLM's core asks its scheduler at each step     waits for: nothing
-produces: the answers that it would get anyway
+consumes: the calls of vLLM's core to its scheduler at each step     waits for: nothing produces: the same answers as
+vLLM's scheduler
 
-For each request and step vLLM's scheduler, in Python, asks about encoders, drafts, grammars, transfers and stops, and
-then adds one. Where a model is small the GPU waits for that. Here a request goes on if its next token has room in its
-last block, and if the token that was sampled neither ends it nor completes a block that could be found by its prefix.
-Those are counted on here. All others, and the step as a whole, are the scheduler's own: it is asked as before, with
-those left out. Its own checks are written again here where a call for each of them would take what is saved.
+For each request and step vLLM's scheduler checks in Python for encoders, drafts, grammars, transfers and stops, and
+then adds one token. With a small model the GPU waits for that. A request is plain if its next token fits into its last
+block, and if the sampled token neither ends it nor completes a block of the prefix cache. This class advances plain
+requests itself. vLLM's scheduler handles all others and the step as a whole, without the plain ones. Some of its checks
+are repeated here inline: one call for each request would cost what this saves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.vllm_worker.urgent_first import LIMITS, QUEUES, Urgent
 COMPARED = ("0.26.0", "0.32.0")
 """Versions of vLLM whose scheduler was compared with this one, step by step (tests/vllm/test_scheduled_in_bulk.py)."""
 
-# What only some of those versions have is looked for by name.
+# Attributes that only some of those versions have are looked up by name.
 _ODD = (
     "defer_block_free", "enable_return_routed_experts", "aux_output_connector", "is_mm_encoder_only",
     "return_sampling_mask",
@@ -37,7 +37,7 @@ else:
 
 
 def going_on(kind: type[Any], version: str) -> type[Any]:
-    """`kind`: of vLLM's schedulers, of that version. Unfit if that was not compared."""
+    """Return a scheduler class. `kind`: vLLM's own, of that version. Unfit if that version was not compared."""
     if (plain := version.partition("+")[0]) not in COMPARED:
         raise Unfit(f"the scheduler of vLLM {plain} was not compared")
     from vllm.v1.core.sched.interface import PauseState  # pyright: ignore[reportMissingImports]
@@ -54,7 +54,7 @@ def going_on(kind: type[Any], version: str) -> type[Any]:
 
 
 class GoingOn(_Base):
-    """Before vLLM's own among a scheduler's classes."""
+    """A mixin before vLLM's own scheduler class."""
 
     _unpaused: Any
     _running: Any
@@ -65,9 +65,9 @@ class GoingOn(_Base):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.why_not = self._why_not()
-        """Why all are asked about after all; or nothing."""
+        """Why nothing is scheduled in bulk; empty if it is."""
         self._ahead = int(self.vllm_config.scheduler_config.async_scheduling)
-        """Tokens that are scheduled before the one before them is known."""
+        """How many tokens are scheduled before the previous token is known."""
 
     def _why_not(self) -> str:
         config, groups = self.vllm_config, self.kv_cache_config.kv_cache_groups
@@ -83,7 +83,7 @@ class GoingOn(_Base):
         if config.parallel_config.pipeline_parallel_size > 1:
             return "the model is spread over pipeline stages"
         if config.kv_transfer_config is not None or getattr(config, "ec_transfer_config", None) is not None:
-            return "its caches are filled by others, too"
+            return "other processes fill its caches, too"
         odd = [name for name in _ODD if getattr(self, name, None)]
         return f"vLLM was started with {odd[0]}" if odd else ""
 
@@ -94,41 +94,41 @@ class GoingOn(_Base):
         if parted is None:
             return super().schedule(*args, **more)
         plain, rest = parted
-        everybody, others = self.running, len(rest)
+        running, others = self.running, len(rest)
         budgets = {name: self.__dict__[name] for name in ("max_num_scheduled_tokens", *LIMITS) if name in self.__dict__}
         self.running = rest
         self.__dict__.update({name: budget - len(plain) for name, budget in budgets.items()})
         try:
             step = super().schedule(*args, **more)
         finally:
-            self.running = everybody
+            self.running = running
             self.__dict__.update(budgets)
         if len(rest) < others:
             raise RuntimeError("a request was preempted while blocks were free")
-        everybody += rest[others:]  # who was admitted
+        running += rest[others:]  # newly admitted requests
         self._put_in(step, plain, {each.request_id for each in rest} - step.num_scheduled_tokens.keys())
         return step
 
     def _parted(self) -> tuple[list[Any], list[Any]] | None:
-        """Those that go on, and those that the scheduler is to look at: one of each adapter among them, since it counts
-        adapters. None if it must look at all of them, for want of blocks."""
+        """Return the plain requests, and those for vLLM's scheduler; the latter include one of each adapter, because it
+        counts adapters. None if it must handle all of them: blocks are short."""
         if self.why_not or self._pause_state != self._unpaused or len(self.running) > self.max_num_scheduled_tokens:
             return None
         if self.scheduler_config.long_prefill_token_threshold and any(self.__dict__.get(name) for name in QUEUES):
-            return None  # how much of a prompt is taken depends on how many run
-        everybody, cache, blocks = self.running, self.kv_cache_manager, self._blocks
+            return None  # how much of a prompt is computed depends on how many requests run
+        running, cache, blocks = self.running, self.kv_cache_manager, self._blocks
         size, tables = blocks.block_size, blocks.req_to_blocks
         cached = blocks.num_cached_block if cache.enable_caching else None
         last = self.max_model_len - 1
-        # vLLM's older runner is told all about a request that the step before had not.
+        # vLLM's older runner needs full data of a request that the step before did not have.
         before = None if self.use_v2_model_runner else self.prev_step_scheduled_req_ids
         plain, rest, adapters, missing = list[Any](), list[Any](), set[Any](), 0
-        for place, request in enumerate(everybody):
+        for place, request in enumerate(running):
             known, ahead = len(request._all_token_ids), request.num_output_placeholders
             end = request.num_computed_tokens + 1
             if end != known + ahead or request.is_prefill_chunk or request.spec_token_ids:
-                # It computes its prompt, and takes what tokens those before it left.
-                computing = everybody[place:]
+                # It computes its prompt with the tokens that earlier requests leave of the budget.
+                computing = running[place:]
                 missing += sum((each.num_tokens + 1 - each.num_computed_tokens) // size + 2 for each in computing)
                 rest += computing
                 break
@@ -151,7 +151,7 @@ class GoingOn(_Base):
         return (plain, rest) if plain and missing <= cache.block_pool.get_num_free_blocks() else None
 
     def _put_in(self, step: Any, plain: list[Any], left_out: set[str]) -> None:
-        """Into a step that was scheduled without them, in the order of all that run."""
+        """Add the plain requests to a step that was scheduled without them, in the order of all running requests."""
         names = [request.request_id for request in plain]
         computed = [request.num_computed_tokens for request in plain]
         made = [len(request._output_token_ids) + request.num_output_placeholders for request in plain]
@@ -160,11 +160,11 @@ class GoingOn(_Base):
         told.new_block_ids = [None] * len(plain) + told.new_block_ids
         told.num_computed_tokens = computed + told.num_computed_tokens
         told.num_output_tokens = made + told.num_output_tokens
-        everybody = [request.request_id for request in self.running]
-        step.num_scheduled_tokens = {name: scheduled.get(name, 1) for name in everybody if name not in left_out}
+        running = [request.request_id for request in self.running]
+        step.num_scheduled_tokens = {name: scheduled.get(name, 1) for name in running if name not in left_out}
         step.total_num_scheduled_tokens += len(plain)
         if getattr(step, "num_common_prefix_blocks", None):
-            step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(everybody[0])
+            step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(running[0])
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(names)
         for request in plain:
@@ -195,11 +195,11 @@ class GoingOn(_Base):
         return answers
 
     def _went_on(self, scheduled: dict[str, int], output: Any) -> tuple[dict[int, list[Any]], dict[str, int]]:
-        """What clients are told of requests that go on; and those that the scheduler is to look at: the first that goes
-        on among them, since whose client is told first is told of the step as well."""
+        """Return the outputs of plain requests by client, and the requests for vLLM's scheduler. The latter include the
+        first plain one: the first client in the answer also gets the statistics of the step."""
         sampled, places, requests = output.sampled_token_ids, output.req_id_to_index, self.requests
         size, longest, stale = self._blocks.block_size, self.max_model_len, self._stale
-        # A step ahead, blocks are told of as their tokens come to be known; else that was when they were scheduled.
+        # With async scheduling, blocks are cached when their tokens are known; else when they were scheduled.
         cached = self._blocks.num_cached_block if self._ahead and self.kv_cache_manager.enable_caching else None
         news, rest, is_first = defaultdict[int, list[Any]](list), dict[str, int](), True
         for name, count in scheduled.items():
@@ -236,7 +236,8 @@ class GoingOn(_Base):
 
 
 def _ends(request: Any) -> frozenset[Any] | None:
-    """Tokens that end it. None if more than a token can, or if more than tokens is told of it. Looked at once."""
+    """Return the tokens that end a request. None if anything else can end it, or if clients get more than tokens.
+    Computed once a request."""
     try:
         return request._tandem_ends
     except AttributeError:

@@ -1,8 +1,8 @@
-"""What vLLM adds to each of its workers (`--worker-extension-cls`): methods that are called through `/collective_rpc`.
+"""Methods that vLLM adds to each of its workers (`--worker-extension-cls`), called through `/collective_rpc`.
 
-Not vLLM's own weight-transfer engines: they answer nothing, so no digest could come back, and they differ from version
-to version. Arguments and answers are plain JSON. A failure is an answer, too: an exception that leaves a worker may end
-the engine with it.
+vLLM's own weight-transfer engines return nothing, so no digest could come back, and they differ between versions.
+Arguments and answers here are plain JSON. A failure is an answer, too: an exception that leaves a worker may end the
+engine.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ class TandemWorker:
     """Mixed into vLLM's worker class: `self` is vLLM's worker."""
 
     def tandem_vocabulary(self, num_ids: int) -> Answer:
-        return _answer(lambda: _of(self).vocabulary(num_ids))
+        return _answer(lambda: _worker_of(self).vocabulary(num_ids))
 
     def tandem_attach(self, link: dict[str, Any]) -> Answer:
-        return _answer(lambda: {**_of(self).attach(link), "why_not": _WHY_NOT})
+        return _answer(lambda: {**_worker_of(self).attach(link), "why_not": _WHY_NOT})
 
     def tandem_stage(self, version: int, patience_s: float) -> Answer:
-        return _answer(lambda: _of(self).stage(version, patience_s))
+        return _answer(lambda: _worker_of(self).stage(version, patience_s))
 
     def tandem_load(self, version: int, into: str = "", patience_s: float | None = None, later: bool = False) -> Answer:
         return _answer(lambda: _load(self, version, into, patience_s, later))
 
     def tandem_proof(self, version: int) -> Answer:
-        return _answer(lambda: _of(self).proof(version))
+        return _answer(lambda: _worker_of(self).proof(version))
 
     def tandem_adapter(self, name: str) -> Answer:
-        return _answer(lambda: _of(self).adapter(name))
+        return _answer(lambda: _worker_of(self).adapter(name))
 
     def tandem_drop(self, name: str) -> Answer:
-        return _answer(lambda: _of(self).drop(name))
+        return _answer(lambda: _worker_of(self).drop(name))
 
     def tandem_digest(self) -> Answer:
-        return _answer(lambda: _of(self).digest())
+        return _answer(lambda: _worker_of(self).digest())
 
     def tandem_remember(self, adapters: Sequence[str] = ()) -> Answer:
-        return _answer(lambda: _of(self).remember(adapters))
+        return _answer(lambda: _worker_of(self).remember(adapters))
 
     def tandem_intact(self, adapters: Sequence[str] = ()) -> Answer:
-        return _answer(lambda: _of(self).intact(adapters))
+        return _answer(lambda: _worker_of(self).intact(adapters))
 
     def tandem_free_bytes(self) -> Answer:
-        return _answer(lambda: _of(self).free_bytes())
+        return _answer(lambda: _worker_of(self).free_bytes())
 
     def tandem_status(self) -> Answer:
-        return _answer(lambda: _of(self).status())
+        return _answer(lambda: _worker_of(self).status())
 
     def tandem_keep(self, version: int) -> Answer:
-        """Tokens and logprobs of marked requests, for `tandem_sampled`; that version is served. Again: as before."""
+        """Start to record tokens and logprobs of marked requests, for `tandem_sampled`. `version`: the served one. A
+        second call changes nothing."""
         return _answer(lambda: _keep(self, version))
 
     def tandem_sampled(self, running: Reading, ended: Reading, dropped: Sequence[str]) -> Answer:
@@ -70,15 +71,15 @@ class TandemWorker:
         return _answer(lambda: {"unread": len(_keeping(self)), "under_way": _keeping(self).under_way})
 
 
-def _of(theirs: Any) -> EngineWorker:
-    """Made when it is first asked for: the model has to be there."""
+def _worker_of(theirs: Any) -> EngineWorker:
+    """Return our worker; the first call makes it, because the model must be loaded before."""
     if not hasattr(theirs, "_tandem"):
         theirs._tandem = EngineWorker(theirs)
     return theirs._tandem
 
 
 def _load(theirs: Any, version: int, *how: Any) -> Answer:
-    answer = _of(theirs).load(version, *how)
+    answer = _worker_of(theirs).load(version, *how)
     if answer["arrived"] and "adapter" not in answer and hasattr(theirs, "_tandem_kept"):
         theirs._tandem_kept.serve(version)
     return answer
@@ -101,7 +102,7 @@ def _why_not(work: Callable[[], None]) -> str:
 
 def _keeping(theirs: Any) -> RecordedTokens:
     if not hasattr(theirs, "_tandem_kept"):
-        raise EngineError("engine: what is sampled is not kept; tandem_keep comes first")
+        raise EngineError("engine: sampled tokens are not recorded; call tandem_keep first")
     return theirs._tandem_kept
 
 
@@ -123,6 +124,6 @@ def _refusal(code: str, error: Exception) -> Answer:
     return {"error": {"code": code, "message": str(error)}}
 
 
-# vLLM imports this module when it makes a worker, and offers no other moment between that and loading the model.
+# vLLM imports this module when it makes a worker. There is no other hook before the model is loaded.
 keep_weights_plain()
 _WHY_NOT = {"beside": _why_not(compute_beside), "blocks": _why_not(fit_blocks)}

@@ -1,12 +1,12 @@
-"""How vLLM's layers compute with an adapter: beside the base's product, and in blocks that fit.
+"""Speed up LoRA in vLLM's layers: run x A beside x W, and use block sizes that fit small batches.
 
-x A and then B: two kernels a layer, which vLLM launches behind the base's product x W, so that a step waits for all
-three in turn. Here x A runs beside x W, and B is applied to the sum as ever. Kernels are vLLM's own; their block sizes
-are not, where a step has few tokens: of 64 parts that its shrinking is cut into, 56 find nothing to multiply in a layer
-of 2,048 inputs, and add that up, too.
+vLLM launches two kernels a layer, x A and then B, after the base's product x W, so a step waits for all three in turn.
+Here x A runs beside x W, and B is applied to the sum as before. The kernels are vLLM's own. Their block sizes are ours
+where a step has few tokens: vLLM splits the shrink kernel into 64 parts, and in a layer of 2,048 inputs 56 of them have
+nothing to multiply, and their results are summed all the same.
 
-vLLM has a way of its own (VLLM_LORA_ENABLE_DUAL_STREAM): both kernels on a second stream, and a third that adds them to
-x W. That is slower, and each layer is compiled by itself, since its name is part of it: 45 s of a start.
+vLLM's own option (VLLM_LORA_ENABLE_DUAL_STREAM) runs both kernels on a second stream and adds them to x W by a third.
+That is slower, and it compiles each layer separately, because the layer's name is part of the code: 45 s of a start.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.functional import linear
 
 from tandem.vllm_worker.token_recorder import Unfit
 
-BESIDE_TOKENS = 128  # with more of them x W leaves no room on a GPU, and there is less to be hidden
+BESIDE_TOKENS = 128  # with more tokens x W fills the GPU, and there is less time to hide
 FEW_TOKENS = 256
-_PART = 128  # inputs of one block: a part each, so that every block multiplies once
+_PART = 128  # inputs of one block: one part each, so every block multiplies once
 
 _OP = "tandem::linear_beside"
 _SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, Tensor[] a, Tensor[] b, Tensor[] meta) -> Tensor"
@@ -33,7 +33,7 @@ Config = dict[str, Any]
 
 
 def compute_beside() -> None:
-    """From now on, in this process. Unfit if that cannot be. Before the model is loaded."""
+    """Run x A beside x W from now on in this process. Unfit if that is impossible. Call before the model is loaded."""
     with _as_unfit():
         if _settings().VLLM_LORA_ENABLE_DUAL_STREAM:
             raise Unfit("VLLM_LORA_ENABLE_DUAL_STREAM is on")
@@ -58,16 +58,16 @@ def compute_beside() -> None:
 
 
 def fit_blocks() -> None:
-    """The same for block sizes."""
+    """Use our block sizes from now on in this process. Unfit if that is impossible."""
     with _as_unfit():
         envs = _settings()
         if envs.VLLM_TUNED_CONFIG_FOLDER:
-            raise Unfit("VLLM_TUNED_CONFIG_FOLDER says them")
+            raise Unfit("VLLM_TUNED_CONFIG_FOLDER sets the block sizes")
         from vllm.lora.ops import triton_ops as ops  # pyright: ignore[reportMissingImports]
 
         chosen = fitting(ops.utils.get_lora_op_configs)
         for module in (ops.lora_shrink_op, ops.lora_expand_op):
-            module.get_lora_op_configs  # noqa: B018 - what is replaced has to be there
+            module.get_lora_op_configs  # noqa: B018 - it must exist to be replaced
             module.get_lora_op_configs = chosen
 
 
@@ -76,9 +76,9 @@ def _settings() -> Any:
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]  # isort: skip
 
     if not current_platform.is_cuda():
-        raise Unfit("vLLM's kernels for it are of NVIDIA's GPUs")
+        raise Unfit("vLLM has these kernels for NVIDIA GPUs only")
     if envs.VLLM_BATCH_INVARIANT:
-        raise Unfit("VLLM_BATCH_INVARIANT has all computed the same way for any number of tokens")
+        raise Unfit("VLLM_BATCH_INVARIANT requires one way of computing for any number of tokens")
     return envs
 
 
@@ -87,16 +87,16 @@ def _as_unfit() -> Iterator[None]:
     try:
         yield
     except (AttributeError, ImportError) as error:
-        raise Unfit(f"this vLLM's adapters are computed otherwise: {error}") from error
+        raise Unfit(f"this vLLM computes adapters in another way: {error}") from error
 
 
 def linear_beside(
     ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: list[Tensor], b: list[Tensor], meta: list[Tensor]
 ) -> Tensor:
-    """x W, and x A B of whichever adapter each token asks for. `ops`: vLLM's, which `meta` is for. `a`, `b`: of each
-    slice of a fused layer, all slots."""
+    """Return x W plus x A B of the adapter that each token asks for. `ops`: vLLM's kernels, which take `meta`. `a`,
+    `b`: for each slice of a fused layer, all slots."""
     flat = x.reshape(-1, x.size(-1))
-    # Of the stream that reads it last: nothing else comes to its memory before that.
+    # Allocated on the stream that reads it last, so that its memory is not reused before.
     low = torch.empty((len(a), len(flat), b[0].size(-1)), dtype=torch.float32, device=x.device)
     if len(flat) <= BESIDE_TOKENS:
         here, beside = torch.cuda.current_stream(x.device), _second_stream(x.device)
@@ -124,7 +124,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def fitting(theirs: Callable[..., Config]) -> Callable[..., Config]:
-    """vLLM's block sizes, and others for few tokens."""
+    """Return a function that gives vLLM's block sizes, or ours for few tokens."""
 
     @functools.lru_cache
     def chosen(op_type: str, **asked: Any) -> Config:

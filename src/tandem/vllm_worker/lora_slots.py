@@ -1,12 +1,12 @@
-"""An adapter's tensors into vLLM's slots, without a file: and back out of them, for the digest.
+"""Put adapters into vLLM's slots without a file, and read them back for the digest.
 
-vLLM takes adapters by path alone. The path of one that arrived here is `tandem:<name>`; vLLM's own manager asks for it
-(its `_load_adapter` is the one private method that is replaced), packs, pads and shards it, and gives it a slot. That
-takes as long as hundreds of launches; so a later version goes where an earlier one was that nobody asks for any more:
-into its slot, and into the tensors that vLLM holds for it. So what was pushed out of its slot comes back as it is now.
+vLLM takes adapters by path alone. An adapter that arrived here has the path `tandem:<name>`. vLLM's own manager loads
+it (its `_load_adapter` is the one private method that is replaced), packs, pads and shards it, and gives it a slot.
+That takes hundreds of launches. So a later version overwrites an earlier one that no request uses: in its slot, and in
+the tensors that vLLM keeps for it. If vLLM pushes it out of its slot and loads it again, it loads the new values.
 
-A name is of another version then. What vLLM has cached under it is of none: each version has a salt of its own.
-R rank, I inputs, O outputs of a layer.
+The name then belongs to another version. vLLM's cache cannot mix them up: each version has its own cache salt. R rank,
+I inputs, O outputs of a layer.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PREFIX = "base_model.model."
 
 
 _Part = tuple[str, Tensor, int, int, int, int]
-"""The name of an adapter's tensor, where it lies in a slot, rows from and to, columns from and to."""
+"""The name of an adapter's tensor, its view of a slot, rows from and to, columns from and to."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Where a checkpoint's linear layer is adapted: one slice of a layer that may be fused."""
+    """The slice of a possibly fused layer that is one linear layer of a checkpoint."""
 
     layer: Any
     index: int
@@ -43,11 +43,11 @@ class _Slice:
 
 
 class _Reading(NamedTuple):
-    """Where in its slot an adapter lies; how that is read, what must be nothing behind it; and which parts are whole
+    """The parts of an adapter in its slot, the digests of them and of the padding, and which parts are whole
     tensors."""
 
     parts: list[_Part]
-    standing: digest.RepeatedDigest
+    digests: digest.RepeatedDigest
     whole: list[tuple[int, str]]
 
 
@@ -57,16 +57,16 @@ class _StagedAdapter:
     rank: int
     tensors: Mapping[str, Tensor]
     is_theirs: bool = False
-    """vLLM holds these very tensors: what it would put into a slot again."""
+    """vLLM keeps these tensors themselves, and would load a slot from them again."""
     reading: dict[int, _Reading] = field(default_factory=dict[int, "_Reading"])
     """By slot."""
     writing: tuple[int, list[Tensor], Copying] | None = None
-    """Into which slot, and out of which tensors, as the last time."""
+    """The last copy: its slot, its source tensors, and the copy itself."""
 
 
 class LoraSlots:
     def __init__(self, manager: Any, layout: TensorLayout, fused: Mapping[str, list[str]]) -> None:
-        """`manager`: vLLM's, of this worker."""
+        """`manager`: vLLM's LoRA manager of this worker."""
         config = manager.lora_config
         if config.fully_sharded_loras:
             raise SyncError("adapters: --fully-sharded-loras is on; start vLLM without it")
@@ -74,10 +74,10 @@ class LoraSlots:
         self._slots, self._max_rank, self._dtype = config.max_loras, config.max_lora_rank, config.lora_dtype
         self._slices = _slices(manager._adapter_manager.modules, layout, fused)
         self._staged: dict[str, _StagedAdapter] = {}
-        self.come_in_one_place = False
-        """Adapters that arrive are the very same tensors each time: what is found out about them is kept."""
-        self._sound: tuple[list[Tensor], Any] = [], None
-        """The tensors that were looked at last, and found to be an adapter."""
+        self.reuses_tensors = False
+        """Each adapter arrives in the same tensors, so the checks and copies of them are kept."""
+        self._checked: tuple[list[Tensor], Any] = [], None
+        """The tensors that passed the last check, and their names and config."""
         self._ids: dict[str, int] = {}
         self._count = 0
         self._from_file = manager._load_adapter
@@ -88,8 +88,8 @@ class LoraSlots:
         return str(self._dtype).removeprefix("torch.")
 
     def stage(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], into: str = "") -> str:
-        """After `check`: the name under which requests will ask for it. `into`: an adapter that nobody asks for; where
-        it is of the same form, its slot and vLLM's own copy are written over. Else nothing that is served changes."""
+        """Stage an adapter after `check`; return the name that requests will use. `into`: an unused adapter; if it has
+        the same form, its slot and vLLM's copy are overwritten. Otherwise nothing that is served changes."""
         rank = int(config["r"])
         if into and (old := self._fitting(into, rank, tensors)) is not None:
             self._writing(old, tensors).run()
@@ -100,14 +100,14 @@ class LoraSlots:
             name, rank, {key: tensor.clone() for key, tensor in tensors.items()}
         )
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the next one may come to where this one lies
-        # vLLM may push one out of its slot and ask for it again while a request still runs on it.
+            torch.cuda.synchronize()  # the next one may arrive in the same tensors
+        # vLLM may push an adapter out of its slot and load it again while a request still uses it.
         for old_name in list(self._staged)[: -2 * self._slots]:
             del self._staged[old_name]
         return name
 
     def served_pieces(self, name: str) -> list[PieceDigest]:
-        """Read from the slot that requests for `name` use."""
+        """Return the digests of the pieces, read from the slot that requests for `name` use."""
         parts, numbers = self._reading(name).parts, self.served_numbers(name)
         return [
             (key, top, bottom, left, right, number)
@@ -116,20 +116,20 @@ class LoraSlots:
 
     @torch.no_grad()
     def served_numbers(self, name: str) -> list[int]:
-        """The digests of those pieces alone."""
-        parts, standing, _ = self._reading(name)
-        numbers = standing.take()
+        """Return the digests of those pieces alone."""
+        parts, digests, _ = self._reading(name)
+        numbers = digests.take()
         if any(numbers[len(parts) :]):
-            raise SyncError(f"adapters: the slot of '{name}' holds numbers that are not its own")
+            raise SyncError(f"adapters: the slot of '{name}' has values beside its own: the padding is not zero")
         return numbers[: len(parts)]
 
     def check_served(self, name: str, digests: Sequence[str], expected: Fingerprints) -> None:
-        """What was read back is what was sent, wherever this worker alone holds all of a tensor."""
+        """Raise SyncError if a digest differs from the one sent, for tensors that this worker holds whole."""
         for index, key in self._reading(name).whole:
             _compare(key, digests[index], expected)
 
     def check_staged(self, name: str, expected: Fingerprints) -> None:
-        """The same of one that vLLM has not loaded yet; if it is another, it is dropped."""
+        """Do the same for an adapter that vLLM has not loaded yet; drop it if it differs."""
         tensors = self._staged[SCHEME + name].tensors
         try:
             for key, found in digest.fingerprints(tensors).items():
@@ -148,7 +148,7 @@ class LoraSlots:
         return staged if again or _forms(staged.tensors) == _forms(tensors) else None
 
     def _writing(self, old: _StagedAdapter, tensors: Mapping[str, Tensor]) -> Copying:
-        """Into vLLM's own copy and into its slot. What arrives in one place is the same tensors each time."""
+        """Return the copy into vLLM's own tensors and into the slot; keep it if adapters arrive in the same tensors."""
         slot, sources = self._slot_of(old.name), list(tensors.values())
         if old.writing is not None and old.writing[0] == slot and same(old.writing[1], sources):
             return old.writing[2]
@@ -157,7 +157,7 @@ class LoraSlots:
             [(old.tensors[name], tensor) for name, tensor in tensors.items()]
             + [(view, tensors[name][top:bottom, left:right]) for name, view, top, bottom, left, right in parts]
         )
-        if self.come_in_one_place:
+        if self.reuses_tensors:
             old.writing = slot, sources, copying
         return copying
 
@@ -166,22 +166,24 @@ class LoraSlots:
         if slot not in staged.reading:
             parts, leftovers = self._parts(staged, slot)
             pieces = [(key, view, top, left) for key, view, top, _, left, _ in parts]
-            # Between two steps of vLLM, on the thread that takes them.
-            standing = digest.RepeatedDigest([*pieces, *(each for each in leftovers if each[1].numel())], alone=True)
+            # Runs between two steps of vLLM, on its own thread.
+            digests = digest.RepeatedDigest([*pieces, *(each for each in leftovers if each[1].numel())], alone=True)
             sizes = [(bottom - top, right - left) for _, _, top, bottom, left, right in parts]
             whole = [(at, part[0]) for at, part in enumerate(parts) if sizes[at] == staged.tensors[part[0]].shape]
-            staged.reading[slot] = _Reading(parts, standing, whole)
+            staged.reading[slot] = _Reading(parts, digests, whole)
         return staged.reading[slot]
 
     def _parts(self, staged: _StagedAdapter, slot: int) -> tuple[list[_Part], list[digest.Piece]]:
         rank, owners = staged.rank, {_owner(key) for key in staged.tensors}
         parts: list[_Part] = []
-        leftovers: list[digest.Piece] = []  # zeros all: what is not would be added, too, and its digest is not 0
+        leftovers: list[
+            digest.Piece
+        ] = []  # must be zeros, whose digest is 0: other values would be added to the output
         for owner, where in self._slices.items():
             a_RI = where.layer.lora_a_stacked[where.index][slot, 0]
             b_OR = where.layer.lora_b_stacked[where.index][slot, 0]
             if owner not in owners:
-                leftovers.append((owner, b_OR, 0, 0))  # without B nothing is added
+                leftovers.append((owner, b_OR, 0, 0))  # with B = 0 nothing is added
                 continue
             top, bottom, left, right = where.base.box
             leftovers += [(owner, a_RI[rank:], 0, 0), (owner, b_OR[:, rank:], 0, 0)]
@@ -194,7 +196,7 @@ class LoraSlots:
         return {key: list(tensor.shape) for key, tensor in self._staged[SCHEME + name].tensors.items()}
 
     def drop(self, name: str) -> None:
-        """Frees the slot. No request may be running on it."""
+        """Free the slot. No request may be using it."""
         self._staged.pop(SCHEME + name, None)
         if (number := self._ids.pop(SCHEME + name, None)) is not None:
             self._manager.remove_adapter(number)
@@ -203,8 +205,8 @@ class LoraSlots:
         return [staged.name for staged in self._staged.values()]
 
     def check(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        """SyncError if they are no adapter of this model, scaled as it is to be served."""
-        if same(self._sound[0], list(tensors.values())) and self._sound[1] == (list(tensors), config):
+        """Raise SyncError unless they are an adapter of this model, with B scaled for serving."""
+        if same(self._checked[0], list(tensors.values())) and self._checked[1] == (list(tensors), config):
             return
         rank = int(config.get("r", 0))
         if not tensors:
@@ -228,11 +230,11 @@ class LoraSlots:
                     raise SyncError(f"adapters: '{name}' {was}; it must be {self._dtype} {list(shape)}")
         if len(tensors) != 2 * len(owners):
             raise SyncError(f"adapters: {len(tensors)} tensors for {len(owners)} layers: some are of another kind")
-        if self.come_in_one_place:
-            self._sound = list(tensors.values()), (list(tensors), dict(config))
+        if self.reuses_tensors:
+            self._checked = list(tensors.values()), (list(tensors), dict(config))
 
     def _load(self, request: Any) -> Any:
-        """Stands where vLLM reads an adapter's files."""
+        """Replace vLLM's reading of an adapter's files."""
         path = request.lora_path
         if not path.startswith(SCHEME):
             return self._from_file(request)
@@ -267,18 +269,18 @@ class LoraSlots:
 
 
 def _slices(modules: Mapping[str, Any], layout: TensorLayout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
-    """By the checkpoint's name of a linear layer."""
+    """Return the slices by the checkpoint's name of the linear layer."""
     slices: dict[str, _Slice] = {}
     for path, layer in modules.items():
         if not isinstance(getattr(layer, "lora_a_stacked", None), tuple):
-            continue  # embeddings and the head: a model may share their weights
+            continue  # skip embeddings and the head: a model may share their weights
         prefix, _, last = path.rpartition(".")
         owners = [f"{prefix}.{name}" for name in fused.get(last, [last])]
         if len(owners) != len(layer.lora_a_stacked):
             continue
         for index, owner in enumerate(owners):
             pieces = layout.pieces.get(f"{owner}.weight", [])
-            if len(pieces) == 1:  # or else the checkpoint has it fused, and an adapter of it is of another kind
+            if len(pieces) == 1:  # otherwise the checkpoint has the layer fused, and its adapters have another form
                 slices[owner] = _Slice(layer, index, pieces[0])
     return slices
 
@@ -287,7 +289,7 @@ def _compare(name: str, found: str, expected: Fingerprints) -> None:
     if found != expected.get(name):
         raise SyncError(
             f"adapters: what arrived of '{name}' is not what was sent: its digest is {found} and not "
-            f"{expected.get(name)}; the version before goes on being served: send this one again"
+            f"{expected.get(name)}; the old version stays: send this one again"
         )
 
 
@@ -296,7 +298,7 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 
 def _owner(name: str) -> str:
-    """The linear layer that an adapter's tensor belongs to; empty for a name that is none."""
+    """Return the linear layer that an adapter's tensor belongs to. SyncError for other names."""
     for side in ("A", "B"):
         if name.startswith(_PREFIX) and name.endswith(f".lora_{side}.weight"):
             return name.removeprefix(_PREFIX).removesuffix(f".lora_{side}.weight")

@@ -1,7 +1,7 @@
-"""A full version into the memory that is served, in place: captured graphs go on pointing at it.
+"""Copy a full version over the served weights, in place, because captured graphs point at that memory.
 
-Nothing is written before everything has been looked at, and every write is whole: a fused parameter never holds parts
-of two versions when this returns.
+Everything is checked before the first write, and every write is complete: when this returns, no fused parameter holds
+parts of two versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PieceDigest = tuple[str, int, int, int, int, int]
 
 
 def check(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> None:
-    """SyncError unless `arrived` is exactly what is served: every name, every shape, every type."""
+    """Raise SyncError unless `arrived` has exactly the names, shapes and types that are served."""
     forms = layout.forms()
     if odd := sorted(forms.keys() ^ arrived.keys()):
         side = "did not arrive" if odd[0] in forms else f"is no weight of this model{_hint(layout, odd[0])}"
@@ -40,11 +40,11 @@ def check(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> None:
 
 
 Moves = list[tuple[Tensor, Tensor]]
-"""Into the first of each pair the second's values."""
+"""Pairs of target and source."""
 
 
 def moves(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> Moves:
-    """After `check`: found while nobody waits for it."""
+    """Return the copies that apply a version. Call after `check`, before the engine is paused."""
     return [(piece.view, piece.cut(arrived[piece.name])) for piece in layout]
 
 
@@ -59,7 +59,7 @@ def write(layout: TensorLayout, arrived: Mapping[str, Tensor], moves: Moves) -> 
 
 
 class ServedMemory:
-    """What forward passes read, to be digested again and again: it never moves, for captured graphs point at it."""
+    """Digests the served weights again and again. They never move, because captured graphs point at them."""
 
     def __init__(self, layout: TensorLayout) -> None:
         self._layout = layout
@@ -68,19 +68,19 @@ class ServedMemory:
         self._derived = [(name, right) for name, _, right in derived]
         of_layout: list[digest.Piece] = [(piece.name, piece.view, piece.row_start, piece.col_start) for piece in layout]
         of_derived: list[digest.Piece] = [(name, tensor, 0, 0) for name, tensor, _ in derived]
-        self._standing = digest.RepeatedDigest([*of_layout, *of_derived])
-        self._standing_derived = digest.RepeatedDigest(of_derived)
+        self._digests = digest.RepeatedDigest([*of_layout, *of_derived])
+        self._derived_digests = digest.RepeatedDigest(of_derived)
 
     def check_derived(self, numbers: Sequence[int] | None = None) -> None:
-        """SyncError if anything that is derived is not what it has to be. `numbers`: its digests, if they are there."""
-        found = self._standing_derived.take() if numbers is None else numbers
+        """Raise SyncError if a derived tensor changed. `numbers`: the digests, if they were computed before."""
+        found = self._derived_digests.take() if numbers is None else numbers
         for (name, right), number in zip(self._derived, found, strict=True):
             if number != right():
-                raise SyncError(f"layout: '{name}' is not what this engine derives any more: it was written into")
+                raise SyncError(f"layout: '{name}' is not what this engine derived: it was overwritten")
 
     def pieces(self) -> list[PieceDigest]:
-        """Computed now, what is derived with it."""
-        numbers = self._standing.take()
+        """Compute the digests now, and check derived tensors."""
+        numbers = self._digests.take()
         self.check_derived(numbers[len(self._boxes) :])
         found = [(*box, number) for box, number in zip(self._boxes, numbers[: len(self._boxes)], strict=True)]
         tables = [(name, tensor, 0, len(tensor), 0, 1) for name, tensor in self._layout.tables().items()]
@@ -88,14 +88,15 @@ class ServedMemory:
 
 
 def digests_of(parts: Sequence[tuple[str, Tensor, int, int, int, int]]) -> list[PieceDigest]:
-    """`parts`: name, what lies there, rows from and to, columns from and to."""
+    """`parts`: name, tensor, rows from and to, columns from and to."""
     numbers = digest.pieces((name, tensor, top, left) for name, tensor, top, _, left, _ in parts)
     boxes = [(name, top, bottom, left, right) for name, _, top, bottom, left, right in parts]
     return [(*box, number) for box, number in zip(boxes, numbers, strict=True)]
 
 
 def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], shapes: Mapping[str, Any]) -> None:
-    """What is read back is what was sent, wherever this worker alone holds all of a tensor."""
+    """Raise SyncError if a digest that was read back differs from the one sent, for tensors that this worker holds
+    whole."""
     whole = [
         (name, number)
         for name, top, bottom, left, right, number in pieces

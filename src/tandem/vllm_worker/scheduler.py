@@ -1,9 +1,9 @@
-"""vLLM's scheduler, which it is told to take from here (`--scheduler-cls`): its own, with what speeds it up.
+"""Make vLLM's scheduler (`--scheduler-cls`): its own, with bulk scheduling and urgent requests added.
 
-consumes: what vLLM's core makes a scheduler of     waits for: nothing
-produces: the scheduler; in a file that it is told of, why it is not sped up
+consumes: the arguments of vLLM's scheduler     waits for: nothing
+produces: the scheduler; in the file that an environment variable names, why it is not sped up
 
-vLLM's core may be in another process than its workers, and no call reaches it there.
+vLLM's core may run in another process than its workers, where no call of ours reaches it.
 """
 
 from __future__ import annotations

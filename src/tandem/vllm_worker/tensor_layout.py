@@ -1,10 +1,13 @@
-"""Which served memory holds which tensor of a checkpoint, in a model that vLLM has loaded.
+"""Map each tensor of a checkpoint to the memory that vLLM serves it from.
 
-vLLM fuses (q, k, v; gate, up), pads (the vocabulary), shards (tensor parallel) and wraps (adapters). What is found here
-is read from its own layer classes, exactly as they stand: a class that is not known is refused, for a wrong guess would
-serve wrong weights. Every parameter and every buffer is accounted for, element by element, or the model is refused.
+vLLM fuses (q, k, v; gate, up), pads (the vocabulary), shards (tensor parallel) and wraps (adapters). The layout is read
+from its layer classes. An unknown class is refused, because a wrong guess would serve wrong weights. Every element of
+every parameter and buffer must be accounted for, or the model is refused.
 
-Rows are the first dimension, columns all others together; a vector is one column.
+The table of rotary embeddings is derived, so it is recomputed and compared. vLLM keeps cosines and sines by position, a
+trainer the frequencies that they come from. A version brings the trainer's frequencies; they must be this engine's own.
+
+Rows are the first dimension, columns all others together; a vector is one column. P positions, F frequencies.
 """
 
 from __future__ import annotations
@@ -13,19 +16,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
 from tandem.ops import digest
-from tandem.vllm_worker.rotary_tables import ROTARY_NAMES, Rotary
 from tandem.vllm_worker.unpacked_cpu_weights import plain_linear
 
 _WRAPPED = ".base_layer"
 _NORMS = ("RMSNorm", "GemmaRMSNorm", "LayerNorm")
 _SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+ROTARY_NAMES = ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
+_NEAR = 1e-6  # relative; two builds of one formula differ in the last bit, two settings of it by far more
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class TensorPiece:
 
     name: str
     param: str
-    """vLLM's name of the parameter that it lies in."""
+    """vLLM's name of the parameter that contains it."""
     view: Tensor
     row_start: int
     col_start: int
@@ -47,10 +51,68 @@ class TensorPiece:
         return self.row_start, self.row_start + rows, self.col_start, self.col_start + cols
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The part of the whole tensor that belongs here."""
+        """Return the part of the whole tensor that belongs here."""
         top, bottom, left, right = self.box
         rows = tensor[top:bottom]
         return rows if tensor.ndim == 1 else rows[:, left:right]
+
+
+class Rotary:
+    """The rotary table of a model, checked against its frequencies."""
+
+    CLASSES: ClassVar = ("RotaryEmbedding", "Llama3RotaryEmbedding")
+    """Classes whose table is the cosine and sine of position times frequency, and nothing else."""
+
+    def __init__(self, path: str, layer: Any) -> None:
+        self._path, self._layer = path, layer
+        with torch.device("cpu"):  # where a trainer computes its frequencies
+            self.inv_freq: Tensor = layer._compute_inv_freq(layer.base).float()
+        self._compare()
+        self._digest = self._table_digest()
+
+    def is_of(self, layer: Any) -> bool:
+        return layer is self._layer  # vLLM shares one between layers of the same settings
+
+    def buffers(self) -> Iterator[Tensor]:
+        return self._layer.buffers(recurse=False)
+
+    def table(self) -> tuple[str, Tensor, Callable[[], int]]:
+        """Return its name, its memory, and a function that gives the digest it must have."""
+        return self._path, self._layer.cos_sin_cache, lambda: self._digest
+
+    def check_received(self, name: str, inv_freq: Tensor) -> None:
+        theirs = inv_freq.detach().cpu().float()
+        if theirs.shape != self.inv_freq.shape or not torch.allclose(theirs, self.inv_freq, rtol=_NEAR, atol=0.0):
+            raise SyncError(
+                f"rotary: '{name}' is not what this engine computes from its configuration (base {self._layer.base}): "
+                "trainer and engine were given different rotary settings, and would compute different models"
+            )
+
+    def adopt(self, inv_freq: Tensor) -> None:
+        """Compute the table from exactly these frequencies from now on."""
+        theirs = inv_freq.detach().cpu().float()
+        if not torch.equal(theirs, self.inv_freq):
+            self.inv_freq = theirs.clone()
+            self._layer.cos_sin_cache.copy_(self._table())
+            self._digest = self._table_digest()
+
+    def _table(self) -> Tensor:
+        positions_P = torch.arange(self._layer.cos_sin_cache.shape[0], dtype=torch.float32)
+        angles_PF = torch.outer(positions_P, self.inv_freq)
+        return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1)
+
+    def _compare(self) -> None:
+        table, ours = self._layer.cos_sin_cache, self._table()
+        if ours.shape != table.shape:
+            raise SyncError(f"rotary: '{self._path}' has a table of {list(table.shape)}, not {list(ours.shape)}")
+        # The served type rounds, and a large angle has few bits left after the point.
+        slack = torch.finfo(table.dtype).eps + 4 * torch.finfo(torch.float32).eps * len(ours)
+        gap = (table.detach().cpu().float() - ours).abs().max().item()
+        if not gap <= slack:
+            raise SyncError(f"rotary: the table of '{self._path}' is {gap:.2g} away from what its frequencies give")
+
+    def _table_digest(self) -> int:
+        return digest.piece(self._layer.cos_sin_cache, self._path)
 
 
 @dataclass(frozen=True)
@@ -66,7 +128,7 @@ class TensorLayout:
         return (piece for pieces in self.pieces.values() for piece in pieces)
 
     def forms(self) -> dict[str, tuple[str, list[int]]]:
-        """What a full version consists of: dtype and shape by name."""
+        """Return dtype and shape by name of everything that a full version contains."""
         forms = {
             name: (str(parts[0].view.dtype).removeprefix("torch."), list(parts[0].full_shape))
             for name, parts in self.pieces.items()
@@ -74,33 +136,34 @@ class TensorLayout:
         return forms | {name: ("float32", list(tensor.shape)) for name, tensor in self.tables().items()}
 
     def tables(self) -> dict[str, Tensor]:
-        """What the engine computes by itself, under the names that a trainer has for it."""
+        """Return the tensors that the engine computes itself, under the trainer's names."""
         return {} if self.rotary is None else dict.fromkeys(ROTARY_NAMES, self.rotary.inv_freq)
 
     def derived(self) -> list[tuple[str, Tensor, Callable[[], int]]]:
-        """What nobody sends: its name, where it lies, and the digest that it must have now."""
+        """Return the tensors that are never sent: name, memory, and a function that gives the digest it must have."""
         found = [(name, scale, partial(_digest_of_ones, name, scale.shape)) for name, scale in self.scales.items()]
         return [*found, *([] if self.rotary is None else [self.rotary.table()])]
 
 
 @dataclass
 class _LayoutWalk:
-    """What the walk over the modules has met so far."""
+    """What the walk over the modules has found so far."""
 
     pieces: dict[str, list[TensorPiece]] = field(default_factory=dict[str, list[TensorPiece]])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     owners: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
-    """By the identity of a parameter: where it was met first, and the name of (the first part of) what it holds."""
+    """By identity of a parameter: the path where it was found first, and the name of (the first part of) its
+    content."""
     alias_paths: set[str] = field(default_factory=set[str])
     held: dict[str, int] = field(default_factory=dict[str, int])
-    """How many elements of a parameter are known for what they are."""
+    """How many elements of a parameter are accounted for."""
     rotary: Rotary | None = None
     rotary_paths: set[str] = field(default_factory=set[str])
 
 
 def layout_of(model: Any) -> TensorLayout:
-    """SyncError, naming it, for anything in `model` that is not understood."""
+    """Return the layout of `model`. SyncError, with its name, for any part that is unknown."""
     _refuse_renamed(model)
     fused = {key: list(names) for key, names in (getattr(model, "packed_modules_mapping", None) or {}).items()}
     found, readers = _LayoutWalk(), _readers()
@@ -166,7 +229,7 @@ def _sections(
     fused: Mapping[str, list[str]],
     sections: list[tuple[int, int, int]],
 ) -> None:
-    """Rows of a fused parameter, one section behind the other: how many here, which rank's, how many in all."""
+    """Add the sections of a fused parameter. Each has: rows on this rank, the rank's number, rows in total."""
     _check_plain(path, layer)
     plain = path.removesuffix(_WRAPPED)
     prefix, _, last = plain.rpartition(".")
@@ -277,7 +340,7 @@ def _add(
 
 
 def _check_plain(path: str, layer: Any) -> None:
-    """The layer computes with the bytes of its `weight`, and with no repacked copy of them."""
+    """Refuse a layer that computes with anything but the bytes of its `weight`, such as a repacked copy."""
     method = type(layer.quant_method).__name__
     if method not in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
         raise SyncError(f"layout: '{path}' is served by {method}; only unquantised weights can be exchanged")
@@ -288,7 +351,7 @@ def _check_plain(path: str, layer: Any) -> None:
         )
     linear = getattr(layer, "cpu_linear", None)
     if linear is not None and linear is not plain_linear:
-        raise SyncError(f"layout: '{path}' computes with a packed copy of its weight, which nobody can read back")
+        raise SyncError(f"layout: '{path}' computes with a packed copy of its weight, which cannot be read back")
 
 
 def _refuse_unknown(path: str, module: Any, own: list[tuple[str, Tensor]]) -> None:
@@ -322,9 +385,9 @@ def _check_whole(model: Any, found: _LayoutWalk) -> None:
 
 
 def _check_scales(found: _LayoutWalk) -> None:
-    """By value, which the error tells; that they stay so, apply.Served sees by their digests."""
+    """Check that all are 1. Later changes are found by their digests (overwrite.ServedMemory)."""
     scales = [scale.detach().reshape(-1).float() for scale in found.scales.values()]
-    if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for all of them
+    if scales and torch.cat(scales).tolist() != [1.0] * len(scales):  # one wait for the GPU
         name, scale = next((n, s.tolist()) for n, s in found.scales.items() if s.numel() != 1 or float(s) != 1.0)
         raise SyncError(f"layout: '{name}' is {scale}, not 1: attention is quantised or damaged")
 

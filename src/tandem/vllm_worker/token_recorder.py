@@ -1,16 +1,16 @@
-"""What a worker of vLLM samples, kept with its logprobs until the engine asks for it.
+"""Record sampled tokens and logprobs in a vLLM worker until the engine reads them.
 
-consumes: what comes back from the GPU, step by step     waits for: nothing
-produces: tokens and logprobs of one request, in one piece, and which version made which of them
+consumes: the outputs of the GPU, step by step     waits for: nothing
+produces: tokens and logprobs of a request, and which version made which token
 
-vLLM sends a token's logprob from its core to its server and on as objects of their own, and that takes longer than the
-model does. So a request that is marked (`MARK` among its extra arguments) asks for none; here, in the worker alone, it
-is made to ask. What vLLM computes for it is then exactly what it would have sent.
+vLLM sends each logprob from its core to its server as an object, which takes longer than the model itself. So a marked
+request (`MARK` among its extra arguments) asks vLLM for no logprobs; the worker alone changes the request to ask. vLLM
+then computes exactly the logprobs that it would have sent.
 
-Requests are known by vLLM's names until they end, and by the engine's until they are read. One that was preempted is
-computed again under its old name, and what it has sampled stays. One that ended may have sampled more than it answered
-with: vLLM's next step had begun. So the engine says how much it wants of it, and the newest tokens of one that runs are
-not told.
+Requests have vLLM's names until they end, and the engine's names until they are read. A preempted request is computed
+again under its old name, and its recorded tokens stay. A request that ended may have sampled more tokens than it
+answered with, because vLLM's next step had begun. So the engine says how many tokens it wants, and the newest tokens of
+a running request are held back.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tandem.ops.vllm_token_protocol import MARK, packed
 _log = logging.getLogger(__name__)
 
 _MAX_UNREAD = 65536
-"""Requests. Who asks for one that was dropped for newer ones is told so."""
+"""Requests; older ones are dropped."""
 
 _UNSURE = 2
-"""The newest tokens of a request that runs: the one before them may have ended it, and vLLM's next step had begun."""
+"""The newest tokens of a running request: an earlier token may have ended it after vLLM's next step had begun."""
 
 Reading: TypeAlias = Sequence[tuple[str, int, int]]
-"""[name, from, to]: tokens of a request; to -1: those that are sure to stay."""
+"""[name, from, to]: tokens of a request; to -1: all that cannot be taken back."""
 
 
 class Unfit(Exception):
-    """This vLLM does not work as is needed here; says why."""
+    """This vLLM lacks something that is needed here; the message says what."""
 
 
 class _Record:
@@ -47,12 +47,12 @@ class _Record:
         self.ids, self.logprobs = array("i"), array("f")
         self.since = [[0, version]]
         self.why = ""
-        """Empty if the logprobs are whole."""
+        """Why logprobs are missing; empty if they are complete."""
 
 
 class RecordedTokens:
     def __init__(self, version: int) -> None:
-        """`version`: of the weights that are served."""
+        """`version`: of the served weights."""
         self._version = version
         self._open: dict[str, _Record] = {}
         self._unread: dict[str, _Record] = {}
@@ -65,7 +65,7 @@ class RecordedTokens:
         return len(self._open)
 
     def serve(self, version: int) -> None:
-        """From now on. No step is under way."""
+        """Stamp tokens with that version from now on. No step may be running."""
         if version == self._version:
             return
         self._version = version
@@ -82,9 +82,9 @@ class RecordedTokens:
             marks = getattr(new.sampling_params, "extra_args", None)
             if not marks or MARK not in marks:
                 continue
-            new.sampling_params = copy.copy(new.sampling_params)  # the scheduler's own asks for none
+            new.sampling_params = copy.copy(new.sampling_params)  # a copy: the scheduler's own must ask for none
             new.sampling_params.logprobs = 0
-            if new.req_id not in self._open:  # else it was preempted
+            if new.req_id not in self._open:  # otherwise it was preempted
                 self._open[new.req_id] = self._unread[marks[MARK]] = _Record(self._version)
         while len(self._unread) > _MAX_UNREAD:
             self._unread.pop(next(iter(self._unread)))
@@ -109,7 +109,7 @@ class RecordedTokens:
             record.logprobs.append(logprobs[row])
 
     def read(self, running: Reading, ended: Reading, dropped: Iterable[str]) -> dict[str, Any]:
-        """Tokens and logprobs, as base64 of their numbers. What has ended or was dropped is kept no longer."""
+        """Return tokens and logprobs, as base64 of their numbers. Ended and dropped requests are then deleted."""
         news = {name: self._piece(name, start, end) for name, start, end in (*running, *ended)}
         for name in (*(name for name, _, _ in ended), *dropped):
             self._unread.pop(name, None)
@@ -117,7 +117,7 @@ class RecordedTokens:
 
     def _piece(self, name: str, start: int, end: int) -> list[Any]:
         record = self._unread.get(name)
-        if record is None:  # of another rank, or still in vLLM's queue
+        if record is None:  # on another rank, or still in vLLM's queue
             return packed(array("i"), array("f"), [])
         if record.why:
             raise EngineError(f"engine: {record.why}")
@@ -126,7 +126,7 @@ class RecordedTokens:
 
 
 def keep_sampled(runner: Any, config: Any, version: int) -> RecordedTokens:
-    """From now on, in this worker, which serves that version. Unfit if that cannot be."""
+    """Start to record in this worker, which serves that version. Unfit if this vLLM does not allow it."""
     if config.speculative_config is not None:
         raise Unfit("speculative decoding samples several tokens a step")
     schedule, sample = getattr(runner, "execute_model", None), getattr(runner, "sample_tokens", None)
@@ -140,7 +140,7 @@ def keep_sampled(runner: Any, config: Any, version: int) -> RecordedTokens:
 
     def sampled(*args: Any, **kwargs: Any) -> Any:
         output: Any = sample(*args, **kwargs)
-        if callable(take := getattr(output, "get_output", None)):  # it is still on its way from the GPU
+        if callable(take := getattr(output, "get_output", None)):  # the output is still being copied from the GPU
             output.get_output = _then(take, kept.sampled)
         elif hasattr(output, "sampled_token_ids"):
             kept.sampled(output)

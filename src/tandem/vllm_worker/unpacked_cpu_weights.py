@@ -1,7 +1,7 @@
-"""On a CPU vLLM packs weights into a form of its own and drops them: what is packed is neither written nor read back.
+"""Stop vLLM from packing weights on a CPU: packed weights can be neither written nor read back.
 
-There is no setting for it. So linear layers get here what vLLM itself falls back to where it cannot pack: the weight as
-it is, given to torch. It must be done before the model is loaded; GPUs do not pack, and are left alone.
+vLLM has no setting for it. So linear layers use vLLM's own fallback for weights that it cannot pack: torch with the
+weight as it is. This must happen before the model is loaded. On GPUs vLLM does not pack, and nothing changes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A request that somebody stands still for goes before all others through vLLM's scheduler.
+"""Schedule urgent requests before all waiting ones in vLLM.
 
-consumes: requests, of which some are marked     waits for: nothing
-produces: steps of whoever runs, and of nobody else who waits until those that are marked have ended
+consumes: requests, some of them marked as urgent     waits for: nothing produces: steps; while an urgent request is
+there, no other waiting request starts
 
-A canary is two tokens, and a trainer waits for them. Behind a full engine's queue that would be as long as answers are;
-behind requests that go on under a new version, as long as all of them take to be computed anew.
+A canary is two tokens, and the trainer waits for them. Behind a full queue that would take as long as the answers;
+behind requests that continue under a new version, as long as it takes to recompute all of their keys and values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.ops.vllm_token_protocol import URGENT, URGENT_PLACES
 
-# What only some versions have is looked for by name.
+# Attributes that only some versions of vLLM have are looked up by name.
 LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 
@@ -24,7 +24,7 @@ else:
 
 
 class Urgent(_Base):
-    """Before vLLM's own among a scheduler's classes."""
+    """A mixin before vLLM's own scheduler class."""
 
     _new_queue: Any
 
@@ -56,7 +56,9 @@ class Urgent(_Base):
         finally:
             self._let_run(-URGENT_PLACES)
             for name, queue in queues.items():
-                for each in reversed([*self.__dict__[name]]):  # who had no room after all, and who had to make room
+                for each in reversed(
+                    [*self.__dict__[name]]
+                ):  # urgent requests that did not fit, and preempted requests
                     queue.prepend_request(each)
                 self.__dict__[name] = queue
 

@@ -1,4 +1,4 @@
-"""The engine's end of a bridge, in the engine's process: made from the plain data that the trainer's end sent."""
+"""Open the engine's end of a bridge from its link, the plain data that the trainer sent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.errors import SyncError
 from tandem.protocols import WeightSource
+from tandem.spec.bridges import traits_of
 
 if TYPE_CHECKING:
     import torch
@@ -14,27 +15,26 @@ if TYPE_CHECKING:
 
 class EngineEnd(WeightSource, Protocol):
     @property
-    def reply(self) -> Mapping[str, Any]: ...  # what `attached` was told, and what this end adds: handles
-    def arrive_in_one_place(self) -> bool: ...
-    def looks_itself(self) -> bool: ...
-    def look_ahead(self, rank: int = 0) -> None: ...
+    def reply(self) -> Mapping[str, Any]: ...  # the reply given to `attached`, with the handles that this end adds
+    def reuse_buffer(self) -> bool: ...
+    def verify_where_served(self) -> bool: ...
+    def prefetch(self, rank: int = 0) -> None: ...
 
 
 def open_source(link: Mapping[str, Any], device: torch.device | None = None) -> EngineEnd:
-    """`device`: where versions arrive; without one, where that bridge brings them."""
-    match link.get("mode"):
-        case "shared":
-            from tandem.bridge.shared import receiver as end
-        case "broadcast":
-            from tandem.bridge.collective import broadcast_source as end
-        case "adapter_broadcast":
-            from tandem.bridge.collective import adapter_broadcast_source as end
-        case "adapter":
-            from tandem.bridge.files import adapter_source as end
-        case "disk":
-            from tandem.bridge.files import disk_source as end
-        case "restart":  # tells the trainer what is served; versions come by a new start
-            from tandem.bridge.files import restart_source as end
-        case unknown:
-            raise SyncError(f"link.mode = {unknown!r}: this engine knows no such bridge")
-    return end.open(link, device)
+    """Open the engine's end of a bridge. `device`: where versions arrive; without one, the bridge's own choice."""
+    traits = traits_of(link)
+    if traits is not None and traits.engine_end == "memory":
+        from tandem.bridge.shared.receiver import SharedEnd
+
+        return SharedEnd(link)
+    if traits is not None and traits.engine_end == "group":
+        from tandem.bridge.collective.receiver import GroupSource
+
+        return GroupSource(link, traits.name, traits.carries, device)
+    # Under restart, too: its engine reports what it serves, and each version comes by a new start.
+    if traits is not None and traits.engine_end == "files":
+        from tandem.bridge.files.reader import FilesSource
+
+        return FilesSource(link, traits.name, traits.carries, device)
+    raise SyncError(f"link.mode = {link.get('mode')!r}: this engine knows no such bridge")

@@ -1,19 +1,23 @@
-"""One worker of an engine, as a trainer's bridge sees it: what it serves, and how another version gets there.
+"""Receive versions in one vLLM worker, put them into the served memory, and read them back.
 
-consumes: versions, from the engine's end of a bridge     waits for: the other end, within the link's deadline
-produces: digests of what is served, read back from it
+consumes: versions, from the engine's end of a bridge     waits for: the other end, within the link's deadline produces:
+digests of what is served, read back from it
 
-A version comes on a thread of its own, beside what is served (`stage`), and is looked at there. The caller pauses the
-engine only while a full one is copied over what is served and read back: in place, and there is no copy to go back to.
-So all that can be refused is refused before the first byte; what fails after it leaves `torn` behind, and nothing may
-be served until a version has arrived whole. An adapter goes into a slot that nobody asks for.
+A version arrives on a separate thread, beside the served weights (`stage`), and is checked there. The caller pauses the
+engine only while a full version is copied over the served weights and read back. That happens in place, without a copy
+to return to. So everything that can be refused is refused before the first byte is written. A failure after that sets
+`torn`, and the engine serves nothing until a whole version has arrived. An adapter goes into a slot that no request
+uses.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,9 +27,10 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
+from tandem.protocols import WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Weights
 from tandem.vllm_worker import overwrite
-from tandem.vllm_worker.background_receive import Arrived, Incoming
 from tandem.vllm_worker.lora_slots import LoraSlots
 from tandem.vllm_worker.tensor_layout import TensorLayout, layout_of
 from tandem.vllm_worker.weight_sources import EngineEnd, open_source
@@ -33,9 +38,65 @@ from tandem.vllm_worker.weight_sources import EngineEnd, open_source
 Answer = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A version that has arrived and was checked."""
+
+    weights: Weights
+    tensors: Mapping[str, Tensor]
+    moves: overwrite.Moves
+    """Of a full version: the copies that apply it."""
+    seconds: Mapping[str, float]
+
+
+Look: TypeAlias = Callable[[Weights, Mapping[str, Tensor]], overwrite.Moves]
+
+
+class Incoming:
+    """Receives one version on a thread, while the engine goes on serving."""
+
+    def __init__(self, source: WeightSource, version: int, rank: int, device: torch.device, look: Look) -> None:
+        """`look`: checks what arrived, on that thread."""
+        self.version = version
+        self._source, self._rank, self._device, self._look = source, rank, device, look
+        self._future: Future[Arrived] = Future()
+        threading.Thread(target=self._run, name=f"incoming {version}", daemon=True).start()
+
+    def here(self, patience_s: float | None) -> bool:
+        """Wait up to `patience_s`; return whether the version is here or failed. None waits as long as the link
+        allows."""
+        if not self._future.done():
+            try:
+                self._future.exception(patience_s)
+            except TimeoutError:
+                return False
+        return True
+
+    def take(self) -> Arrived:
+        """Return the version or raise its error; wait for it."""
+        return self._future.result()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread uses the first GPU
+            self._future.set_result(self._receive())
+        except BaseException as error:  # noqa: BLE001 - take() raises it
+            self._future.set_exception(error)
+
+    def _receive(self) -> Arrived:
+        phases = Phases()
+        weights = self._source.receive(self.version, self._rank)
+        phases.end("wait")
+        tensors = dict(weights.tensors())
+        moves = self._look(weights, tensors)
+        phases.end("check")
+        return Arrived(weights, tensors, moves, phases.seconds)
+
+
 class EngineWorker:
     def __init__(self, theirs: Any) -> None:
-        """`theirs`: vLLM's worker."""
+        """`theirs`: vLLM's worker object."""
         parallel = theirs.vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise SyncError("layout: the model is spread over pipeline stages; start vLLM without them")
@@ -48,17 +109,17 @@ class EngineWorker:
             fused = getattr(self._model, "packed_modules_mapping", None) or {}
             self._adapters = LoraSlots(manager, self._layout, fused)
         self._source: EngineEnd | None = None
-        self._unlooked = False
-        """Nobody has compared an adapter that arrived with what was sent."""
+        self._verify_adapters = False
+        """Adapters arrive unchecked; this worker compares each with what was sent."""
         self._incoming: Incoming | None = None
         self._proof: Answer = {}
         self._served = overwrite.ServedMemory(self._layout)
-        self._housed: dict[str, str] = {}
+        self._shared_params: dict[str, str] = {}
         self._version, self._torn = -1, ""
         self._remembered: list[overwrite.PieceDigest] = []
 
     def vocabulary(self, num_ids: int) -> Answer:
-        """Ids from `num_ids` on pad the matrix and stand for no token: never sampled, no part of any distribution."""
+        """Mask ids from `num_ids` on: they pad the matrix, are no tokens and must never be sampled."""
         compute = type(self._model).compute_logits
 
         def masked(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -75,7 +136,8 @@ class EngineWorker:
             self._source.close()
         self._source = self._incoming = None
         source = open_source(link, self._theirs.device)
-        handles = self._house(source) if link["mode"] == "shared" else {}
+        traits = traits_of(link)
+        handles = self._share_weights(source) if traits is not None and traits.shares_memory else {}
         reply: Answer = {
             "boot_id": self._boot_id,
             "rank": self._rank,
@@ -92,24 +154,23 @@ class EngineWorker:
         if source.carries == "adapter":
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
-            self._adapters.come_in_one_place = reply["copied"] = source.arrive_in_one_place()
-            # Of several workers none holds a whole adapter, to be compared where it lies.
-            self._unlooked = self._world == 1 and source.looks_itself()
+            self._adapters.reuses_tensors = reply["copied"] = source.reuse_buffer()
+            # With several workers none holds a whole adapter, so none can compare it where it is served.
+            self._verify_adapters = self._world == 1 and source.verify_where_served()
             reply["adapter_dtype"] = self._adapters.dtype
-            reply["pieces"] = self._served.pieces()  # of the base that adapters stand upon
+            reply["pieces"] = self._served.pieces()  # of the base model of the adapters
             if link.get("base_wanted"):
-                reply["base_memory"] = self._lent_base()
+                reply["base_memory"] = self._exported_base()
         self._source = source
         return reply
 
     def stage(self, version: int, patience_s: float) -> Answer:
-        """Whether that version is here, beside what is served. It is on its way from the first time that this is
-        asked."""
+        """Return whether that version has arrived beside the served one. The first call starts to receive it."""
         return {"arrived": self._expected(version).here(patience_s) and bool(self._taken(version))}
 
     def load(self, version: int, into: str = "", patience_s: float | None = None, later: bool = False) -> Answer:
-        """`into`: the adapter whose slot may be written over. `patience_s`: as for `stage`. `later`: the digests that
-        were read back are asked for by `proof`, when nobody waits for them."""
+        """Serve that version. `into`: the adapter whose slot may be overwritten. `patience_s`: as for `stage`. `later`:
+        the caller asks for the digests with `proof`, after requests go on."""
         if not self._expected(version).here(patience_s):
             return {"arrived": False}
         arrived = self._taken(version)
@@ -124,7 +185,7 @@ class EngineWorker:
             case "adapter":
                 answer = self._into_slot(arrived, into, phases)
                 assert self._source is not None
-                self._source.look_ahead(self._rank)
+                self._source.prefetch(self._rank)
         if weights.kind != "adapter":
             self._version = version
         if weights.kind == "full" and not later:
@@ -132,7 +193,7 @@ class EngineWorker:
         return {**answer, "arrived": True, "version": version, "seconds": _added(arrived.seconds, phases.seconds)}
 
     def proof(self, version: int) -> Answer:
-        """The digests that were read back when that version was loaded."""
+        """Return the digests that were read back when that version was loaded."""
         if self._proof.get("version") != version:
             raise SyncError(f"engine: version {version} was not the last that was loaded here")
         shapes = {name: shape for name, (_, shape) in self._layout.forms().items()}
@@ -150,11 +211,11 @@ class EngineWorker:
         try:
             return self._expected(version).take()
         except BaseException:
-            self._incoming = None  # whoever asks again waits for it anew
+            self._incoming = None  # the next call starts to receive it again
             raise
 
     def _look(self, weights: Weights, tensors: Mapping[str, Tensor]) -> overwrite.Moves:
-        """At all that can be refused, on the thread that it came by."""
+        """Refuse a version that does not fit, on the thread that received it; return the copies that apply it."""
         if weights.kind == "full":
             overwrite.check(self._layout, tensors)
             return overwrite.moves(self._layout, tensors)
@@ -168,7 +229,7 @@ class EngineWorker:
         return self._adapters
 
     def adapter(self, name: str) -> Answer:
-        """What the slot of an adapter holds, after vLLM was asked to load it."""
+        """Return what the slot of an adapter holds, after vLLM loaded it."""
         phases = Phases()
         pieces = self._slots().served_pieces(name)
         phases.end("digest")
@@ -184,8 +245,8 @@ class EngineWorker:
         return {"version": self._version, "pieces": self._served.pieces(), "shapes": shapes}
 
     def remember(self, adapters: Sequence[str] = ()) -> Answer:
-        """Somebody else is about to write into this memory, or it goes to the host and comes back. `adapters`: those
-        that vLLM has loaded."""
+        """Remember the digests of the served weights, before the trainer may write them or they move to the host and
+        back. `adapters`: those that vLLM has loaded."""
         self._remembered = self._all_served(adapters)
         return {}
 
@@ -193,7 +254,7 @@ class EngineWorker:
         return {"intact": self._all_served(adapters) == self._remembered}
 
     def free_bytes(self) -> Answer:
-        """Of the GPU, for whoever asks first."""
+        """Return the free bytes of the GPU."""
         on_gpu = self._theirs.device.type == "cuda"
         return {"free": torch.cuda.mem_get_info(self._theirs.device)[0] if on_gpu else 0}
 
@@ -217,8 +278,8 @@ class EngineWorker:
     def _overwrite(self, arrived: Arrived, phases: Phases) -> None:
         weights, shapes = arrived.weights, {name: list(tensor.shape) for name, tensor in arrived.tensors.items()}
         if self._theirs.device.type == "cuda":
-            torch.cuda.synchronize()  # a step that nobody waits for any more may still read
-        self._torn = f"version {weights.version} was not written to its end"
+            torch.cuda.synchronize()  # a step that was given up may still read
+        self._torn = f"version {weights.version} was not written completely"
         overwrite.write(self._layout, arrived.tensors, arrived.moves)
         phases.end("apply")
         pieces = self._served.pieces()
@@ -228,42 +289,42 @@ class EngineWorker:
         self._proof = {"version": weights.version, "pieces": pieces}
 
     def _into_slot(self, arrived: Arrived, into: str, phases: Phases) -> Answer:
-        """Over an adapter that nobody asks for; or staged for vLLM to load, under a new name. A version that is not
-        what was sent is refused: nobody asks for it, and the next one may be written over it."""
+        """Write the adapter over an unused one, or stage it under a new name for vLLM to load. One that differs from
+        what was sent is refused: no request names it, and the next one may overwrite it."""
         slots, expected = self._slots(), arrived.weights.expected
         name = slots.stage(arrived.tensors, arrived.weights.adapter, into)
         phases.end("stage")
         if name != into:
-            if self._unlooked:
+            if self._verify_adapters:
                 slots.check_staged(name, expected)
                 phases.end("digest")
             return {"adapter": name, "loaded": False}
-        digests = digest.texts(slots.served_numbers(name))  # of the same pieces as `adapter` told of it
+        digests = digest.texts(slots.served_numbers(name))  # of the same pieces as `adapter` reported
         slots.check_served(name, digests, expected)
         phases.end("digest")
         return {"adapter": name, "loaded": True, "digests": "".join(digests)}
 
     # --- the single copy
 
-    def _house(self, source: EngineEnd) -> Answer:
+    def _share_weights(self, source: EngineEnd) -> Answer:
         if self._theirs.device.type != "cuda":
             raise SyncError(
                 "shared: vLLM's CPU build keeps weights in memory of its own; use sync.bridge = 'broadcast' or 'disk'"
             )
         if self._world > 1:
-            raise SyncError("shared: one trainer process cannot live in the shards of several workers")
+            raise SyncError("shared: one trainer process cannot train in the shards of several workers")
         if getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
             raise SyncError("shared: memory that vLLM may put to sleep cannot be shared; start it without sleep mode")
         tensors = self._views()
         source.house(tensors)
         source.attached({})
-        self._housed = self._parameters()
+        self._shared_params = self._parameters()
         return {"handles": source.reply["handles"]}
 
-    def _lent_base(self) -> Answer:
-        """For a trainer on this GPU to read, who holds the same values: nobody writes there."""
+    def _exported_base(self) -> Answer:
+        """Export the base for a trainer on this GPU, which has the same values. It is never written."""
         if self._theirs.device.type != "cuda":
-            why_not = f"the engine is on {self._theirs.device}, and memory of a GPU alone is lent"
+            why_not = f"the engine is on {self._theirs.device}, and only GPU memory can be shared"
         elif self._world > 1:
             why_not = f"the engine's base lies on {self._world} GPUs"
         elif getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
@@ -279,22 +340,26 @@ class EngineWorker:
         views: dict[str, Tensor] = {}
         for name, pieces in self._layout.pieces.items():
             if len(pieces) != 1:
-                raise SyncError(f"shared: '{name}' lies in {len(pieces)} places; no tensor of a trainer can")
+                raise SyncError(
+                    f"shared: '{name}' lies in {len(pieces)} places, and a trainer's tensor must lie in one"
+                )
             views[name] = pieces[0].view
         return views
 
     def _proven_places(self, weights: Weights) -> Mapping[str, str]:
-        """What the model computes with now is the very memory that was handed out."""
+        """Return the places of all tensors, after a check that the model still computes with the shared memory."""
         self._served.check_derived()
         fresh = self._parameters()
         if odd := sorted(
-            path for path in fresh.keys() | self._housed.keys() if fresh.get(path) != self._housed.get(path)
+            path
+            for path in fresh.keys() | self._shared_params.keys()
+            if fresh.get(path) != self._shared_params.get(path)
         ):
             raise SyncError(f"shared: '{odd[0]}' is no longer served from the memory that the trainer writes")
         return dict(weights.expected)
 
     def _parameters(self) -> dict[str, str]:
-        """Which memory each of the model's own lies in. Where in them a tensor lies is fixed by their shapes."""
+        """Return the memory of each of the model's parameters. Their shapes fix where in them a tensor is."""
         return {path: _whereabouts(param) for path, param in self._model.named_parameters(remove_duplicate=False)}
 
 

@@ -1,7 +1,7 @@
-"""What both ends of a meeting say to each other besides the bytes: short notes, on a store that the trainer hosts.
+"""Short messages between the two ends of a transfer, on a key-value store that the trainer hosts.
 
-They wait on the store, not in collectives: a collective that waits for its partner occupies a GPU, and cannot be told
-to stop.
+Both ends wait on the store, not in collectives: a collective that waits for its partner occupies a GPU, and nothing can
+stop it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tandem.errors import SyncError
 
 _T = TypeVar("_T")
 BROKEN = "the transfer was broken off"
-"""So begins the verdict of an engine that did not read to the end; with it the meeting ends."""
+"""The verdict of an engine that did not read to the end begins so. It ends the connection."""
 _LOOK_S = 0.0005
-_SHORT, _AS_IT_IS = 2**16, "="  # characters; no base64 begins so
+_SHORT, _AS_IT_IS = 2**16, "="  # characters; no base64 text begins with "="
 CLOSING_S = 1.0
-_OWN = timedelta(seconds=30)  # to reach a store in this very process, which waits for nobody but a machine that is busy
-WAY_OUT = "meet again with a new source(); neither process need be started anew"
+_OWN = timedelta(seconds=30)  # to reach the store in this process: only a busy machine delays that
+WAY_OUT = "connect again with a new source(); neither process needs a restart"
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """All that the other process needs."""
+    """All that the other process needs to connect."""
 
     mode: str
     host: str
     port: int
     token: str
-    """Nothing is found on the store without it: two meetings never mix."""
+    """Part of every key on the store, so that two connections never mix."""
     generation: int
     world_size: int
     device: str
@@ -53,7 +53,7 @@ class ChannelAddress:
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._patience)
 
     def host_it(self, listening: socket.socket) -> TCPStore:
-        """On the socket that is given: left to itself, the store would listen on every interface."""
+        """Host the store on the given socket. By default the store would listen on every interface."""
         store = TCPStore(
             self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(),
             timeout=max(self._patience, _OWN),
@@ -67,18 +67,18 @@ class ChannelAddress:
 
 
 class ControlChannel:
-    """One end's connection to the store. No call outlasts the deadline, even if the store's process is stopped."""
+    """One end's connection to the store. Every call ends with its deadline, even if the store's process is stopped."""
 
-    def __init__(self, meeting: ChannelAddress, store: Store, *, mine: bool) -> None:
-        """`mine`: the store is this process's own, and answers at once."""
-        self._mode, self._mine = meeting.mode, mine
-        self.store: Any = PrefixStore(f"{meeting.token}/{meeting.generation}", store)  # its stub lacks half of it
+    def __init__(self, address: ChannelAddress, store: Store, *, mine: bool) -> None:
+        """`mine`: this process hosts the store, so it answers at once."""
+        self._mode, self._mine = address.mode, mine
+        self.store: Any = PrefixStore(f"{address.token}/{address.generation}", store)  # its type stub is incomplete
 
     def write(self, key: str, text: str, deadline: Deadline) -> None:
-        self._call(lambda: self.store.set(key, _packed(text)), f"note '{key}' was not taken", deadline)
+        self._call(lambda: self.store.set(key, _packed(text)), f"message '{key}' was not taken", deadline)
 
     def read(self, key: str, what_failed: str, deadline: Deadline) -> str:
-        """Waits for it."""
+        """Return the message at `key`; wait for it."""
 
         def waited_for() -> str:
             self.store.wait([key], _left(deadline))
@@ -86,42 +86,43 @@ class ControlChannel:
 
         if not self._mine:
             return self._call(waited_for, what_failed, deadline)
-        # No thread is left in a wait that ends with the store, when the interpreter may be ending too.
+        # Poll instead of waiting on a thread: the wait would end with the store, while the interpreter may be ending
+        # too.
         deadline.until(lambda: self.has(key), what_failed, every_s=_LOOK_S)
         return _unpacked(self._call(lambda: self.store.get(key), what_failed, deadline))
 
     def has(self, key: str) -> bool:
         return self.store.check([key])
 
-    def heard(self, key: str, what_failed: str, deadline: Deadline) -> str:
-        """What is there by now; nothing if it is not."""
-        there = self._call(lambda: self.store.check([key]), what_failed, deadline)
-        return self.read(key, what_failed, deadline) if there else ""
+    def read_if_there(self, key: str, what_failed: str, deadline: Deadline) -> str:
+        """Return the message at `key`; empty if there is none yet."""
+        is_there = self._call(lambda: self.store.check([key]), what_failed, deadline)
+        return self.read(key, what_failed, deadline) if is_there else ""
 
     def announce(self, sequence: int, text: str, what_failed: str, deadline: Deadline, *, claimable: bool) -> None:
-        """By the trainer alone. `claimable`: who comes for it says so first, with `claim`."""
-        told = {"latest": str(sequence)} | ({_unclaimed(sequence): ""} if claimable else {})
-        self._tell(told | {f"{sequence}/manifest": _packed(text)}, what_failed, deadline)
+        """Announce a version; the trainer alone does. `claimable`: a receiver must `claim` it before it reads."""
+        messages = {"latest": str(sequence)} | ({_unclaimed(sequence): ""} if claimable else {})
+        self._set(messages | {f"{sequence}/manifest": _packed(text)}, what_failed, deadline)
 
     def close(self, sequence: int, why: str, deadline: Deadline) -> None:
-        """After that announcement there will be none: whoever waits for the next one hears why."""
-        told = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": _packed(why)}
-        self._tell(told, "the meeting was not closed", deadline)
+        """Announce that no more versions come, and why: receivers that wait for the next one read it."""
+        messages = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": _packed(why)}
+        self._set(messages, "the connection was not closed", deadline)
 
     def linger(self) -> None:
-        """By the trainer, after `close`: its store stays until whoever waits there has read why."""
+        """Keep the trainer's store a little longer after `close`, so that waiting receivers can read why."""
         timer = threading.Timer(CLOSING_S, lambda store: None, [self.store])
         timer.daemon = True
         timer.start()
 
-    def _tell(self, notes: Mapping[str, str], what_failed: str, deadline: Deadline) -> None:
-        """By one call. The store takes them in this order, and the last ones later if they come in another packet: what
-        others wait for is the last."""
-        self._call(lambda: self.store.multi_set([*notes], [*notes.values()]), what_failed, deadline)
+    def _set(self, messages: Mapping[str, str], what_failed: str, deadline: Deadline) -> None:
+        """Write all of them by one call. The store sets them in this order, and the last ones may come later, in
+        another packet: so the message that receivers wait for comes last."""
+        self._call(lambda: self.store.multi_set([*messages], [*messages.values()]), what_failed, deadline)
 
     def newest(self, seen: int, what_failed: str, deadline: Deadline) -> tuple[int, str]:
-        """The newest announcement after the one that was seen last; waits for it. What was left over before it is
-        passed over. Less than 0: the meeting is closed, and this is why."""
+        """Return the newest announcement after `seen`, and wait for it; older ones are skipped. A number below 0: the
+        connection is closed, and the text says why."""
 
         def found() -> tuple[int, str]:
             latest = self.store.add("latest", 0)
@@ -135,15 +136,16 @@ class ControlChannel:
 
         return self._call(found, what_failed, deadline)
 
-    def claim(self, sequence: int, what_failed: str, deadline: Deadline, *, and_say: str = "") -> bool:
-        """One end alone has it: an engine, which is about to read what was announced, or the trainer, which takes it
-        back, and may write there again. `and_say`: that note at once, of an engine that has read it."""
+    def claim(self, sequence: int, what_failed: str, deadline: Deadline, *, then_write: str = "") -> bool:
+        """Claim an announcement; return whether this end got it. One end alone does: an engine that is about to read
+        the bytes, or the trainer, which withdraws them and may write there again. `then_write`: a key that an engine
+        which has read them already sets at once."""
 
         def claimed() -> bool:
             is_ours = self.store.delete_key(_unclaimed(sequence))
-            if is_ours and and_say:
-                deadline.check(what_failed)  # whoever asked is told that it failed: the trainer must not hear otherwise
-                self.store.set(and_say, _packed(""))
+            if is_ours and then_write:
+                deadline.check(what_failed)  # after it the caller gets an error, so the trainer must not read a success
+                self.store.set(then_write, _packed(""))
             return is_ours
 
         return self._call(claimed, what_failed, deadline)
@@ -155,7 +157,7 @@ class ControlChannel:
 
 @contextmanager
 def as_sync_errors(mode: str, what_failed: str, deadline: Deadline) -> Iterator[None]:
-    """Torch raises RuntimeError for all that can go wrong between processes."""
+    """Turn torch's errors into ours: it raises RuntimeError for everything that fails between processes."""
     try:
         yield
     except RuntimeError as error:
@@ -165,11 +167,11 @@ def as_sync_errors(mode: str, what_failed: str, deadline: Deadline) -> Iterator[
 
 
 @contextmanager
-def told(mode: str, what_failed: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """Whatever goes wrong in a transfer, `tell` hears why, before it is raised: the other end waits in it."""
+def reported(mode: str, what_failed: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """Call `tell` with the reason before an error of a transfer is raised: the other end still waits in it."""
     try:
         yield
-    except RuntimeError as error:  # of this end's device: what goes wrong between the two is a SyncError already
+    except RuntimeError as error:  # of this end's device: failures between the two ends are SyncErrors already
         why = f"{mode}: {what_failed}: {first_line(error)}; {WAY_OUT}"
         tell(why)
         raise SyncError(why) from error

@@ -1,8 +1,9 @@
-"""The next version, looked for before anybody asks for it: what takes time is over when somebody does.
+"""Prefetch the next version: copy it before the engine asks for it.
 
-Nothing is said to the trainer, and nothing is taken. Its announcement is read, and where all of it lies in memory that
-is lent (lent.py), it is copied out at a venture. Whoever asks for the version claims it then, as ever: that the claim
-succeeds says that nobody has written there since it was announced. If it fails, the copy is of no worth.
+The worker sends the trainer no message and claims nothing. It reads the announcement and, if all of the version is in
+shared buffers (shared_buffers.py), copies it out speculatively. When the engine asks for the version, the worker claims
+the announcement as usual. If the claim succeeds, nothing was written there since the announcement, so the copy is good.
+If it fails, the copy is dropped.
 """
 
 from __future__ import annotations
@@ -14,42 +15,43 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.bridge.common.deadline import Deadline, leave_to_a_thread
-from tandem.bridge.common.flat_buffer import Flat
+from tandem.bridge.common.deadline import Deadline, run_on_thread
 from tandem.bridge.common.manifest import Manifest
+from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
 
 _log = logging.getLogger(__name__)
 
 
 class PrefetchedVersion(NamedTuple):
-    """An announcement, and the copy."""
+    """An announcement, and the copy of its version."""
 
     sequence: int
     manifest: Manifest
     flat: Flat
 
 
-class LookAhead:
+class Prefetch:
     def __init__(self, find: Callable[[], PrefetchedVersion], device: torch.device) -> None:
         self._device = device
         self._found: PrefetchedVersion | None = None
         self._ended = threading.Event()
-        leave_to_a_thread(lambda: self._run(find))
+        run_on_thread(lambda: self._run(find))
 
     def found(self, what_failed: str, deadline: Deadline) -> PrefetchedVersion | None:
-        """Waits for it. None: something went wrong, and whoever looks himself finds out what."""
+        """Return the prefetched version, and wait for it. None after a failure: the caller then reads the announcement
+        itself and meets the same error."""
         deadline.wait(self._ended, what_failed)
         return self._found
 
     def _run(self, find: Callable[[], PrefetchedVersion]) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread begins with the first one, or had another
+                torch.cuda.set_device(self._device)  # a new thread uses the first GPU, a reused one any
             self._found = find()
         except SyncError:
-            """None came, or none that could be copied."""
+            """No version came, or none that could be copied."""
         except RuntimeError as error:
-            _log.warning("a version was not copied before it was asked for: %s", error)
+            _log.warning("a version could not be prefetched: %s", error)
         finally:
             self._ended.set()

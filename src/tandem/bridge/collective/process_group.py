@@ -1,6 +1,6 @@
-"""Buckets by a collective, over a group that belongs to one meeting alone: NCCL between GPUs, gloo between CPUs.
+"""Broadcast buckets over a process group of one connection: NCCL between GPUs, gloo between CPUs.
 
-Torch's NCCL group would end the whole process over a lost partner; here it may not.
+By default torch's NCCL group ends the whole process when a partner is lost; here that is turned off.
 """
 
 from __future__ import annotations
@@ -20,56 +20,80 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from tandem.bridge.collective.control_channel import CLOSING_S, ChannelAddress, ControlChannel, as_sync_errors
-from tandem.bridge.collective.side_stream import SideStream
 from tandem.bridge.common.deadline import Deadline
 from tandem.errors import SyncError
 
 _LISTEN_S = 0.2
 
 
+class SideStream:
+    """Runs the kernels of a transfer on a CUDA stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run kernels on the side stream, after those that were launched before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self, what_failed: str, deadline: Deadline) -> None:
+        """Wait until all kernels on this stream have run; then other processes see their results."""
+        if self._stream is not None:
+            deadline.until(self._stream.record_event().query, what_failed)
+
+
 class Group(SideStream):
-    """The collectives of one rank in one meeting. What goes wrong in them ends the meeting."""
+    """The collectives of one rank in one connection. An error in them ends the connection."""
 
     def __init__(
-        self, meeting: ChannelAddress, rank: int, notes: ControlChannel, device: torch.device, deadline: Deadline
+        self, address: ChannelAddress, rank: int, channel: ControlChannel, device: torch.device, deadline: Deadline
     ) -> None:
         super().__init__(device)
-        self._meeting = meeting
+        self._address = address
         self._works: list[Any] = []
         self._keys: tuple[str, ...] = ()
-        self._notes, self._next_look = notes, 0.0
+        self._channel, self._next_look = channel, 0.0
         form = self._form_nccl if device.type == "cuda" else self._form_gloo
-        failed = f"the group of {meeting.world_size} did not form"
-        store = PrefixStore("group", notes.store)
-        with as_sync_errors(meeting.mode, failed, deadline):
+        failed = f"the group of {address.world_size} did not form"
+        store = PrefixStore("group", channel.store)
+        with as_sync_errors(address.mode, failed, deadline):
             self._group: Any = deadline.call(lambda: form(store, rank), failed)
 
     def buffers(self, count: int, size: int) -> list[Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
 
     def within(self, raw: Tensor) -> Tensor:
-        """These bytes, where they can travel from."""
+        """Return these bytes on the device that the group sends from."""
         return raw.to(self._device)
 
     def listen(self, keys: Sequence[str]) -> None:
-        """Where the other ends say that they broke off: a collective whose partner is gone need not end."""
+        """Watch these keys, where other ends report that they broke off: a collective without its partner may never
+        end."""
         self._keys, self._next_look = tuple(keys), time.monotonic() + _LISTEN_S
 
     def broadcast(self, buffer: Tensor, deadline: Deadline) -> Any:
-        """Rank 0's bytes, to everybody; returns at once."""
+        """Send rank 0's bytes to all ranks; return at once."""
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = True
-        with as_sync_errors(self._meeting.mode, "a bucket was not taken", deadline):
+        with as_sync_errors(self._address.mode, "a bucket was not taken", deadline):
             work = self._group.broadcast([buffer], options)
         self._works.append(work)
         return work
 
     def free(self, work: Any, what_failed: str, deadline: Deadline) -> None:
-        """Its buffer may be filled again: on a GPU by what is enqueued from now on, else at once."""
+        """Wait until the buffer of `work` may be filled again: on a GPU by kernels launched from now on, else at
+        once."""
         if self._stream is None:
             deadline.until(lambda: self._completed([work], what_failed, deadline), what_failed)
-        with as_sync_errors(self._meeting.mode, what_failed, deadline):
+        with as_sync_errors(self._address.mode, what_failed, deadline):
             work.wait()
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
@@ -80,11 +104,11 @@ class Group(SideStream):
         self.settle(what_failed, deadline)
 
     def close(self, *, broken: bool) -> None:
-        """Returns soon, whatever state the group is in. Deleting one with work in it would wait, and hold the
-        interpreter meanwhile: a thread of its own does it when the work has ended."""
+        """End the group; return soon, whatever its state. Deleting a group with work in it would wait and hold the
+        interpreter: a thread deletes it when the work has ended."""
         ended = threading.Event()
         arguments = (self._group, self._works, self._stream is not None, broken, ended)
-        threading.Thread(target=_bury, args=arguments, name="sync end", daemon=True).start()
+        threading.Thread(target=_end_group, args=arguments, name="sync end", daemon=True).start()
         self._group, self._works = None, []
         ended.wait(CLOSING_S)
 
@@ -93,27 +117,27 @@ class Group(SideStream):
             return True
         if time.monotonic() >= self._next_look:
             for key in self._keys:
-                if why := self._notes.heard(key, what_failed, deadline):
-                    raise SyncError(f"{self._meeting.mode}: {what_failed}: {why}")
+                if why := self._channel.read_if_there(key, what_failed, deadline):
+                    raise SyncError(f"{self._address.mode}: {what_failed}: {why}")
             self._next_look = time.monotonic() + _LISTEN_S
         return False
 
     def _form_gloo(self, store: Store, rank: int) -> Any:
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        address = _address_towards(self._meeting.host, self._meeting.port)
+        address = _address_towards(self._address.host, self._address.port)
         options._devices = [gloo.create_device(hostname=address, lazy_init=False)]
-        options._timeout = timedelta(seconds=self._meeting.deadline_s)
-        return gloo(store, rank, self._meeting.world_size, options)
+        options._timeout = timedelta(seconds=self._address.deadline_s)
+        return gloo(store, rank, self._address.world_size, options)
 
     def _form_nccl(self, store: Store, rank: int) -> Any:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             nccl: Any = c10d.ProcessGroupNCCL
             options = nccl.Options()
-            options._timeout = timedelta(seconds=10 * self._meeting.deadline_s)  # our deadline comes first, and aborts
+            options._timeout = timedelta(seconds=10 * self._address.deadline_s)  # our deadline comes first and aborts
             with _without_teardown():
-                group = nccl(store, rank, self._meeting.world_size, options)
-            # The communicator is made by its first collective, which blocks; so that happens here, where it may.
+                group = nccl(store, rank, self._address.world_size, options)
+            # The first collective makes the communicator and blocks: so run one here, where that is allowed.
             first = group.broadcast([torch.zeros(1, dtype=torch.uint8, device=self._device)])
             first.wait()
             torch.cuda.current_stream().synchronize()
@@ -121,7 +145,7 @@ class Group(SideStream):
 
 
 def _address_towards(host: str, port: int) -> str:
-    """This machine's address as the other end of the meeting reaches it. No packet is sent."""
+    """Return this machine's address as the other end reaches it. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
@@ -129,7 +153,7 @@ def _address_towards(host: str, port: int) -> str:
 
 @contextmanager
 def _without_teardown() -> Iterator[None]:
-    """Torch reads this when a group is made. By default its watchdog ends the process when a partner is lost."""
+    """Turn off the watchdog that ends the process when a partner is lost. Torch reads this when a group is made."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -142,8 +166,8 @@ def _without_teardown() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _bury(group: Any, works: list[Any], is_nccl: bool, broken: bool, ended: threading.Event) -> None:
-    with suppress(RuntimeError):  # it is over either way
+def _end_group(group: Any, works: list[Any], is_nccl: bool, broken: bool, ended: threading.Event) -> None:
+    with suppress(RuntimeError):  # the group ends either way
         if is_nccl and broken:
             group.abort()  # kernels that wait for a dead partner stop
         elif is_nccl:

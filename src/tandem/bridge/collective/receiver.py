@@ -1,25 +1,26 @@
-"""The engine's end, and the order of things at a meeting. A seat is one worker's.
+"""The engine's end of `broadcast` and `adapter_broadcast`, and the order of messages between both ends.
 
-One version, between the trainer (T, rank 0) and every engine worker (E, ranks from 1):
+One version, between the trainer (T, rank 0) and every engine worker (E, ranks from 1). Each line with a key is a
+message on the control channel:
 
-    T  places/<checksum>       where in the flat bytes tensors lie: told when it is another than before
-    T  <seq>/manifest          which of these travel, with their digests, and which way; `latest` = seq
-    E  <seq>/answer/<rank>     "" (it comes), or why not: another version is asked for
-    T  <seq>/go                "" once everybody comes, or why not: until here nothing can hang that is not a note
-    T  <seq>/broken            why, if it stops in the middle; the meeting ends
-    *  the flat bytes travel in buckets: by a group, which forms once a meeting, or by memory that both map
+    T  places/<checksum>       where each tensor is in the flat bytes; written when that changes
+    T  <seq>/manifest          which tensors travel, their digests and the transport; `latest` = seq
+    E  <seq>/answer/<rank>     "" (the worker takes part), or why not: it was asked for another version
+    T  <seq>/go                "" once every worker takes part, or why not. Until here only a message can be waited for
+    T  <seq>/broken            why, if the trainer breaks off in the middle; the connection ends
+    *  the flat bytes travel in buckets: over a group, formed once a connection, or through memory that both map
     E  <seq>/done/<rank>       "" (digests compared), or what is wrong with what arrived, or that it broke off. From a
-                               worker that compares an adapter where it serves it, "" says that it is copied out
+                               worker that compares an adapter where it serves it, "" means that it is copied out
 
-Nobody can hang in memory that is lent. So a version of one bucket, for one worker, is there before it is announced
-(lent.py), and one round trip is all:
+Reading shared buffers cannot hang. So a version of one bucket for one worker is written before it is announced
+(shared_buffers.py), and one round trip is enough:
 
-    *  the flat bytes are written into the room
+    *  the trainer writes the flat bytes into the buffer
     T  <seq>/manifest, <seq>/unclaimed   as above; the manifest says `filled`
-    E  deletes <seq>/unclaimed and reads the room; or finds that the trainer, who had given up, did: the next may come.
-       It may have read the room before it (lookahead.py)
-    E  <seq>/done/<rank>       as above, or why it does not come
-    T  <seq>/go                to a worker that cannot map the room alone: whether that version comes by another way
+    E  claims it by deleting <seq>/unclaimed, then reads the buffer. If the trainer gave up and claimed it first, the
+       worker waits for the next version. The worker may have read the buffer before its claim (prefetch.py)
+    E  <seq>/done/<rank>       as above, or why the worker does not take the version
+    T  <seq>/go                only to a worker that cannot map the buffer: whether it comes by another transport
 """
 
 from __future__ import annotations
@@ -42,71 +43,72 @@ from tandem.bridge.collective.control_channel import (
     ControlChannel,
     as_sync_errors,
     first_line,
-    told,
+    reported,
 )
-from tandem.bridge.collective.prefetch import LookAhead, PrefetchedVersion
+from tandem.bridge.collective.prefetch import Prefetch, PrefetchedVersion
 from tandem.bridge.collective.process_group import Group
-from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Borrowed, Borrowing
+from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferReader, MappedBuffers
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.engine_end import EngineEndBase
-from tandem.bridge.common.flat_buffer import Flat
-from tandem.bridge.common.manifest import Manifest, Places, check
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check
+from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
 from tandem.types import WeightKind, Weights
 
-_LISTENING_S = 3600.0  # for a version that nobody has asked for yet
+_LISTENING_S = 3600.0  # for a version that the engine has not asked for yet
 
 
 class GroupSource(EngineEndBase):
-    """The engine's end: one seat a worker."""
+    """The engine's end: one receiver for each of its workers."""
 
     def __init__(
         self, link: Mapping[str, Any], mode: str, carries: WeightKind, device: torch.device | None = None
     ) -> None:
         super().__init__(link, mode, carries)
         kinds = {"int": int, "float": float, "str": str}
-        self._meeting = ChannelAddress(
+        self._address = ChannelAddress(
             **{each.name: self._need(each.name, kinds[str(each.type)]) for each in fields(ChannelAddress)}
         )
-        if device is None:  # of the thread that opens the link: another thread's current device is the first one
-            cuda = self._meeting.device == "cuda" and torch.cuda.is_available()
+        if (
+            device is None
+        ):  # chosen on the thread that opens the link: on another thread the current device is the first GPU
+            cuda = self._address.device == "cuda" and torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._device = device
-        self._seats: dict[int, _Seat] = {}
-        self._in_one_place = self._looks_itself = False
+        self._workers: dict[int, _WorkerReceiver] = {}
+        self._reuse = self._verify_where_served = False
 
-    def arrive_in_one_place(self) -> bool:
-        self._in_one_place = True
+    def reuse_buffer(self) -> bool:
+        self._reuse = True
         return True
 
-    def looks_itself(self) -> bool:
-        self._looks_itself = True
+    def verify_where_served(self) -> bool:
+        self._verify_where_served = True
         return True
 
     def receive(self, version: int, rank: int = 0) -> Weights:
-        if not 0 <= rank < self._meeting.world_size - 1:
+        if not 0 <= rank < self._address.world_size - 1:
             raise SyncError(
-                f"{self._mode}: receiver {rank} has no place at this meeting: it is of {self._meeting.world_size - 1}"
+                f"{self._mode}: receiver {rank} is not part of this connection (size {self._address.world_size - 1})"
             )
-        seat = self._seats.setdefault(rank, _Seat(self._meeting, rank, self._device))
-        adapters = self.carries == "adapter"  # the room of a whole model is needed for other things
-        in_one_place, looks_itself = adapters and self._in_one_place, adapters and self._looks_itself
-        return seat.receive(
-            version, self.carries, self.deadline(), in_one_place=in_one_place, looks_itself=looks_itself
+        worker = self._workers.setdefault(rank, _WorkerReceiver(self._address, rank, self._device))
+        adapters = self.carries == "adapter"  # the memory of a whole model is needed for other things
+        reuse, verify_where_served = adapters and self._reuse, adapters and self._verify_where_served
+        return worker.receive(
+            version, self.carries, self.deadline(), reuse=reuse, verify_where_served=verify_where_served
         )
 
-    def look_ahead(self, rank: int = 0) -> None:
-        if self._in_one_place and (seat := self._seats.get(rank)) is not None:
-            seat.look_ahead(Deadline(self._mode, _LISTENING_S, self._given_up), self.deadline)
+    def prefetch(self, rank: int = 0) -> None:
+        if self._reuse and (worker := self._workers.get(rank)) is not None:
+            worker.prefetch(Deadline(self._mode, _LISTENING_S, self._given_up), self.deadline)
 
     def close(self) -> None:
         super().close()
-        for seat in self._seats.values():
-            seat.close()
+        for worker in self._workers.values():
+            worker.close()
 
 
-class _Agreed(NamedTuple):
-    """An announcement, and memory for what will come; or in which it is already, claimed."""
+class _Accepted(NamedTuple):
+    """An announcement, and the buffer that its bytes will arrive in; `is_here`: they are in it, and claimed."""
 
     sequence: int
     manifest: Manifest
@@ -114,209 +116,209 @@ class _Agreed(NamedTuple):
     is_here: bool
 
 
-class _Seat:
-    """One worker at a meeting."""
+class _WorkerReceiver:
+    """One worker's side of a connection."""
 
-    def __init__(self, meeting: ChannelAddress, rank: int, device: torch.device) -> None:
-        self._meeting, self._rank, self._device = meeting, rank + 1, device
-        self._lock = threading.Lock()  # who gave up may still be waiting while it is asked anew
-        self._notes: ControlChannel | None = None
+    def __init__(self, address: ChannelAddress, rank: int, device: torch.device) -> None:
+        self._address, self._rank, self._device = address, rank + 1, device
+        self._lock = threading.Lock()  # a call that gave up may still be waiting when the next one comes
+        self._channel: ControlChannel | None = None
         self._group: Group | None = None
-        self._borrowed: Borrowed | None = None
-        self._places: Places | None = None
-        self._kept: Flat | None = None
+        self._mapped: MappedBuffers | None = None
+        self._placement: Places | None = None
+        self._last: Flat | None = None
         self._listening: ControlChannel | None = None
-        self._ahead: LookAhead | None = None
+        self._prefetched: Prefetch | None = None
         self._seen, self._ended = 0, ""
 
     def receive(
-        self, version: int, carries: WeightKind, deadline: Deadline, *, in_one_place: bool, looks_itself: bool
+        self, version: int, carries: WeightKind, deadline: Deadline, *, reuse: bool, verify_where_served: bool
     ) -> Weights:
         failed = f"version {version} was not sent"
         deadline.until(lambda: self._lock.acquire(blocking=False), failed)
         try:
             if self._ended:
-                raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
-            if self._notes is None:
-                self._notes = ControlChannel(self._meeting, self._connect(failed, deadline), mine=False)
-            notes, looked_at = self._notes, not looks_itself
-            sequence, manifest, flat, is_here = self._agree(
-                notes, version, carries, failed, deadline, looked_at=looked_at
-            )
-            if in_one_place:
-                self._kept = flat
+                raise SyncError(f"{self._address.mode}: this connection has ended: {self._ended}; {WAY_OUT}")
+            if self._channel is None:
+                self._channel = ControlChannel(self._address, self._connect(failed, deadline), mine=False)
+            channel, verify = self._channel, not verify_where_served
+            sequence, manifest, flat, is_here = self._accept(channel, version, carries, failed, deadline, verify=verify)
+            if reuse:
+                self._last = flat
             if not is_here:
-                self._take(notes, sequence, manifest, flat.raw, deadline)
+                self._take(channel, sequence, manifest, flat.raw, deadline)
             weights = Weights(
                 version, manifest.kind, lambda: iter(flat), adapter=manifest.adapter, expected=manifest.digests
             )
-            if looked_at or not is_here:
-                self._confirm(notes, sequence, weights, flat, deadline, looked_at=looked_at)
+            if verify or not is_here:
+                self._confirm(channel, sequence, weights, flat, deadline, verify=verify)
             return weights
         finally:
             self._lock.release()
 
-    def look_ahead(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> None:
-        if self._meeting.world_size > 2 or not self._lock.acquire(blocking=False):
-            return  # several workers have to agree first; or one that gave up still receives
+    def prefetch(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> None:
+        if self._address.world_size > 2 or not self._lock.acquire(blocking=False):
+            return  # several workers must accept a version first; or a call that gave up still receives
         try:
-            if self._ahead is None and self._borrowed is not None:
-                self._ahead = LookAhead(lambda: self._find(listening, a_deadline), self._device)
+            if self._prefetched is None and self._mapped is not None:
+                self._prefetched = Prefetch(lambda: self._find(listening, a_deadline), self._device)
         finally:
             self._lock.release()
 
     def close(self) -> None:
-        """After the source was given up, so that whoever receives is about to end."""
+        """Call after the source was given up: a running receive is about to end."""
         if self._lock.acquire(timeout=CLOSING_S):
             self._end("it was closed", broken=False)
-            self._ahead = self._kept = None
+            self._prefetched = self._last = None
             self._lock.release()
 
     def _end(self, why: str, *, broken: bool) -> None:
         group, self._group, self._ended = self._group, None, self._ended or why
-        self._borrowed = None
+        self._mapped = None
         if group is not None:
             group.close(broken=broken)
 
     def _connect(self, failed: str, deadline: Deadline) -> TCPStore:
-        with as_sync_errors(self._meeting.mode, failed, deadline):
-            return deadline.call(self._meeting.connect, failed)
+        with as_sync_errors(self._address.mode, failed, deadline):
+            return deadline.call(self._address.connect, failed)
 
-    def _agree(
+    def _accept(
         self,
-        notes: ControlChannel,
+        channel: ControlChannel,
         version: int,
         carries: WeightKind,
         failed: str,
         deadline: Deadline,
         *,
-        looked_at: bool,
-    ) -> _Agreed:
-        """The announcement of that version, once everybody is there. What is here already is confirmed, unless it is to
-        be looked at."""
-        mode = self._meeting.mode
+        verify: bool,
+    ) -> _Accepted:
+        """Return the announcement of that version once all receivers take part. A prefetched one is confirmed here,
+        unless `verify`."""
+        mode = self._address.mode
         while True:
-            sequence, manifest, copied = self._next(notes, failed, deadline)
-            self._kept = copied or self._kept
+            sequence, manifest, copied = self._next(channel, failed, deadline)
+            self._last = copied or self._last
             done, answer, unmapped, flat = f"{sequence}/done/{self._rank}", "", "", None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
             elif manifest.kind != carries:
                 answer = f"'{carries}' weights are expected, not '{manifest.kind}'"
-            elif manifest.filled and not notes.claim(
-                sequence, failed, deadline, and_say="" if looked_at or copied is None else done
+            elif manifest.filled and not channel.claim(
+                sequence, failed, deadline, then_write="" if verify or copied is None else done
             ):
                 continue
             elif copied is not None:
-                return _Agreed(sequence, manifest, copied, is_here=True)
+                return _Accepted(sequence, manifest, copied, is_here=True)
             else:
                 try:
-                    self._borrow(manifest)
-                    flat = self._room(manifest)
+                    self._map(manifest)
+                    flat = self._buffer(manifest)
                 except SyncError as error:
                     answer = unmapped = f"{UNMAPPED}: {error}"
-                except RuntimeError as error:  # here, and not while the others are already sending
+                except RuntimeError as error:  # fail here, and not after the others have begun to send
                     answer = f"no memory for {manifest.size_bytes} bytes beside the old version: {first_line(error)}"
             if answer or not manifest.filled:
-                notes.write(done if manifest.filled else f"{sequence}/answer/{self._rank}", answer, deadline)
-            if unmapped and notes.read(f"{sequence}/go", failed, deadline) == AGAIN:
+                channel.write(done if manifest.filled else f"{sequence}/answer/{self._rank}", answer, deadline)
+            if unmapped and channel.read(f"{sequence}/go", failed, deadline) == AGAIN:
                 continue
             if answer and manifest.version >= version:
                 raise SyncError(f"{mode}: {answer}")
-            if flat is not None and (manifest.filled or not notes.read(f"{sequence}/go", failed, deadline)):
-                return _Agreed(sequence, manifest, flat, is_here=False)
+            if flat is not None and (manifest.filled or not channel.read(f"{sequence}/go", failed, deadline)):
+                return _Accepted(sequence, manifest, flat, is_here=False)
 
-    def _room(self, manifest: Manifest) -> Flat:
-        """In the memory of the version before, if that is as large, and nobody needs it any more."""
-        assert self._places is not None
-        device, kept, self._kept = self._device_of(manifest), self._kept, None
-        if kept is not None and kept.places is self._places:
+    def _buffer(self, manifest: Manifest) -> Flat:
+        """Return a buffer for the version: the one of the version before if it is free and as large, else a new one."""
+        assert self._placement is not None
+        device, kept, self._last = self._device_of(manifest), self._last, None
+        if kept is not None and kept.places is self._placement:
             there = len(kept.raw), kept.raw.device.type
             if there == (manifest.size_bytes, device.type):
                 return kept
-        return Flat(self._places, manifest.size_bytes, device)
+        return Flat(self._placement, manifest.size_bytes, device)
 
     def _device_of(self, manifest: Manifest) -> torch.device:
-        """Where its bytes arrive."""
+        """Return the device that the bytes arrive on."""
         return self._device if manifest.way in ("nccl", "ipc") else torch.device("cpu")
 
-    def _borrow(self, manifest: Manifest) -> None:
-        """The memory that it comes by, mapped once for all versions that do."""
+    def _map(self, manifest: Manifest) -> None:
+        """Map the shared buffers of the manifest, once for all versions that use them."""
         if manifest.lent:
             handle = manifest.lent[self._rank - 1]
-            if self._borrowed is None or self._borrowed.handle != handle:
-                self._borrowed = Borrowed(handle, self._meeting.token)
+            if self._mapped is None or self._mapped.handle != handle:
+                self._mapped = MappedBuffers(handle, self._address.token)
         else:
-            self._borrowed = None
+            self._mapped = None
 
-    def _next(self, notes: ControlChannel, failed: str, deadline: Deadline) -> tuple[int, Manifest, Flat | None]:
-        """The newest announcement, if this end has not seen it; or one that was copied, which may be an older one."""
-        if self._ahead is not None:
-            found = self._ahead.found(failed, deadline)
-            self._ahead = None
+    def _next(self, channel: ControlChannel, failed: str, deadline: Deadline) -> tuple[int, Manifest, Flat | None]:
+        """Return the newest announcement that this end has not seen; or the prefetched one, which may be older."""
+        if self._prefetched is not None:
+            found = self._prefetched.found(failed, deadline)
+            self._prefetched = None
             if self._ended:
-                raise SyncError(f"{self._meeting.mode}: {failed}: {self._ended}; {WAY_OUT}")
+                raise SyncError(f"{self._address.mode}: {failed}: {self._ended}; {WAY_OUT}")
             if found is not None:
                 self._seen = found.sequence
                 return found
-        latest, text = self._newest(notes, failed, deadline)
+        latest, text = self._newest(channel, failed, deadline)
         self._seen = latest
         try:
-            return latest, self._read(notes, text, failed, deadline), None
+            return latest, self._read(channel, text, failed, deadline), None
         except SyncError as error:
-            for key in ("answer", "done"):  # it does not say which one is waited for
-                self._say(notes, f"{latest}/{key}", str(error), deadline)
+            for key in ("answer", "done"):  # a damaged manifest does not tell which of them the trainer reads
+                self._report(channel, f"{latest}/{key}", str(error), deadline)
             raise
 
-    def _newest(self, notes: ControlChannel, failed: str, deadline: Deadline) -> tuple[int, str]:
-        latest, text = notes.newest(self._seen, failed, deadline)
+    def _newest(self, channel: ControlChannel, failed: str, deadline: Deadline) -> tuple[int, str]:
+        latest, text = channel.newest(self._seen, failed, deadline)
         if latest < 0:
             self._end(text, broken=False)
-            raise SyncError(f"{self._meeting.mode}: {failed}: {text}; {WAY_OUT}")
+            raise SyncError(f"{self._address.mode}: {failed}: {text}; {WAY_OUT}")
         return latest, text
 
-    def _read(self, notes: ControlChannel, text: str, failed: str, deadline: Deadline) -> Manifest:
-        mode = self._meeting.mode
+    def _read(self, channel: ControlChannel, text: str, failed: str, deadline: Deadline) -> Manifest:
+        mode = self._address.mode
 
         def places(checksum: str) -> Places:
-            if self._places is None or self._places.checksum != checksum:
-                told = notes.read(f"places/{checksum}", failed, deadline)
-                self._places = Places.from_text(told, checksum, mode)
-            return self._places
+            if self._placement is None or self._placement.checksum != checksum:
+                reported = channel.read(f"places/{checksum}", failed, deadline)
+                self._placement = Places.from_text(reported, checksum, mode)
+            return self._placement
 
         return Manifest.from_text(text, mode, places)
 
     def _find(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> PrefetchedVersion:
-        """By a connection of its own: a store's client has one lock, and holds it while it waits."""
+        """Prefetch the next version. Over a second connection: a store's client holds its one lock while it waits."""
         failed = "the next version was not announced"
         if self._listening is None:
-            self._listening = ControlChannel(self._meeting, self._connect(failed, a_deadline()), mine=False)
+            self._listening = ControlChannel(self._address, self._connect(failed, a_deadline()), mine=False)
         latest, text = self._newest(self._listening, failed, listening)
         deadline = a_deadline()
         manifest = self._read(self._listening, text, failed, deadline)
         if not manifest.filled:
-            raise SyncError(f"{self._meeting.mode}: it has to be answered first")
-        self._borrow(manifest)
-        flat = self._room(manifest)
+            raise SyncError(f"{self._address.mode}: it must be answered first")
+        self._map(manifest)
+        flat = self._buffer(manifest)
         self._copy(self._carrier(self._listening, latest, manifest, deadline), manifest, flat.raw, failed, deadline)
         return PrefetchedVersion(latest, manifest, flat)
 
-    def _take(self, notes: ControlChannel, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline) -> None:
-        failed = f"version {manifest.version} did not arrive whole"
-        carrier: Group | Borrowing | None = None
+    def _take(
+        self, channel: ControlChannel, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline
+    ) -> None:
+        failed = f"version {manifest.version} did not arrive completely"
+        carrier: Group | BufferReader | None = None
 
         def break_off(why: str) -> None:
-            if isinstance(carrier, Borrowing):
+            if isinstance(carrier, BufferReader):
                 carrier.break_off(why)
-            self._say(notes, f"{sequence}/done", f"{BROKEN}: {why}", Deadline(self._meeting.mode, CLOSING_S))
+            self._report(channel, f"{sequence}/done", f"{BROKEN}: {why}", Deadline(self._address.mode, CLOSING_S))
             self._end(why, broken=True)
 
-        with told(self._meeting.mode, failed, break_off):
-            carrier = self._carrier(notes, sequence, manifest, deadline)
+        with reported(self._address.mode, failed, break_off):
+            carrier = self._carrier(channel, sequence, manifest, deadline)
             self._copy(carrier, manifest, flat, failed, deadline)
 
     def _copy(
-        self, carrier: Group | Borrowing, manifest: Manifest, flat: Tensor, failed: str, deadline: Deadline
+        self, carrier: Group | BufferReader, manifest: Manifest, flat: Tensor, failed: str, deadline: Deadline
     ) -> None:
         with carrier.aside():
             for bucket in buckets_of(flat, manifest.bucket_bytes):
@@ -324,32 +326,32 @@ class _Seat:
             carrier.finish(failed, deadline)
 
     def _carrier(
-        self, notes: ControlChannel, sequence: int, manifest: Manifest, deadline: Deadline
-    ) -> Group | Borrowing:
+        self, channel: ControlChannel, sequence: int, manifest: Manifest, deadline: Deadline
+    ) -> Group | BufferReader:
         device = self._device_of(manifest)
         if manifest.lent:
-            assert self._borrowed is not None
-            return Borrowing(self._borrowed, device, notes, sequence, self._rank, filled=manifest.filled)
+            assert self._mapped is not None
+            return BufferReader(self._mapped, device, channel, sequence, self._rank, filled=manifest.filled)
         if self._group is None:
-            self._group = Group(self._meeting, self._rank, notes, device, deadline)
+            self._group = Group(self._address, self._rank, channel, device, deadline)
         self._group.listen([f"{sequence}/broken"])
         return self._group
 
     def _confirm(
-        self, notes: ControlChannel, sequence: int, weights: Weights, flat: Flat, deadline: Deadline, *, looked_at: bool
+        self, channel: ControlChannel, sequence: int, weights: Weights, flat: Flat, deadline: Deadline, *, verify: bool
     ) -> None:
         try:
-            if looked_at:
-                check(weights, self._meeting.mode, flat.fingerprints())
+            if verify:
+                check(weights, self._address.mode, flat.fingerprints())
         except SyncError as error:
-            self._say(notes, f"{sequence}/done", str(error), deadline)
+            self._report(channel, f"{sequence}/done", str(error), deadline)
             raise
-        notes.write(f"{sequence}/done/{self._rank}", "", deadline)
+        channel.write(f"{sequence}/done/{self._rank}", "", deadline)
 
-    def _say(self, notes: ControlChannel, key: str, what_is_wrong: str, deadline: Deadline) -> None:
-        """To the sender, if it still listens; here it is raised in any case."""
+    def _report(self, channel: ControlChannel, key: str, what_is_wrong: str, deadline: Deadline) -> None:
+        """Tell the sender what is wrong, if it still listens. The caller raises in any case."""
         with suppress(SyncError):
-            notes.write(f"{key}/{self._rank}", what_is_wrong, deadline)
+            channel.write(f"{key}/{self._rank}", what_is_wrong, deadline)
 
 
 def buckets_of(flat: Tensor, bucket_bytes: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,7 @@
-"""The trainer's end of a meeting: whom it meets, by which way, and what they say of each version."""
+"""The trainer's end of `broadcast` and `adapter_broadcast`: announce a version, move its buckets, read the verdicts.
+
+receiver.py has the order of messages.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,52 @@ import logging
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.bridge.collective.control_channel import BROKEN, CLOSING_S, WAY_OUT, ChannelAddress, ControlChannel, told
-from tandem.bridge.collective.packer import Carrier, Packing, Parcel, rooms_of
+from tandem.bridge.collective.control_channel import (
+    BROKEN,
+    CLOSING_S,
+    WAY_OUT,
+    ChannelAddress,
+    ControlChannel,
+    reported,
+)
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.receiver import GroupSource
-from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, Lending, SharedBuffers, Unmapped
-from tandem.bridge.collective.transport import Backend, Way, way
+from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferWriter, SharedBuffers, Unmapped
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.manifest import padded
+from tandem.bridge.common.packer import Carrier, PackedVersion, Packing, num_buffers
 from tandem.errors import SpecError, SyncError, SyncTimeout
+from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
 from tandem.types import Sent, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
+_BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+
+Backend = Literal["auto", "gloo", "nccl", "ipc"]
+
+
+class Transport(NamedTuple):
+    """What moves the buckets of one connection."""
+
+    requested: Backend
+    engaged: Literal["gloo", "nccl", "ipc", "memory"]
+    """ipc: shared memory of one GPU. memory: shared memory of one host."""
+    why: str = ""
+    """Why auto took none of the faster ones."""
+
+    @property
+    def is_shared(self) -> bool:
+        return self.engaged in ("ipc", "memory")
 
 
 class CollectiveBridge:
@@ -44,104 +73,149 @@ class CollectiveBridge:
         *,
         roomy: bool,
     ) -> None:
-        """`device`: where the trainer's tensors are. `bucket_bytes`: 0 is all in one. `roomy`: what travels fits a
-        second time on the trainer's GPU."""
+        """`device`: where the trainer's tensors are. `bucket_bytes`: 0 sends all in one bucket. `roomy`: the trainer's
+        GPU has memory for a second copy of what travels."""
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._host, self._bucket_bytes, self._deadline_s, self._roomy = host, bucket_bytes, deadline_s, roomy
         self._backend: Backend = backend
-        self._host_of: _Host | None = None
-        self._meetings = 0
+        self._connection: _Connection | None = None
+        self._num_connections = 0
 
     def source(self, num_receivers: int = 1) -> GroupSource:
         self.close()
-        self._meetings += 1
+        self._num_connections += 1
         try:
             listening = socket.create_server((self._host, 0), backlog=128)
         except OSError as error:
-            raise SpecError(f"sync.host = '{self._host}': nobody can listen there: {error.strerror}") from error
-        meeting = ChannelAddress(
+            raise SpecError(f"sync.host = '{self._host}': the trainer cannot listen there: {error.strerror}") from error
+        address = ChannelAddress(
             self.mode,
             self._host,
             listening.getsockname()[1],
             uuid.uuid4().hex,
-            self._meetings,
+            self._num_connections,
             num_receivers + 1,
             self._device.type,
             self._deadline_s,
         )
-        self._host_of = _Host(meeting, listening, self._device, self.carries, self._backend, self._roomy)
-        return self._host_of.source
+        self._connection = _Connection(address, listening, self._device, self.carries, self._backend, self._roomy)
+        return self._connection.source
 
     def storage(self) -> Mapping[str, Tensor] | None:
         return None
 
     def send(self, weights: Weights) -> Sent:
-        if self._host_of is None:
-            raise SyncError(f"{self.mode}: send() before source(): there is nobody to meet")
-        return self._host_of.send(weights, self._bucket_bytes)
+        if self._connection is None:
+            raise SyncError(f"{self.mode}: send() before source(): no engine was given a link")
+        return self._connection.send(weights, self._bucket_bytes)
 
     def close(self) -> None:
-        host, self._host_of = self._host_of, None
+        host, self._connection = self._connection, None
         if host is not None:
             host.close()
 
 
-class _Host:
-    """The trainer at one meeting: rank 0, and the store's owner."""
+class BroadcastBridge(CollectiveBridge):
+    mode = "broadcast"
+    carries: WeightKind = "full"
 
     def __init__(
         self,
-        meeting: ChannelAddress,
+        device: torch.device | str = "cpu",
+        *,
+        host: str = "127.0.0.1",
+        bucket_bytes: int = 0,
+        deadline_s: float = 60.0,
+        backend: Backend = "auto",
+        roomy: bool = False,
+    ) -> None:
+        """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 uses the default for the device.
+        `roomy`: an engine on the trainer's GPU has memory for a second copy of the weights while they arrive."""
+        size = bucket_bytes or _BUCKET_BYTES[torch.device(device).type]
+        super().__init__(device, host, padded(size), deadline_s, backend, roomy=roomy)
+
+
+class AdapterBroadcastBridge(CollectiveBridge):
+    mode = "adapter_broadcast"
+    carries: WeightKind = "adapter"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        host: str = "127.0.0.1",
+        deadline_s: float = 60.0,
+        backend: Backend = "auto",
+        base_wanted: bool = False,
+    ) -> None:
+        """`host`: the trainer's address as engines reach it. `base_wanted`: ask engines to share the memory of the base
+        that they serve, so that the trainer needs no copy of its own (bridge/shared/adapter_base.py)."""
+        self._base_wanted = base_wanted
+        super().__init__(device, host, bucket_bytes=0, deadline_s=deadline_s, backend=backend, roomy=True)
+
+    def source(self, num_receivers: int = 1) -> GroupSource:
+        source = super().source(num_receivers)
+        if self._base_wanted:  # not otherwise: the server of an engine refuses that key
+            source.link = {**source.link, "base_wanted": True}
+        return source
+
+
+class _Connection:
+    """The trainer's side of one connection: rank 0, and the host of the store."""
+
+    def __init__(
+        self,
+        address: ChannelAddress,
         listening: socket.socket,
         device: torch.device,
         carries: WeightKind,
         backend: Backend,
         roomy: bool,
     ) -> None:
-        self._meeting, self._device, self._roomy = meeting, device, roomy
+        self._address, self._device, self._roomy = address, device, roomy
         self._backend: Backend = backend
-        self._notes = ControlChannel(meeting, meeting.host_it(listening), mine=True)
-        self.source = GroupSource(meeting.to_link(), meeting.mode, carries, device if device.type == "cpu" else None)
-        self._packing = Packing(meeting.mode, self.source.replies)
-        self._places: wire.Places | None = None
-        """That receivers were told of last."""
+        self._channel = ControlChannel(address, address.host_it(listening), mine=True)
+        self.source = GroupSource(address.to_link(), address.mode, carries, device if device.type == "cpu" else None)
+        self._packing = Packing(address.mode, self.source.replies)
+        self._placement: wire.Places | None = None
+        """The placement that receivers were sent last."""
         self._given_up = threading.Event()
         self._lock = threading.Lock()
-        self._way: Way | None = None
+        self._transport: Transport | None = None
         self._group: Group | None = None
         self._memory: SharedBuffers | None = None
         self._sequence, self._ended = 0, ""
 
     def send(self, weights: Weights, bucket_bytes: int) -> Sent:
-        deadline = Deadline(self._meeting.mode, self._meeting.deadline_s, self._given_up)
+        deadline = Deadline(self._address.mode, self._address.deadline_s, self._given_up)
         failed = f"version {weights.version} was not sent"
         deadline.until(lambda: self._lock.acquire(blocking=False), failed)
         try:
             if self._ended:
-                raise SyncError(f"{self._meeting.mode}: this meeting has ended: {self._ended}; {WAY_OUT}")
+                raise SyncError(f"{self._address.mode}: this connection has ended: {self._ended}; {WAY_OUT}")
             phases = Phases()
-            parcel = self._packing.parcel(weights, phases)
-            size = parcel.places.size_bytes
+            packed = self._packing.pack(weights, phases)
+            size = packed.places.size_bytes
             manifest = wire.Manifest(
-                self._meeting.mode,
+                self._address.mode,
                 weights.version,
                 weights.kind,
-                parcel.places.tensors,
-                parcel.fingerprints,
+                packed.places.tensors,
+                packed.fingerprints,
                 adapter=weights.adapter,
                 size_bytes=size,
                 bucket_bytes=bucket_bytes or max(size, 1),
             )
-            self._tell_places(parcel.places, deadline)
+            self._write_placement(packed.places, deadline)
             phases.end("gather")
-            chosen = self._carry(parcel, manifest, deadline, phases)
+            chosen = self._send(packed, manifest, deadline, phases)
         finally:
             self._lock.release()
         return Sent(
             weights.version,
-            self._meeting.mode,
+            self._address.mode,
             manifest.digests,
             manifest.size_bytes,
             phases.seconds,
@@ -152,130 +226,136 @@ class _Host:
         self._given_up.set()
         self.source.close()
         if not self._lock.acquire(timeout=CLOSING_S):
-            return  # whoever sends finds out, and ends the group itself
+            return  # send() is running: it sees `_given_up` and ends the group itself
         self._end("it was closed", broken=False)
-        # Receivers wait for the next announcement: it comes, and says that there will be none.
-        self._notes.close(self._sequence, "the trainer closed this meeting", Deadline(self._meeting.mode, CLOSING_S))
-        self._notes.linger()
+        # Receivers wait for the next announcement: tell them that there will be none.
+        self._channel.close(
+            self._sequence, "the trainer closed this connection", Deadline(self._address.mode, CLOSING_S)
+        )
+        self._channel.linger()
         self._lock.release()
 
-    def _tell_places(self, places: wire.Places, deadline: Deadline) -> None:
-        """A note that stays: manifests name it, and whoever has read it does not read it again."""
-        if places is not self._places:
-            self._notes.write(f"places/{places.checksum}", places.text, deadline)
-            self._places = places
+    def _write_placement(self, places: wire.Places, deadline: Deadline) -> None:
+        """Write the placement of tensors once; manifests refer to it by its checksum."""
+        if places is not self._placement:
+            self._channel.write(f"places/{places.checksum}", places.text, deadline)
+            self._placement = places
 
-    def _carry(self, parcel: Parcel, manifest: wire.Manifest, deadline: Deadline, phases: Phases) -> Way:
-        """What works is kept for all versions of this meeting. Only auto looks for another."""
-        if self._way is None:
+    def _send(self, packed: PackedVersion, manifest: wire.Manifest, deadline: Deadline, phases: Phases) -> Transport:
+        """Send by the transport that worked before. Only backend auto falls back to another."""
+        if self._transport is None:
             devices = [each for reply in self.source.replies for each in reply.get("devices", ("",))]
-            self._way = way(self._meeting.mode, self._backend, self._device, devices, roomy=self._roomy)
+            self._transport = choose_transport(
+                self._address.mode, self._backend, self._device, devices, roomy=self._roomy
+            )
         try:
-            self._carry_by(self._way, parcel, manifest, deadline, phases)
+            self._send_by(self._transport, packed, manifest, deadline, phases)
         except Unmapped as error:
             if self._backend != "auto":
                 raise
-            _log.warning("%s; by way of the host instead", error)
-            self._way, self._memory = Way("auto", "gloo", str(error)), None
-            self._carry_by(self._way, parcel, manifest, deadline, phases)
-        return self._way
+            _log.warning("%s; sending through the host instead", error)
+            self._transport, self._memory = Transport("auto", "gloo", str(error)), None
+            self._send_by(self._transport, packed, manifest, deadline, phases)
+        return self._transport
 
-    def _carry_by(
-        self, chosen: Way, parcel: Parcel, manifest: wire.Manifest, deadline: Deadline, phases: Phases
+    def _send_by(
+        self, chosen: Transport, packed: PackedVersion, manifest: wire.Manifest, deadline: Deadline, phases: Phases
     ) -> None:
-        lent = self._lend(manifest).handles if chosen.is_lent else ()
-        # Of several receivers all take a version, or none: who would have taken it already when another one refuses?
-        filled = len(lent) == 1 and rooms_of(manifest) <= 1
+        lent = self._shared_buffers(manifest).handles if chosen.is_shared else ()
+        # With several receivers all take a version or none: one that copied early could not know that another refuses.
+        filled = len(lent) == 1 and num_buffers(manifest) <= 1
         manifest = replace(manifest, way=chosen.engaged, lent=lent, filled=filled)
         if filled:
-            self._move(parcel, manifest, deadline)
+            self._move(packed, manifest, deadline)
             phases.end("move")
             self._announce(manifest, deadline)
-            self._hear_of_filled(manifest, deadline)
+            self._await_filled(manifest, deadline)
         else:
-            self._gather_everybody(manifest, deadline)
+            self._gather_receivers(manifest, deadline)
             phases.end("meet")
-            self._move(parcel, manifest, deadline)
+            self._move(packed, manifest, deadline)
             phases.end("move")
-            self._hear_verdicts(manifest, deadline)
+            self._await_verdicts(manifest, deadline)
         phases.end("confirm")
 
-    def _lend(self, manifest: wire.Manifest) -> SharedBuffers:
-        """Nobody reads there any more: each version before was taken by all, or else this meeting has ended."""
-        size, rooms = min(manifest.bucket_bytes, manifest.size_bytes), max(1, rooms_of(manifest))
-        if self._memory is None or self._memory.room_bytes < size or len(self._memory.rooms) < rooms:
-            receivers = self._meeting.world_size - 1
-            self._memory = SharedBuffers(self._meeting.token, self._device, rooms, size, receivers)
+    def _shared_buffers(self, manifest: wire.Manifest) -> SharedBuffers:
+        """Return buffers of that size. They are free: all receivers took the version before, or this connection has
+        ended."""
+        size, count = min(manifest.bucket_bytes, manifest.size_bytes), max(1, num_buffers(manifest))
+        if self._memory is None or self._memory.buffer_bytes < size or len(self._memory.tensors) < count:
+            receivers = self._address.world_size - 1
+            self._memory = SharedBuffers(self._address.token, self._device, count, size, receivers)
         return self._memory
 
     def _announce(self, manifest: wire.Manifest, deadline: Deadline) -> None:
-        text, failed = manifest.to_text(self._places), f"version {manifest.version} was not announced"
+        text, failed = manifest.to_text(self._placement), f"version {manifest.version} was not announced"
         self._sequence += 1
-        self._notes.announce(self._sequence, text, failed, deadline, claimable=manifest.filled)
-        self._forget(self._sequence - 2)
+        self._channel.announce(self._sequence, text, failed, deadline, claimable=manifest.filled)
+        self._delete_old(self._sequence - 2)
 
-    def _say_what_follows(self, error: Exception) -> None:
-        """To those who were told of this version."""
+    def _tell_what_follows(self, error: Exception) -> None:
+        """Tell receivers that know this version why it does not come, or that it comes again."""
         again = isinstance(error, Unmapped) and self._backend == "auto"
         text = AGAIN if again else str(error)
-        self._notes.write(f"{self._sequence}/go", text, Deadline(self._meeting.mode, CLOSING_S))
+        self._channel.write(f"{self._sequence}/go", text, Deadline(self._address.mode, CLOSING_S))
 
-    def _gather_everybody(self, manifest: wire.Manifest, deadline: Deadline) -> None:
-        """From here to the end of `_move` both ends walk in step; before it, either may still refuse."""
-        mode, version = self._meeting.mode, manifest.version
+    def _gather_receivers(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+        """Announce the version and wait until every receiver accepts it. Until then either end may refuse; from then to
+        the end of `_move` both go in step."""
+        mode, version = self._address.mode, manifest.version
         self._announce(manifest, deadline)
         now = self._sequence
         refusals: list[str] = []
         try:
-            answers = self._hear(f"{now}/answer", f"for version {version}, {{}} did not come", deadline)
+            answers = self._read_from_all(f"{now}/answer", f"for version {version}, {{}} did not come", deadline)
             refusals = [f"receiver {rank - 1}: {text}" for rank, text in answers.items() if text]
             if refusals:
                 kind = Unmapped if all(UNMAPPED in text for text in refusals) else SyncError
                 raise kind(f"{mode}: version {version} was not sent: {'; '.join(refusals)}")
         except SyncError as error:
-            # Whoever comes late must not wait in a collective for a sender that has gone on.
-            self._say_what_follows(error)
+            # A late receiver must not wait in a collective for a sender that has left it.
+            self._tell_what_follows(error)
             raise
-        self._notes.write(f"{now}/go", "", deadline)
+        self._channel.write(f"{now}/go", "", deadline)
 
-    def _move(self, parcel: Parcel, manifest: wire.Manifest, deadline: Deadline) -> None:
+    def _move(self, packed: PackedVersion, manifest: wire.Manifest, deadline: Deadline) -> None:
         carrier: Carrier | None = None
 
         def break_off(why: str) -> None:
-            closing = Deadline(self._meeting.mode, CLOSING_S)
-            if isinstance(carrier, Lending):
+            closing = Deadline(self._address.mode, CLOSING_S)
+            if isinstance(carrier, BufferWriter):
                 carrier.break_off(why)
             with suppress(SyncError):
-                if manifest.filled:  # nobody was told of it, and nobody will be
-                    self._notes.close(self._sequence, why, closing)
+                if manifest.filled:  # it is not announced yet, and never will be
+                    self._channel.close(self._sequence, why, closing)
                 else:
-                    self._notes.write(f"{self._sequence}/broken", why, closing)
+                    self._channel.write(f"{self._sequence}/broken", why, closing)
             self._end(why, broken=True)
 
-        with told(self._meeting.mode, f"version {manifest.version} was not sent to its end", break_off):
+        with reported(self._address.mode, f"version {manifest.version} was not sent completely", break_off):
             carrier = self._carrier(manifest, deadline)
             with carrier.aside():
-                parcel.hand_over(carrier, manifest, deadline)
+                packed.hand_over(carrier, manifest, deadline)
 
     def _carrier(self, manifest: wire.Manifest, deadline: Deadline) -> Carrier:
         if manifest.lent:
             assert self._memory is not None
-            arguments = (self._memory, self._device, self._notes, self._sequence, len(manifest.lent))
-            return Lending(*arguments, filled=manifest.filled)
+            arguments = (self._memory, self._device, self._channel, self._sequence, len(manifest.lent))
+            return BufferWriter(*arguments, filled=manifest.filled)
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
-            self._group = Group(self._meeting, 0, self._notes, device, deadline)
-        self._group.listen([f"{self._sequence}/done/{rank}" for rank in range(1, self._meeting.world_size)])
+            self._group = Group(self._address, 0, self._channel, device, deadline)
+        self._group.listen([f"{self._sequence}/done/{rank}" for rank in range(1, self._address.world_size)])
         return self._group
 
-    def _hear_of_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
-        mode, version, now = self._meeting.mode, manifest.version, self._sequence
+    def _await_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+        mode, version, now = self._address.mode, manifest.version, self._sequence
         try:
-            verdict = self._notes.read(f"{now}/done/1", f"version {version} was not taken", deadline)
+            verdict = self._channel.read(f"{now}/done/1", f"version {version} was not taken", deadline)
         except BaseException as error:
-            if self._take_back():
+            if self._withdraw():
                 why = f"for version {version}, receiver 0 did not come"
-            else:  # it reads there, or has read: how far it has come, nobody knows
+            else:  # it reads the buffer, or has read it: how far, is unknown
                 why = f"version {version}: receiver 0 did not confirm it"
                 self._end(str(error) or type(error).__name__, broken=True)
             if isinstance(error, SyncTimeout):
@@ -283,57 +363,98 @@ class _Host:
             raise
         if not verdict:
             return
-        self._take_back()
+        self._withdraw()
         if UNMAPPED in verdict:
             unmapped = Unmapped(f"{mode}: version {version} was not sent: receiver 0: {verdict}")
-            self._say_what_follows(unmapped)
+            self._tell_what_follows(unmapped)
             raise unmapped
-        self._refused(version, {1: verdict})
+        self._raise_refusals(version, {1: verdict})
 
-    def _take_back(self) -> bool:
-        """Nobody reads the room of this announcement, and nobody will. False: its receiver was there before."""
-        failed = "the announcement was not taken back"
-        return self._notes.claim(self._sequence, failed, Deadline(self._meeting.mode, CLOSING_S))
+    def _withdraw(self) -> bool:
+        """Withdraw the announcement, so that no receiver will read its buffer. False: the receiver claimed it first."""
+        failed = "the announcement was not withdrawn"
+        return self._channel.claim(self._sequence, failed, Deadline(self._address.mode, CLOSING_S))
 
-    def _hear_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
+    def _await_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         version = manifest.version
         try:
-            verdicts = self._hear(f"{self._sequence}/done", f"version {version}: {{}} did not confirm it", deadline)
-        except BaseException as error:  # how far whoever is silent has come, nobody knows
+            verdicts = self._read_from_all(
+                f"{self._sequence}/done", f"version {version}: {{}} did not confirm it", deadline
+            )
+        except BaseException as error:  # how far a silent receiver has come, is unknown
             self._end(str(error) or type(error).__name__, broken=True)
             raise
-        self._refused(version, verdicts)
+        self._raise_refusals(version, verdicts)
 
-    def _refused(self, version: int, verdicts: Mapping[int, str]) -> None:
-        """SyncError if anybody has refused it."""
+    def _raise_refusals(self, version: int, verdicts: Mapping[int, str]) -> None:
+        """Raise SyncError if any receiver refused the version."""
         if wrong := [f"receiver {rank - 1}: {text}" for rank, text in verdicts.items() if text]:
-            why = f"{self._meeting.mode}: version {version} was refused: {'; '.join(wrong)}"
+            why = f"{self._address.mode}: version {version} was refused: {'; '.join(wrong)}"
             if any(text.startswith(BROKEN) for text in verdicts.values()):
                 self._end(why, broken=True)
             raise SyncError(why)
 
-    def _hear(self, key: str, failed: str, deadline: Deadline) -> dict[int, str]:
-        """What every receiver says."""
-        heard: dict[int, str] = {}
-        ranks = range(1, self._meeting.world_size)
+    def _read_from_all(self, key: str, failed: str, deadline: Deadline) -> dict[int, str]:
+        """Return every receiver's message, by rank."""
+        messages: dict[int, str] = {}
+        ranks = range(1, self._address.world_size)
         for rank in ranks:
             try:
-                heard[rank] = self._notes.read(f"{key}/{rank}", failed.format(f"receiver {rank - 1}"), deadline)
+                messages[rank] = self._channel.read(f"{key}/{rank}", failed.format(f"receiver {rank - 1}"), deadline)
             except SyncTimeout:
-                silent = [each - 1 for each in ranks if not self._notes.has(f"{key}/{each}")]
+                silent = [each - 1 for each in ranks if not self._channel.has(f"{key}/{each}")]
                 who = f"receiver{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
                 raise deadline.missed(failed.format(who)) from None
-        return heard
+        return messages
 
-    def _forget(self, sequence: int) -> None:
-        """What nobody reads any more."""
-        ranks = range(1, self._meeting.world_size)
-        notes = [f"{sequence}/{note}/{rank}" for note in ("answer", "done") for rank in ranks]
-        for key in (f"{sequence}/manifest", f"{sequence}/go", *notes):
-            self._notes.store.delete_key(key)
+    def _delete_old(self, sequence: int) -> None:
+        """Delete the messages of an announcement that no receiver reads any more."""
+        ranks = range(1, self._address.world_size)
+        answers = [f"{sequence}/{name}/{rank}" for name in ("answer", "done") for rank in ranks]
+        for key in (f"{sequence}/manifest", f"{sequence}/go", *answers):
+            self._channel.store.delete_key(key)
 
     def _end(self, why: str, *, broken: bool) -> None:
         group, self._group, self._ended = self._group, None, self._ended or why
         self._memory = None
         if group is not None:
             group.close(broken=broken)
+
+
+def choose_transport(
+    mode: str, requested: Backend, device: torch.device, theirs: Sequence[str], *, roomy: bool
+) -> Transport:
+    """Choose what moves the buckets. `theirs`: the device of each engine worker. `roomy`: the GPU has memory for a
+    second copy of what travels."""
+    ours = device_name(device)
+    if device.type == "cpu":
+        if requested == "nccl":
+            raise SyncError(f"{mode}: sync.backend = 'nccl': the trainer is on a CPU; use 'gloo' or 'ipc'")
+        return Transport(requested, "memory" if requested == "ipc" else "gloo")
+    match requested:
+        case "gloo":
+            return Transport(requested, "gloo")
+        case "ipc":
+            if odd := [each for each in theirs if each != ours]:
+                raise SyncError(
+                    f"{mode}: sync.backend = 'ipc': the trainer is on GPU {ours} and an engine on {odd[0] or 'none'}; "
+                    "use 'nccl' or 'gloo'"
+                )
+            return Transport(requested, "ipc")
+        case "nccl":
+            if why := _why_no_nccl(ours, theirs):
+                raise SyncError(f"{mode}: sync.backend = 'nccl': {why}; use 'auto' or 'gloo'")
+            return Transport(requested, "nccl")
+        case "auto":
+            if roomy and set(theirs) == {ours}:
+                return Transport(requested, "ipc")
+            why = _why_no_nccl(ours, theirs)
+            return Transport(requested, "gloo" if why else "nccl", why)
+
+
+def _why_no_nccl(ours: str, theirs: Sequence[str]) -> str:
+    if odd := [each for each in theirs if each in ("", "cpu")]:
+        return f"an engine is on {odd[0] or 'a device that it does not name'}, and NCCL joins GPUs"
+    if len({ours, *theirs}) < 1 + len(theirs):
+        return "NCCL cannot have two of its ranks on one GPU"
+    return ""

@@ -1,20 +1,20 @@
-"""Buckets by memory that both ends see, where trainer and engine are on one GPU, or on one host.
+"""Send buckets through memory that both ends map, where trainer and engine are on one GPU or one host.
 
-The memory is the trainer's: two rooms, which every engine's worker maps. Its handles are data, in the manifest. Of each
-bucket, between the trainer (T) and every engine worker (E):
+The trainer owns the memory: two buffers, which every engine worker maps. The manifest has their handles as plain data.
+The messages for each bucket, between the trainer (T) and every engine worker (E):
 
-    T  <seq>/lent/<bucket>           "": it is written, and no kernel that writes it is still to run. Or why not
-    E  <seq>/taken/<bucket>/<rank>   "": it is copied out, and no kernel that reads it is still to run. Or why not
-    T  writes into that room again once all have said so
+    T  <seq>/lent/<bucket>           "": the bucket is written, and all kernels that write it have run. Or why not
+    E  <seq>/taken/<bucket>/<rank>   "": the bucket is copied out, and all kernels that read it have run. Or why not
+    T  writes into that buffer again once all workers have answered
 
-A version of one bucket, for one worker, needs none of these: the room is the trainer's own and nobody reads there, so
-it is `filled` before the version is announced, and the worker's verdict says that it is copied out. Who is silent may
-be reading, or come later. So a worker claims the announcement before it reads, and the trainer before it gives it up:
-the store gives it to one of them. If the trainer has it, nobody will read that version, and the room may be written
-again; if the worker has it, the meeting ends, and the room is never written again.
+A version of one bucket for one worker needs none of these. No worker reads the buffer before the announcement, so the
+trainer fills it first (`filled`), and the worker's verdict says that the bucket is copied out. A worker that does not
+answer may be reading, or may come later. So a worker claims the announcement before it reads, and the trainer claims it
+before it gives up; the store gives it to one of them. If the trainer has it, no worker will read that version, and the
+trainer may write the buffer again. If the worker has it, the connection ends, and the buffer is never written again.
 
-Rooms belong to one meeting. When one is broken off, nobody knows who still reads: its rooms are never written again,
-and the next meeting has its own.
+Buffers belong to one connection. After a transfer broke off, a worker may still be reading: the trainer never writes
+those buffers again, and the next connection has its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.collective.control_channel import CLOSING_S, ControlChannel
-from tandem.bridge.collective.side_stream import SideStream
+from tandem.bridge.collective.process_group import SideStream
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import padded
 from tandem.bridge.shared import cuda_ipc
@@ -36,137 +36,144 @@ from tandem.bridge.shared.memory import Segment
 from tandem.errors import SyncError
 
 UNMAPPED = "the trainer's memory cannot be mapped here"
-"""So begins an engine's answer that cannot come that way."""
+"""The answer of an engine that cannot map the memory begins so."""
 AGAIN = "again"
-"""The trainer's answer: the same version comes by another way."""
+"""The trainer's answer: the same version comes again, by another transport."""
 
 
 class Unmapped(SyncError):
-    """Memory that cannot be lent, or that an engine cannot map: another way may do."""
+    """Memory that cannot be shared, or that an engine cannot map: another transport may work."""
 
 
 class SharedBuffers:
-    """Of the trainer, for one meeting."""
+    """The trainer's buffers, for one connection."""
 
-    def __init__(self, name: str, device: torch.device, rooms: int, room_bytes: int, receivers: int) -> None:
-        """`name`: whoever opens a handle finds it there, or refuses what it found."""
-        self.room_bytes = padded(max(room_bytes, 1))
+    def __init__(self, name: str, device: torch.device, count: int, buffer_bytes: int, receivers: int) -> None:
+        """`name`: a receiver that opens a handle refuses memory with another name."""
+        self.buffer_bytes = padded(max(buffer_bytes, 1))
         if device.type == "cpu":
-            forms = {str(n): torch.empty(self.room_bytes, dtype=torch.uint8, device="meta") for n in range(rooms)}
+            forms = {str(n): torch.empty(self.buffer_bytes, dtype=torch.uint8, device="meta") for n in range(count)}
             segment = Segment.create(name, forms)
-            self.rooms = list(segment.tensors.values())
+            self.tensors = list(segment.tensors.values())
             self.handles: list[Mapping[str, Any]] = [segment.handle] * receivers
-            weakref.finalize(self, segment.close)  # its descriptor; the memory goes with the last who uses it
+            weakref.finalize(self, segment.close)  # closes its descriptor; the memory is freed with its last user
         else:
             try:
-                whole = torch.zeros(rooms * self.room_bytes, dtype=torch.uint8, device=device)
-                self.rooms = list(whole.split(self.room_bytes))
-                named = {str(n): room for n, room in enumerate(self.rooms)}
-                # A handle each: torch keeps the memory until every one of them was opened and let go.
+                whole = torch.zeros(count * self.buffer_bytes, dtype=torch.uint8, device=device)
+                self.tensors = list(whole.split(self.buffer_bytes))
+                named = {str(n): buffer for n, buffer in enumerate(self.tensors)}
+                # One handle for each receiver: torch keeps the memory until each was opened and released.
                 self.handles = [{"meeting": name, "cuda": cuda_ipc.export(named)} for _ in range(receivers)]
             except (SyncError, RuntimeError) as error:
                 raise Unmapped(str(error)) from error
 
 
-class Lending(SideStream):
-    """The trainer's hand, for one version."""
+class BufferWriter(SideStream):
+    """Writes one version into the trainer's buffers."""
 
     def __init__(
         self,
         memory: SharedBuffers,
         device: torch.device,
-        notes: ControlChannel,
+        channel: ControlChannel,
         sequence: int,
         receivers: int,
         *,
         filled: bool,
     ) -> None:
-        """`filled`: before anybody is told of the version."""
+        """`filled`: all of it is written before the version is announced."""
         super().__init__(device)
-        self._memory, self._notes, self._sequence, self._filled = memory, notes, sequence, filled
-        self._ranks, self._lent, self._num_lent = range(1, receivers + 1), list[int](), 0
+        self._memory, self._channel, self._sequence, self._filled = memory, channel, sequence, filled
+        self._ranks, self._written, self._num_written = range(1, receivers + 1), list[int](), 0
 
     def buffers(self, count: int, size: int) -> list[Tensor]:
-        return [room[:size] for room in self._memory.rooms[:count]]
+        return [buffer[:size] for buffer in self._memory.tensors[:count]]
 
     def within(self, raw: Tensor) -> Tensor:
-        """These bytes, in the room that is lent."""
-        room = self._memory.rooms[0][: len(raw)]
-        return room.copy_(raw)
+        """Copy these bytes into the first buffer; return them there."""
+        buffer = self._memory.tensors[0][: len(raw)]
+        return buffer.copy_(raw)
 
     def broadcast(self, _: Tensor, deadline: Deadline) -> int:
-        """Tells of it; returns at once."""
-        bucket = self._num_lent
+        """Tell the workers that the next bucket is written; return at once."""
+        bucket = self._num_written
         self.settle(f"bucket {bucket} was not written", deadline)
         if self._filled:
             return bucket
-        self._notes.write(f"{self._sequence}/lent/{bucket}", "", deadline)
-        self._num_lent += 1
-        self._lent.append(bucket)
+        self._channel.write(f"{self._sequence}/lent/{bucket}", "", deadline)
+        self._num_written += 1
+        self._written.append(bucket)
         return bucket
 
     def free(self, bucket: int, what_failed: str, deadline: Deadline) -> None:
-        if bucket not in self._lent:
+        if bucket not in self._written:
             return
         taken = [f"{self._sequence}/taken/{bucket}/{rank}" for rank in self._ranks]
         for key in taken:
-            if why := self._notes.read(key, what_failed, deadline):
+            if why := self._channel.read(key, what_failed, deadline):
                 raise SyncError(f"{what_failed}: {why}")
         for key in (f"{self._sequence}/lent/{bucket}", *taken):
-            self._notes.store.delete_key(key)
-        self._lent.remove(bucket)
+            self._channel.store.delete_key(key)
+        self._written.remove(bucket)
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
-        for bucket in [*self._lent]:
+        for bucket in [*self._written]:
             self.free(bucket, what_failed, deadline)
 
     def break_off(self, why: str) -> None:
         with suppress(SyncError):
-            self._notes.write(f"{self._sequence}/lent/{self._num_lent}", why, Deadline("lent", CLOSING_S))
+            self._channel.write(f"{self._sequence}/lent/{self._num_written}", why, Deadline("lent", CLOSING_S))
 
 
-class Borrowed:
-    """The trainer's memory, as an engine's worker sees it."""
+class MappedBuffers:
+    """The trainer's buffers, mapped by an engine worker."""
 
     def __init__(self, handle: Mapping[str, Any], name: str) -> None:
         if handle.get("meeting") != name:
-            raise SyncError(f"its handle is of meeting {handle.get('meeting')!r}, and this is {name!r}")
+            raise SyncError(f"its handle is of connection {handle.get('meeting')!r}, and this is {name!r}")
         self.handle = handle
         memory = cuda_ipc.Mapped(handle["cuda"]) if "cuda" in handle else Segment.open(handle)
-        self.rooms = list(memory.tensors.values())
+        self.tensors = list(memory.tensors.values())
 
 
-class Borrowing(SideStream):
-    """An engine worker's hand, for one version."""
+class BufferReader(SideStream):
+    """Copies one version out of the mapped buffers."""
 
     def __init__(
-        self, memory: Borrowed, device: torch.device, notes: ControlChannel, sequence: int, rank: int, *, filled: bool
+        self,
+        memory: MappedBuffers,
+        device: torch.device,
+        channel: ControlChannel,
+        sequence: int,
+        rank: int,
+        *,
+        filled: bool,
     ) -> None:
-        """`filled`: as `Lending` has it."""
+        """`filled`: as in `BufferWriter`."""
         super().__init__(device)
-        self._memory, self._notes, self._sequence, self._rank = memory, notes, sequence, rank
+        self._memory, self._channel, self._sequence, self._rank = memory, channel, sequence, rank
         self._filled, self._num_taken = filled, 0
 
     def broadcast(self, into: Tensor, deadline: Deadline) -> None:
         bucket = self._num_taken
         failed, taken = f"bucket {bucket} did not come", f"{self._sequence}/taken/{bucket}/{self._rank}"
-        if not self._filled and (why := self._notes.read(f"{self._sequence}/lent/{bucket}", failed, deadline)):
+        if not self._filled and (why := self._channel.read(f"{self._sequence}/lent/{bucket}", failed, deadline)):
             raise SyncError(f"{failed}: {why}")
-        into.copy_(self._memory.rooms[bucket % len(self._memory.rooms)][: len(into)])
+        into.copy_(self._memory.tensors[bucket % len(self._memory.tensors)][: len(into)])
         if self._stream is not None:
-            into.record_stream(self._stream)  # given up in the middle, it is nobody else's before the copy has ended
-        self.settle(failed, deadline)  # it may be written into as soon as this is said
+            into.record_stream(self._stream)  # after an error, its memory is not reused before the copy has ended
+        self.settle(failed, deadline)  # the trainer may overwrite the bucket after the next message
         if not self._filled:
-            self._notes.write(taken, "", deadline)
+            self._channel.write(taken, "", deadline)
         self._num_taken += 1
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
-        """Each bucket was waited for."""
+        """Each bucket was waited for already."""
 
     def break_off(self, why: str) -> None:
-        if self._filled:  # the verdict says it
+        if self._filled:  # the verdict reports it
             return
         with suppress(SyncError):
-            self._notes.write(
+            self._channel.write(
                 f"{self._sequence}/taken/{self._num_taken}/{self._rank}", why, Deadline("lent", CLOSING_S)
             )

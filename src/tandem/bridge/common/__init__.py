@@ -1,1 +1,1 @@
-"""What all bridges share: the manifest, deadlines, flat buffers, the base of the engine ends."""
+"""What all bridges share: deadlines, the manifest with the base of the engine's ends, and packing."""

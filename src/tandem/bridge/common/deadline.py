@@ -1,7 +1,7 @@
-"""Waiting that ends.
+"""Deadlines that hold even for calls that cannot be interrupted.
 
-Some native calls cannot be interrupted: connecting to a process that is stopped, a collective whose partner is gone, a
-write to a file server that went away. They run on threads that can be left behind, and the caller's deadline holds.
+Some native calls block: connecting to a stopped process, a collective whose partner is gone, a write to a file server
+that went away. They run on threads that are left behind when the caller's deadline ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TypeVar
 from tandem.errors import SyncError, SyncTimeout
 
 _T = TypeVar("_T")
-_LOOK_S = 0.05  # how often a wait looks whether it was given up
+_LOOK_S = 0.05  # how often a wait checks whether it was given up
 
 
 class Deadline:
     def __init__(self, mode: str, seconds: float, given_up: threading.Event | None = None) -> None:
-        """Whoever sets `given_up` ends every wait before its time."""
+        """Setting `given_up` ends every wait early."""
         self._mode, self._seconds = mode, seconds
         self._ends = time.monotonic() + seconds
         self._given_up = given_up or threading.Event()
@@ -33,9 +33,9 @@ class Deadline:
         return max(0.0, self._ends - time.monotonic())
 
     def check(self, what_failed: str) -> None:
-        """`what_failed` as a clause: 'version 3 was not sent'."""
+        """Raise if time is up or the wait was given up. `what_failed`: a clause, 'version 3 was not sent'."""
         if self._given_up.is_set():
-            raise SyncError(f"{self._mode}: {what_failed}: this meeting was given up for a new one")
+            raise SyncError(f"{self._mode}: {what_failed}: this connection was given up for a new one")
         if not self.left_s:
             raise self.missed(what_failed)
 
@@ -46,11 +46,13 @@ class Deadline:
         began = time.monotonic()
         while not done():
             self.check(what_failed)
-            # Late by a fifth of the wait: a transfer of a few milliseconds should not wait for the next look.
+            # Sleep a fifth of the time waited so far: a transfer of a few milliseconds should not wait for the next
+            # check.
             time.sleep(min(max(5e-5, (time.monotonic() - began) / 5), every_s))
 
     def call(self, function: Callable[[], _T], what_failed: str) -> _T:
-        """Its result, or its error. When time is up its thread is left behind; it must not touch anything shared."""
+        """Run `function` on a thread; return its result or raise its error. When time is up the thread is left behind,
+        so `function` must not change anything shared."""
         future: Future[_T] = Future()
         ended = threading.Event()
 
@@ -62,7 +64,7 @@ class Deadline:
             ended.set()
 
         self.check(what_failed)
-        leave_to_a_thread(run)
+        run_on_thread(run)
         self.wait(ended, what_failed)
         return future.result()
 
@@ -71,17 +73,18 @@ class Deadline:
             self.check(what_failed)
 
 
-def leave_to_a_thread(work: Callable[[], None]) -> None:
-    """One that waits for something to do: to start another takes a tenth of a millisecond."""
+def run_on_thread(work: Callable[[], None]) -> None:
+    """Run `work` on an idle thread if there is one: starting a thread takes a tenth of a millisecond."""
     try:
-        hand = _idle.pop()
+        worker = _idle.pop()
     except IndexError:
-        hand = _Hand()
-    hand.work.put(work)
+        worker = _Worker()
+    worker.work.put(work)
 
 
-class _Hand:
-    """A thread for one call after another. One that was left behind comes back when its call ends, if it does."""
+class _Worker:
+    """A thread that runs one call after another. After a call that was left behind it becomes idle when the call
+    ends."""
 
     def __init__(self) -> None:
         self.work: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -93,5 +96,5 @@ class _Hand:
             _idle.append(self)
 
 
-_idle: deque[_Hand] = deque()
-os.register_at_fork(after_in_child=_idle.clear)  # their threads are the parent's
+_idle: deque[_Worker] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # the threads belong to the parent

@@ -1,6 +1,6 @@
-"""What both wires have in common: the manifest that says what travels, and the check of what arrived.
+"""The manifest of a version, the check of what arrived, and the base class of the engine's ends.
 
-This runs inside other engines' environments: the standard library, torch, and of Tandem only what imports no more.
+This runs inside other engines' environments: it needs the standard library and torch alone.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from tandem.bridge.common.deadline import Deadline
 from tandem.errors import SyncError
 from tandem.io.bounded_json import parsed
 from tandem.ops import digest
@@ -31,7 +33,7 @@ _CODES = {
 }  # fmt: skip
 _T = TypeVar("_T")
 _ODD = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
-"""What comes of content that has another form, or other types, than `to_text` gives it."""
+"""Errors that content raises if it has another form, or other types, than `to_text` writes."""
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -53,7 +55,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def padded(size_bytes: int) -> int:
-    """Where the next tensor may begin, so that every type is aligned."""
+    """Return where the next tensor may begin, so that every type is aligned."""
     return -(-size_bytes // _ALIGNED) * _ALIGNED
 
 
@@ -82,23 +84,23 @@ class TensorEntry:
     def as_json(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "shape": self.shape, "offset": self.offset, "file": self.file}
 
-    def check(self, name: str, room_bytes: int, what: str) -> None:
-        """Nothing lies outside the bytes that are announced for it, or where its type cannot be read."""
+    def check(self, name: str, buffer_bytes: int, what: str) -> None:
+        """Raise unless the tensor is inside the announced bytes and aligned to its type."""
         if any(type(number) is not int for number in (self.offset, *self.shape)):
             raise TypeError(f"'{name}' is of shape {self.shape} at {self.offset}")
-        inside = self.offset >= 0 and self.offset + self.size_bytes <= room_bytes
+        inside = self.offset >= 0 and self.offset + self.size_bytes <= buffer_bytes
         if not inside or self.offset % dtype_named(self.dtype).itemsize or min(self.shape, default=0) < 0:
-            where = f"bytes {self.offset} to {self.offset + self.size_bytes} of {room_bytes}"
+            where = f"bytes {self.offset} to {self.offset + self.size_bytes} of {buffer_bytes}"
             raise SyncError(f"{what}: the manifest places '{name}' at {where}")
 
     def view(self, raw: Tensor) -> Tensor:
-        """This tensor within the bytes that it lies in."""
+        """Return this tensor as a view of the flat bytes."""
         mine = raw[self.offset : self.offset + self.size_bytes]
         return mine.view(dtype_named(self.dtype)).view(self.shape)
 
 
 class Places:
-    """Where tensors lie in flat bytes, one behind the other: the same for each version, and so told once."""
+    """Where each tensor is in the flat bytes. Most versions have the same placement, so it is sent once."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         self.tensors = tensors
@@ -108,7 +110,7 @@ class Places:
 
     @classmethod
     def of(cls, forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> Places:
-        """By name, type and shape."""
+        """Place tensors one behind the other; `forms`: type and shape by name."""
         entries: dict[str, TensorEntry] = {}
         end = 0
         for name, (dtype, shape) in forms.items():
@@ -118,9 +120,9 @@ class Places:
 
     @classmethod
     def from_text(cls, text: str, expected: str, mode: str) -> Places:
-        """`expected`: its checksum, as a manifest has it."""
+        """Read a placement. `expected`: its checksum, from the manifest."""
         if checksum(text.encode()) != expected:
-            raise SyncError(f"{mode}: what says where tensors lie is damaged: its checksum does not fit its content")
+            raise SyncError(f"{mode}: the placement of tensors is damaged: its checksum does not fit its content")
         try:
             places = cls(_entries(parsed(text)))
             for name, entry in places.tensors.items():
@@ -139,19 +141,20 @@ class Manifest:
     digests: Fingerprints
     adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
     files: Mapping[str, tuple[int, int, str]] = field(default_factory=dict[str, tuple[int, int, str]])
-    """Size; over how many bytes from the start the checksum goes (tensors have their own); the checksum."""
+    """By file: its size; how many bytes from the start the checksum covers (tensors have their own); the checksum."""
     size_bytes: int = 0
-    """Of the flat bytes that tensors lie in, where they are in no file."""
+    """Size of the flat bytes, where tensors are not in files."""
     bucket_bytes: int = 0
     way: str = ""
-    """nccl and gloo: by a collective. ipc and memory: by what is lent."""
+    """The transport. nccl and gloo: a collective. ipc and memory: shared buffers."""
     lent: Sequence[Mapping[str, Any]] = ()
-    """The handle of that memory, for each receiver."""
+    """The handle of the shared buffers, for each receiver."""
     filled: bool = False
-    """All of it lies in that memory already."""
+    """All of the version is in the shared buffers already."""
 
     def to_text(self, places: Places | None = None) -> str:
-        """`places`: of these tensors. They are told apart, and named here."""
+        """Write the manifest as JSON. `places`: of these tensors; it is sent separately, and the text has its
+        checksum."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
         if places is None:
             content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
@@ -162,12 +165,12 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, mode: str, places: Callable[[str], Places] | None = None) -> Manifest:
-        """SyncError for anything that is not, to the letter, what `to_text` wrote for this mode. `places`: those that
-        were told apart, by their checksum."""
+        """Read a manifest. SyncError for anything but what `to_text` wrote for this mode. `places`: returns the
+        placement that was sent separately, by its checksum."""
         try:
             content = parsed(text)
         except ValueError:
-            raise SyncError(f"{mode}: the manifest is no JSON: it is damaged, or another program wrote it") from None
+            raise SyncError(f"{mode}: the manifest is not JSON: it is damaged, or another program wrote it") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
         if content.pop("checksum", None) != checksum(text[_HEAD_CHARS:].encode()):
@@ -194,11 +197,62 @@ class Manifest:
             raise SyncError(f"{mode}: the manifest is of mode '{manifest.mode}'; both ends must use one sync.bridge")
         if apart is None:
             for name, entry in manifest.tensors.items():
-                room = files.get(entry.file, (0, 0, ""))[0] if entry.file else manifest.size_bytes
-                entry.check(name, room, f"{mode}: version {manifest.version}")
-        elif apart.size_bytes > manifest.size_bytes:  # they were looked at when they were told
+                size = files.get(entry.file, (0, 0, ""))[0] if entry.file else manifest.size_bytes
+                entry.check(name, size, f"{mode}: version {manifest.version}")
+        elif apart.size_bytes > manifest.size_bytes:  # the tensors were checked when the placement was read
             raise SyncError(f"{mode}: version {manifest.version}: {manifest.size_bytes} bytes, of {apart.size_bytes}")
         return manifest
+
+
+class EngineEndBase:
+    """What the engine's ends share: the link, the replies of engines, the deadline."""
+
+    def __init__(self, link: Mapping[str, Any], mode: str, carries: WeightKind) -> None:
+        """`link`: from the trainer, decoded from JSON."""
+        self.link = link
+        self.carries: WeightKind = carries
+        self.replies: list[Mapping[str, Any]] = []
+        """What engines replied when they were attached. The trainer's end reads them from the source that it
+        returned."""
+        self._mode = mode
+        if link.get("mode") != mode:
+            raise SyncError(f"{mode}: the link is of mode {link.get('mode')!r}; both ends must use one sync.bridge")
+        self._deadline_s = self._need("deadline_s", float)
+        self._given_up = threading.Event()
+
+    @property
+    def reply(self) -> Mapping[str, Any]:
+        return self.replies[-1] if self.replies else {}
+
+    def attached(self, reply: Mapping[str, Any]) -> None:
+        self.replies.append(reply)
+
+    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Return None: weights are copied, and the engine's tensors stay where they are."""
+        return None
+
+    def reuse_buffer(self) -> bool:
+        """Allow each adapter to arrive in the buffer of the one before, as the same tensors. The caller must copy each
+        adapter before it asks for the next one. Return whether the buffer is reused."""
+        return False
+
+    def verify_where_served(self) -> bool:
+        """Leave the check of adapters to the caller, which must compare each with `expected` where it is served, before
+        it answers. Return whether arriving adapters go unchecked now."""
+        return False
+
+    def prefetch(self, rank: int = 0) -> None:
+        """Start to prefetch the next adapter. The caller has copied the one that it received last."""
+
+    def close(self) -> None:
+        """End every wait of this end."""
+        self._given_up.set()
+
+    def _need(self, key: str, kind: type[Any]) -> Any:
+        return need(self.link, key, kind, f"{self._mode}: the link")
+
+    def deadline(self) -> Deadline:
+        return Deadline(self._mode, self._deadline_s, self._given_up)
 
 
 def _odd(mode: str, error: Exception) -> str:
@@ -210,15 +264,15 @@ def checksum(content: bytes) -> str:
 
 
 def check(weights: Weights, mode: str, arrived: Fingerprints | None = None) -> None:
-    """What arrived is what was sent, tensor by tensor: to the bit, under its name. `arrived`: its digests, if they were
-    taken."""
+    """Raise SyncError unless every tensor that arrived is, bit for bit, the one that was sent under its name.
+    `arrived`: its digests, if they were computed before."""
     arrived = digest.fingerprints(dict(weights.tensors())) if arrived is None else arrived
     if odd := sorted(arrived.keys() ^ weights.expected.keys()):
         raise SyncError(f"{mode}: version {weights.version}: {listed(odd)} only announced, or only arrived")
     if odd := sorted(name for name in arrived if arrived[name] != weights.expected[name]):
         raise SyncError(
             f"{mode}: version {weights.version}: what arrived of {listed(odd)} is not what was sent (of {len(arrived)} "
-            f"tensors); digest {arrived[odd[0]]} instead of {weights.expected[odd[0]]}; nothing of it may be served"
+            f"tensors); digest {arrived[odd[0]]} instead of {weights.expected[odd[0]]}; it will not be served"
         )
 
 

@@ -1,4 +1,4 @@
-"""A version as a whole Hugging Face checkpoint: what any engine can be started from."""
+"""The trainer's end of `disk` and `restart`: write each version as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tandem.bridge.common.manifest import TensorEntry, as_bytes
-from tandem.bridge.common.served_tensors import Form, forms, outgoing
+from tandem.bridge.common.packer import Form, forms, outgoing
 from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.safetensors_header import begun
 from tandem.bridge.files.writer import FilesBridge
@@ -20,9 +20,9 @@ from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-_NO_COMPANIONS = ("*.index.json", "adapter_*", "tandem.json")  # of other weights than these
+_NO_COMPANIONS = ("*.index.json", "adapter_*", "tandem.json")  # they describe other weights
 _MODEL = "model.safetensors"
-_BUFFERS = "buffers.tandem"  # no *.safetensors: engines load every such file
+_BUFFERS = "buffers.tandem"  # not *.safetensors: engines load every such file
 
 
 class CheckpointBridge(FilesBridge):
@@ -37,21 +37,21 @@ class CheckpointBridge(FilesBridge):
         deadline_s: float = 60.0,
         shard_bytes: int = 5 * 2**30,
     ) -> None:
-        """`skeleton`: where config and tokenizer are copied from. `buffers`: names that engines serve and no checkpoint
-        holds (rotary tables); they travel in a file of their own, which nobody loads by mistake."""
+        """`skeleton`: where config and tokenizer are copied from. `buffers`: names that engines serve and checkpoints
+        lack (rotary tables); they go to a separate file, which no engine loads by mistake."""
         if not (skeleton / "config.json").is_file():
             raise SyncError(f"{self.mode}: skeleton = '{skeleton}' has no config.json; give it a model's directory")
         super().__init__(directory, deadline_s, private=False)
         self._buffers, self._shard_bytes = frozenset(buffers), shard_bytes
         self._common = self._home.path / "common"
         self._common.mkdir()
-        for file in _companions(skeleton):  # a copy: were it linked, a change to a version would change the model
+        for file in _companions(skeleton):  # a copy: with a link, a change to a version would change the model
             shutil.copyfile(file, self._common / file.name)
 
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
     ) -> tuple[Mapping[str, TensorEntry], Fingerprints]:
-        """One tensor after the other, as each is made: there is no room for a model twice."""
+        """Write one tensor after the other, as each is made: there is no memory for a second copy of the model."""
         into = forms(weights, self._replies, self.mode)
         shards = self._shards(into)
         entries: dict[str, TensorEntry] = {}
@@ -72,7 +72,7 @@ class CheckpointBridge(FilesBridge):
         return entries, fingerprints
 
     def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-        """By file."""
+        """Return the tensors of each file."""
         files: dict[str, dict[str, Form]] = {}
         for name, form in into.items():
             files.setdefault(_BUFFERS if name in self._buffers else _MODEL, {})[name] = form
@@ -80,6 +80,18 @@ class CheckpointBridge(FilesBridge):
         if len(parts) == 1:
             return {_MODEL: parts[0], **files}
         return {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, 1)} | files
+
+
+class DiskBridge(CheckpointBridge):
+    """The engine reads the checkpoint in place."""
+
+    mode = "disk"
+
+
+class RestartBridge(CheckpointBridge):
+    """The engine's process starts again from the checkpoint."""
+
+    mode = "restart"
 
 
 def _companions(skeleton: Path) -> list[Path]:

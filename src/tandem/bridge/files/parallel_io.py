@@ -1,6 +1,6 @@
-"""Bytes between files and a GPU: by several threads, each with a piece of pinned memory of its own.
+"""Copy between files and a GPU by several threads, each with its own pinned memory.
 
-One thread copies from a file's cache a few GB/s; a GPU takes ten times as much.
+One thread copies a few GB/s from a file's cache; a GPU takes ten times as much.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PIECE_BYTES, _LEAST_BYTES = 32 * 2**20, 2 * 2**20
 
 
 def opened(path: Path) -> int:
-    """Return a descriptor of the regular file at `path`. OSError: it is none, or a link is in it or above it, so that
-    what was allowed is what is read: the sender may write there, and could put a link to another place meanwhile."""
+    """Return a descriptor of the regular file at `path`. OSError if it is not a regular file, or if the path has a link
+    in it: the sender may write there, and could replace an allowed path by a link to another place."""
     parts = path.absolute().parts
     at = os.open(parts[0], os.O_PATH | os.O_CLOEXEC)
     try:
         for number, part in enumerate(parts[1:], 2):
-            # O_NONBLOCK: to open a named pipe would wait for a writer.
+            # O_NONBLOCK: opening a named pipe would wait for a writer.
             last = os.O_RDONLY | os.O_NONBLOCK if number == len(parts) else os.O_PATH | os.O_DIRECTORY
             above, at = at, os.open(part, last | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             os.close(above)
@@ -44,7 +44,7 @@ def opened(path: Path) -> int:
 
 
 def read_into(path: Path, flat: Tensor) -> Tensor:
-    """The file's first bytes, as many as there is room for. OSError if it has fewer. Returns `flat`."""
+    """Fill `flat` with the file's first bytes and return it. OSError if the file has fewer."""
     size = flat.numel()
     step = _step(size)
     descriptor = opened(path)
@@ -60,12 +60,12 @@ def read_into(path: Path, flat: Tensor) -> Tensor:
         piece = flat[begin : begin + step]
         if not flat.is_cuda:
             return fill(_bytes_of(piece), begin)
-        room, stream = _rooms.mine(flat.device)
-        view = _bytes_of(room)[: piece.numel()]
+        buffer, stream = _pinned.mine(flat.device)
+        view = _bytes_of(buffer)[: piece.numel()]
         fill(view, begin)
         with torch.cuda.stream(stream):
-            piece.copy_(room[: len(view)], non_blocking=True)
-        stream.synchronize()  # the room is this thread's next one, too
+            piece.copy_(buffer[: len(view)], non_blocking=True)
+        stream.synchronize()  # this thread uses the same pinned buffer for the next piece
 
     try:
         list(_readers(os.getpid()).map(read, range(0, size, step)))
@@ -76,29 +76,31 @@ def read_into(path: Path, flat: Tensor) -> Tensor:
 
 @cache
 def _readers(process: int) -> ThreadPoolExecutor:
-    """They stay, and their pinned memory with them. `process`: a forked one has no threads of the one before."""
+    """Return the reading threads, which keep their pinned memory. `process`: a forked process has none of the
+    threads."""
     return ThreadPoolExecutor(_THREADS, "read")
 
 
 class Writing:
-    """Tensors into files, while more of them are made."""
+    """Writes tensors into files while the caller makes more of them."""
 
     def __init__(self, still_wanted: Callable[[], None]) -> None:
-        """`still_wanted` raises when nobody waits for it any more."""
+        """`still_wanted` raises when the caller has given up."""
         self._threads: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
         self._still_wanted = still_wanted
-        self._room = threading.BoundedSemaphore(4 * _THREADS)  # what waits to be written is held in memory
+        self._slots = threading.BoundedSemaphore(4 * _THREADS)  # pieces that wait to be written take memory
 
     def write(self, descriptor: int, raw: Tensor, offset: int) -> None:
-        """What is on a GPU has to be there by now. `finish` waits for it, and raises what went wrong."""
+        """Write `raw` at `offset`. Kernels that make it must have run. `finish` waits for the writes and raises their
+        errors."""
         if not raw.is_cuda:
             _write_all(descriptor, _bytes_of(raw), offset)
             return
         self._threads = self._threads or ThreadPoolExecutor(_THREADS, "write")
         step = _step(raw.numel())
         for begin in range(0, raw.numel(), step):
-            while not self._room.acquire(timeout=1.0):
+            while not self._slots.acquire(timeout=1.0):
                 self._still_wanted()
             piece = raw[begin : begin + step]
             self._under_way.append(self._threads.submit(self._write, descriptor, piece, offset + begin))
@@ -108,39 +110,39 @@ class Writing:
             each.result()
 
     def close(self) -> None:
-        """Nothing is written after this."""
+        """Stop: nothing is written after this."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
     def _write(self, descriptor: int, piece: Tensor, offset: int) -> None:
         try:
-            room, stream = _rooms.mine(piece.device)
+            buffer, stream = _pinned.mine(piece.device)
             with torch.cuda.stream(stream):
-                room[: piece.numel()].copy_(piece, non_blocking=True)
+                buffer[: piece.numel()].copy_(piece, non_blocking=True)
             stream.synchronize()
-            _write_all(descriptor, _bytes_of(room)[: piece.numel()], offset)
+            _write_all(descriptor, _bytes_of(buffer)[: piece.numel()], offset)
         finally:
-            self._room.release()
+            self._slots.release()
 
 
-class _Rooms(threading.local):
-    """A thread's pinned memory, and its stream."""
+class _PinnedBuffers(threading.local):
+    """A thread's pinned buffer, and its stream."""
 
     def __init__(self) -> None:
         self._made: dict[torch.device, tuple[Tensor, torch.cuda.Stream]] = {}
 
     def mine(self, device: torch.device) -> tuple[Tensor, torch.cuda.Stream]:
         if device not in self._made:
-            room = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            self._made[device] = room, torch.cuda.Stream(device)
+            buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._made[device] = buffer, torch.cuda.Stream(device)
         return self._made[device]
 
 
-_rooms = _Rooms()
+_pinned = _PinnedBuffers()
 
 
 def _step(size: int) -> int:
-    """For every thread a piece, if it is not too small a one for a thread, nor too large for its room."""
+    """Return the size of a piece: one for every thread, if that is neither too small nor larger than its buffer."""
     return min(_PIECE_BYTES, max(_LEAST_BYTES, -(-size // _THREADS)))
 
 

@@ -1,7 +1,7 @@
-"""The wire of files: a version is a directory that appears all at once, in the safetensors format.
+"""The engine's end of `disk`, `restart` and `adapter`: read versions from a directory, in the safetensors format.
 
-`tandem.json` names every file and every tensor, and goes by nothing that is not in it: a file that was cut, changed or
-forgotten is refused. Tensors are read through private mappings: they outlive the directory's deletion.
+A version is a directory that appears at once. `tandem.json` names every file and every tensor; a file that is cut,
+changed or missing is refused. Tensors are read through private mappings, so they outlive the directory's deletion.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.common.engine_end import EngineEndBase
-from tandem.bridge.common.flat_buffer import Flat
-from tandem.bridge.common.manifest import Manifest, Places, check, checksum
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check, checksum
+from tandem.bridge.common.packer import Flat
 from tandem.bridge.files import parallel_io
 from tandem.errors import SyncError
 from tandem.io.bounded_json import bounded
@@ -33,7 +32,7 @@ def directory_name(version: int) -> str:
 
 
 def version_in(name: str) -> int | None:
-    """None: it is no version's directory, or not a finished one."""
+    """Return the version that a directory of this name holds; None if it is no finished version."""
     digits = name.removeprefix(_PREFIX)
     return int(digits) if name.startswith(_PREFIX) and digits.isdecimal() else None
 
@@ -44,21 +43,21 @@ class FilesSource(EngineEndBase):
     def __init__(
         self, link: Mapping[str, Any], mode: str, carries: WeightKind, device: torch.device | None = None
     ) -> None:
-        """`device`: whose memory versions are read into; without one, they stay in the files."""
+        """`device`: its memory receives the versions; without one, they stay in the files."""
         super().__init__(link, mode, carries)
         self._device = device or torch.device("cpu")
-        self._directory = Path(self._need("directory", str)).resolve()  # links in it later are not followed
-        self._in_one_place = self._looks_itself = False
-        self._kept: Flat | None = None
+        self._directory = Path(self._need("directory", str)).resolve()  # links that appear in it later are not followed
+        self._reuse = self._verify_where_served = False
+        self._last: Flat | None = None
         self._reading = threading.Lock()
 
-    def arrive_in_one_place(self) -> bool:
-        self._in_one_place = self.carries == "adapter"  # the room of a whole model is needed for other things
-        return self._in_one_place
+    def reuse_buffer(self) -> bool:
+        self._reuse = self.carries == "adapter"  # the memory of a whole model is needed for other things
+        return self._reuse
 
-    def looks_itself(self) -> bool:
-        self._looks_itself = self.carries == "adapter"
-        return self._looks_itself
+    def verify_where_served(self) -> bool:
+        self._verify_where_served = self.carries == "adapter"
+        return self._verify_where_served
 
     def receive(self, version: int, rank: int = 0) -> Weights:
         waited_for = f"version {version} was not sent"
@@ -67,9 +66,9 @@ class FilesSource(EngineEndBase):
         deadline.until(lambda: self._appeared(version), waited_for, every_s=_POLL_S)
         path = self._directory / directory_name(version)
         try:
-            if self._in_one_place:
+            if self._reuse:
                 with self._reading:
-                    return self._in_its_place(path, version)
+                    return self._into_buffer(path, version)
             weights = _mapped(opened(path, self._mode, version), path, self._device)
         except SyncError:
             raise
@@ -78,21 +77,21 @@ class FilesSource(EngineEndBase):
         check(weights, self._mode)
         return weights
 
-    def _in_its_place(self, path: Path, version: int) -> Weights:
-        """Where the version before lies, if that was of the same form."""
+    def _into_buffer(self, path: Path, version: int) -> Weights:
+        """Read into the buffer of the version before, if that had the same form."""
         manifest = opened(path, self._mode, version)
         if len(files := {entry.file for entry in manifest.tensors.values()}) != 1:
-            weights = _mapped(manifest, path, self._device)  # it is empty, which is not for a bridge to judge
+            weights = _mapped(manifest, path, self._device)  # it is empty; the engine judges that
             check(weights, self._mode)
             return weights
         (file,) = files
-        size, kept = manifest.files[file][0], self._kept
+        size, kept = manifest.files[file][0], self._last
         if kept is None or len(kept.raw) != size or kept.places.tensors != manifest.tensors:
             kept = Flat(Places(manifest.tensors), size, self._device)
         parallel_io.read_into(path / file, kept.raw)
-        self._kept = kept
+        self._last = kept
         weights = _weights(manifest, path, kept.__iter__)
-        if not self._looks_itself:
+        if not self._verify_where_served:
             check(weights, self._mode, kept.fingerprints())
         return weights
 
@@ -107,14 +106,14 @@ class FilesSource(EngineEndBase):
             names = [path.name for path in self._directory.iterdir()]
         except FileNotFoundError:
             raise SyncError(
-                f"{self._mode}: '{self._directory}' is not there: the trainer ended, began a new meeting, or its "
-                "storage is not visible here; sync.directory must lie where both ends see it"
+                f"{self._mode}: '{self._directory}' is not there: the trainer ended, connected again, or its "
+                "storage is not visible here; sync.directory must be where both ends see it"
             ) from None
         return {found for name in names if (found := version_in(name)) is not None}
 
 
 def opened(directory: Path, mode: str, version: int) -> Manifest:
-    """Everything that can be said against the files without reading the tensors has been said."""
+    """Return the manifest, after all checks of the files that need no tensors."""
     manifest = _manifest(directory, mode)
     if manifest.version != version:
         raise SyncError(f"{mode}: '{directory}' holds version {manifest.version}, not {version}")
@@ -152,7 +151,7 @@ def _manifest(directory: Path, mode: str) -> Manifest:
     except FileNotFoundError:
         raise SyncError(f"{mode}: '{directory}' has no {MANIFEST}: this bridge did not write it") from None
     except UnicodeDecodeError:
-        raise SyncError(f"{mode}: '{directory / MANIFEST}' is damaged: it is no text") from None
+        raise SyncError(f"{mode}: '{directory / MANIFEST}' is damaged: it is not text") from None
     return Manifest.from_text(text, mode)
 
 
@@ -165,7 +164,7 @@ def _check_file(directory: Path, name: str, size: int, head: int, expected: str,
             found = os.fstat(file.fileno()).st_size
             start = file.read(head) if found == size else b""
     except FileNotFoundError:
-        raise SyncError(f"{mode}: '{path}' is missing; nothing of this version may be served") from None
+        raise SyncError(f"{mode}: '{path}' is missing; this version will not be served") from None
     if found != size:
         raise SyncError(f"{mode}: '{path}' has {found} bytes instead of {size}: it was cut or written over")
     if checksum(start) != expected:

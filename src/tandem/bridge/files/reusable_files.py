@@ -1,7 +1,7 @@
-"""Files in the machine's memory that are written again for another version: pages that are there already take a
-twentieth of the time of new ones, and a GPU writes into them by itself.
+"""Overwrite old version files in the machine's memory instead of creating new ones.
 
-Only for files that nobody has mapped: whoever has, would see the next version come into the one before.
+Writing existing pages takes a twentieth of the time of new ones, and a GPU can write into them directly. Only for files
+that no engine has mapped: through a mapping an engine would see the next version overwrite the one that it serves.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Sheet:
+class _MappedFile:
+    """A file of one version, or a spare one, mapped for writing."""
+
     descriptor: int
     mapped: Tensor
     is_pinned: bool = False
     is_written: bool = False
-    """Now, by a thread, which may have been left behind."""
+    """A thread writes it now; the thread may have been left behind by its deadline."""
 
     @property
-    def is_somewhere(self) -> bool:
+    def exists(self) -> bool:
         return os.fstat(self.descriptor).st_nlink > 0
 
     def pin(self) -> str:
-        """For the GPU to write there; why it cannot, or nothing."""
+        """Pin the pages so that the GPU can write them. Return why that failed; empty if it did not."""
         try:
             code = _cuda().cudaHostRegister(self.mapped.data_ptr(), self.mapped.numel(), 0)
         except RuntimeError as error:
@@ -43,82 +45,82 @@ class _Sheet:
         self.is_pinned = int(code) == 0
         if self.is_pinned:
             return ""
-        with suppress(RuntimeError):  # or else the next launch raises it
+        with suppress(RuntimeError):  # clears the error; else the next kernel launch raises it
             torch.zeros(1, device="cuda")
         return f"{code}"
 
     def drop(self) -> None:
         if self.is_pinned:
             _cuda().cudaHostUnregister(self.mapped.data_ptr())
-        os.close(self.descriptor)  # the mapping goes with its tensor
+        os.close(self.descriptor)  # the mapping is freed with its tensor
 
 
 @dataclass(slots=True)
-class _ReusableFile:
-    of_versions: dict[int, _Sheet] = field(default_factory=dict[int, _Sheet])
-    """By their files' numbers, which stay when a directory is renamed."""
-    spare: list[tuple[Path, _Sheet]] = field(default_factory=list[tuple[Path, _Sheet]])
+class _HeldFiles:
+    of_versions: dict[int, _MappedFile] = field(default_factory=dict[int, _MappedFile])
+    """By inode number, which stays when a directory is renamed."""
+    spare: list[tuple[Path, _MappedFile]] = field(default_factory=list[tuple[Path, _MappedFile]])
     is_closed: bool = False
 
     def drop(self, owner: int) -> None:
-        """What is written now is dropped by whoever writes it."""
+        """Drop all files. One that a thread writes now is dropped by that thread."""
         if os.getpid() != owner:
             return
-        for sheet in [*self.of_versions.values(), *(sheet for _, sheet in self.spare)]:
-            if not sheet.is_written:
-                sheet.drop()
+        for file in [*self.of_versions.values(), *(file for _, file in self.spare)]:
+            if not file.is_written:
+                file.drop()
         self.of_versions.clear()
         self.spare.clear()
         self.is_closed = True
 
 
-class Sheets:
-    """Any thread may call, also one that was left behind by its deadline."""
+class ReusableFiles:
+    """The files of an adapter bridge. Any thread may call, also one that its deadline left behind."""
 
     def __init__(self, home: Path) -> None:
-        """`home`: where those lie that are of no version; on the file system of all others."""
+        """`home`: for spare files; on the same file system as the versions."""
         self._home = home
         self._lock = threading.Lock()
-        self._held = _ReusableFile()
+        self._held = _HeldFiles()
         self._end = weakref.finalize(self, self._held.drop, os.getpid())
         self._count = 0
         self._why_not_pinned: str | None = None
 
     def put(self, raw: Tensor, path: Path) -> None:
-        """A new file of these bytes; they are there when this returns."""
+        """Write these bytes to a new path; return when they are written."""
         with self._lock:
             if self._held.is_closed:
                 raise OSError("closed")
-            sheet = self._another(raw.numel(), path)
-            sheet.is_written = True
-            self._held.of_versions[os.fstat(sheet.descriptor).st_ino] = sheet
+            file = self._reused_or_new(raw.numel(), path)
+            file.is_written = True
+            self._held.of_versions[os.fstat(file.descriptor).st_ino] = file
         try:
-            sheet.mapped.copy_(raw, non_blocking=sheet.is_pinned)
+            file.mapped.copy_(raw, non_blocking=file.is_pinned)
             if raw.is_cuda:
                 torch.cuda.current_stream(raw.device).synchronize()
-                if not sheet.is_pinned and self._why_not_pinned is None:
-                    self._pin(sheet)
+                if not file.is_pinned and self._why_not_pinned is None:
+                    self._pin(file)
         finally:
             with self._lock:
-                sheet.is_written = False
+                file.is_written = False
                 if self._held.is_closed:
-                    sheet.drop()
+                    file.drop()
 
     def take_back(self, path: Path) -> None:
-        """Its version is forgotten. Does nothing for a file that is no sheet."""
+        """Make the file of a deleted version a spare one. Does nothing for other files."""
         with self._lock:
             try:
                 number = path.stat().st_ino
             except FileNotFoundError:
                 return
-            sheet = self._held.of_versions.get(number)
-            if sheet is not None and not sheet.is_written:
+            file = self._held.of_versions.get(number)
+            if file is not None and not file.is_written:
                 del self._held.of_versions[number]
                 self._count += 1
-                self._held.spare.append((path.rename(self._home / f"spare-{self._count}"), sheet))
+                self._held.spare.append((path.rename(self._home / f"spare-{self._count}"), file))
 
     def drop_spare(self) -> None:
-        """None will be written again."""
+        """Drop the spare files: none will be reused."""
         with self._lock:
             while self._held.spare:
                 self._drop_one()
@@ -127,38 +129,38 @@ class Sheets:
         with self._lock:
             self._end()
 
-    def _another(self, size: int, path: Path) -> _Sheet:
+    def _reused_or_new(self, size: int, path: Path) -> _MappedFile:
         held = self._held
-        deleted = [n for n, sheet in held.of_versions.items() if not (sheet.is_written or sheet.is_somewhere)]
-        for number in deleted:  # with its version, by somebody
+        deleted = [n for n, file in held.of_versions.items() if not (file.is_written or file.exists)]
+        for number in deleted:  # another process deleted it with its version
             held.of_versions.pop(number).drop()
         while held.spare:
-            spare, sheet = held.spare[-1]
-            if sheet.mapped.numel() == size and sheet.is_somewhere:
+            spare, file = held.spare[-1]
+            if file.mapped.numel() == size and file.exists:
                 spare.rename(path)
                 held.spare.pop()
-                return sheet
+                return file
             self._drop_one()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # a page that finds no room when it is written ends the process
-            # Held by the tensor, and unmapped with it.
+            os.posix_fallocate(descriptor, 0, size)  # without memory for a page, writing it would kill the process
+            # The tensor holds the mapping, and frees it.
             mapped: Any = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         except BaseException:
             os.close(descriptor)
             raise
-        return _Sheet(descriptor, mapped)
+        return _MappedFile(descriptor, mapped)
 
     def _drop_one(self) -> None:
-        spare, sheet = self._held.spare.pop()
-        sheet.drop()
+        spare, file = self._held.spare.pop()
+        file.drop()
         spare.unlink(missing_ok=True)
 
-    def _pin(self, sheet: _Sheet) -> None:
-        """Once its pages are there."""
-        if why_not := sheet.pin():
+    def _pin(self, file: _MappedFile) -> None:
+        """Pin a file once its pages exist."""
+        if why_not := file.pin():
             self._why_not_pinned = why_not
-            _log.warning("adapters: their files are written by the host, which is slower: %s", why_not)
+            _log.warning("adapters: the host writes their files, which is slower: %s", why_not)
 
 
 def _cuda() -> Any:

@@ -1,4 +1,4 @@
-"""The safetensors format: 8 bytes of length, a header of JSON, then the tensors without gaps."""
+"""Write files in the safetensors format: 8 bytes of length, a header of JSON, then the tensors without gaps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tandem.bridge.common import manifest
-from tandem.bridge.common.served_tensors import Form
+from tandem.bridge.common.packer import Form
 
 
 @contextmanager
 def begun(
     directory: Path, shards: Mapping[str, Mapping[str, Form]]
 ) -> Iterator[tuple[dict[str, BinaryIO], dict[str, tuple[str, int]]]]:
-    """The files with their headers written, and where in which each tensor goes."""
+    """Open the files, write their headers, and yield them with the file and offset of each tensor."""
     files: dict[str, BinaryIO] = {}
     places: dict[str, tuple[str, int]] = {}
     try:
@@ -24,7 +24,7 @@ def begun(
             file = files[file_name] = (directory / file_name).open("wb")
             header, offsets = header_of(part)
             file.write(header)
-            file.flush()  # what follows is written at its place, past this file's buffer
+            file.flush()  # tensors are written by position, past this file's buffer
             places |= {name: (file_name, len(header) + offset) for name, offset in offsets.items()}
         yield files, places
     finally:
@@ -36,7 +36,7 @@ def header_of(part: Mapping[str, Form]) -> tuple[bytes, dict[str, int]]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
-    # The widest types first: without gaps, each then begins at a multiple of its width.
+    # Widest types first: so each tensor begins at a multiple of its width, without gaps.
     for name in sorted(part, key=lambda name: -manifest.dtype_named(part[name].dtype).itemsize):
         dtype, shape = part[name]
         start, end = end, end + manifest.TensorEntry(dtype, shape).size_bytes

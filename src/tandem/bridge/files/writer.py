@@ -1,6 +1,7 @@
-"""The trainer's end of the wire of files: where versions lie, how one is written, and when it is deleted.
+"""The trainer's end of the bridges through files: where versions are, how one is written, and when it is deleted.
 
-A home is this bridge's alone:  tandem-weights-<random>/lock  common/<files of every version>  <meeting>/v-000012/...
+Each bridge has its own directory:  tandem-weights-<random>/lock  common/<files of every version>
+<connection>/v-000012/...
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, Sent, WeightKind, Weights
 
 _PREFIX = "tandem-weights-"
-_KEPT = 2  # the one that is served while the next is read
+_KEPT = 2  # one is served while the next is read
 
 
 class FilesBridge:
-    """What disk, restart and adapter share. They say how one version is written."""
+    """What disk, restart and adapter share. Each of them implements `_put`."""
 
     mode: str
     carries: WeightKind
@@ -38,15 +39,15 @@ class FilesBridge:
         self._deadline_s = deadline_s
         self._home = Home(directory, private=private)
         self._source: FilesSource | None = None
-        self._meetings = 0
+        self._num_connections = 0
         self._written: list[Path] = []
 
     def source(self, num_receivers: int = 1) -> FilesSource:
-        """Every meeting has its directory: what an earlier one left is never taken for a new version."""
+        """Give every connection its own directory, so that no old file is taken for a new version."""
         if self._source is not None:
             self._source.close()
-        self._meetings += 1
-        directory = self._home.path / str(self._meetings)
+        self._num_connections += 1
+        directory = self._home.path / str(self._num_connections)
         directory.mkdir()
         link = {"mode": self.mode, "directory": str(directory), "deadline_s": self._deadline_s}
         self._source = FilesSource(link, self.mode, self.carries)
@@ -57,14 +58,14 @@ class FilesBridge:
 
     def send(self, weights: Weights) -> Sent:
         if self._source is None:
-            raise SyncError(f"{self.mode}: send() before source(): nobody was told where versions lie")
+            raise SyncError(f"{self.mode}: send() before source(): no engine was given a link")
         path = Path(self._source.link["directory"]) / directory_name(weights.version)
         deadline = self._source.deadline()
         failed = f"version {weights.version} was not written to {path}"
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def write() -> tuple[wire.Manifest, Phases]:
-            with torch.cuda.stream(stream):  # the thread's own would not wait for the trainer's last kernels
+            with torch.cuda.stream(stream):  # this thread's own stream would not wait for the trainer's last kernels
                 return self._write(weights, path, lambda: deadline.check(failed))
 
         try:
@@ -83,23 +84,23 @@ class FilesBridge:
         self._source = None
         self._home.close()
 
-    # --- for those who derive
+    # --- for derived classes
 
     @property
     def _replies(self) -> Sequence[Mapping[str, Any]]:
-        """What engines said of themselves."""
+        """Replies of engines when they were attached."""
         return self._source.replies if self._source is not None else ()
 
     @property
     def _transport(self) -> Mapping[str, str]:
-        """Which way versions come, where there are several."""
+        """How versions travel, where there are several ways: for the proof."""
         return {}
 
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
     ) -> tuple[Mapping[str, wire.TensorEntry], Fingerprints]:
-        """Writes all that a version is made of but the manifest; where each tensor lies, and its digest. While it
-        writes for long it asks `still_wanted`, which raises if nobody waits any more."""
+        """Write all files of a version but the manifest; return where each tensor is, and its digest. A long write
+        calls `still_wanted`, which raises if the caller has given up."""
         raise NotImplementedError
 
     # --- one version
@@ -119,7 +120,7 @@ class FilesBridge:
                 files={file.name: _described(file, file.name in of_tensors) for file in sorted(directory.iterdir())},
             )
             (directory / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
-            still_wanted()  # who was told that it failed must not see it appear
+            still_wanted()  # a caller that got an error must not see the version appear
         phases.end("move")
         return manifest, phases
 
@@ -134,7 +135,7 @@ class FilesBridge:
 
 
 class Home:
-    """A directory with a lock in it, so that what a killed trainer left can be told from what another one uses."""
+    """A directory with a lock in it. Without a holder, a killed trainer left the directory, and it is deleted."""
 
     def __init__(self, directory: Path, *, private: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -142,7 +143,7 @@ class Home:
         self.path = directory / f"{_PREFIX}{uuid.uuid4().hex}"
         self.path.mkdir(mode=0o700 if private else 0o755)
         self._lock = _locked(self.path / "lock", create=True)
-        # At exit too, but not in a forked child: it is not the child's.
+        # At exit too, but not in a forked child: the directory belongs to the parent.
         self._end = weakref.finalize(self, _remove, self.path, os.getpid())
 
     def close(self) -> None:
@@ -165,8 +166,8 @@ def _sweep(directory: Path) -> None:
 
 
 def _locked(path: Path, *, create: bool) -> int | None:
-    """The descriptor, or None: another process holds it."""
-    beside = path.with_suffix(".new")  # it gets its name when it is held: nobody finds it free
+    """Return the descriptor of the locked file; None if another process holds the lock."""
+    beside = path.with_suffix(".new")  # renamed once it is locked, so that no process finds it unlocked
     try:
         descriptor = os.open(beside if create else path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     except OSError:  # another user's, or gone
@@ -182,7 +183,8 @@ def _locked(path: Path, *, create: bool) -> int | None:
 
 
 def _described(file: Path, of_tensors: bool) -> tuple[int, int, str]:
-    """Size, and the checksum of what no tensor's digest covers: the header, or all of it."""
+    """Return the size, how many bytes the checksum covers, and the checksum: of the header, or of a file without
+    tensors."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         start = handle.read(8)

@@ -1,7 +1,7 @@
-"""The base that adapters stand upon, once in memory: the engine's, which a trainer on the same GPU maps and reads.
+"""Share the base model of adapters: a trainer on the engine's GPU maps the engine's copy instead of its own.
 
-Nobody writes there: the engine serves a base that stays as it is, and the trainer's is frozen. That both hold the same
-values is proven whenever an engine is attached, before anything is mapped (ops/adapter_base_check.py).
+Neither process writes there: the engine's base never changes, and the trainer's is frozen. Each time that an engine is
+attached, both are proven to hold the same values before anything is mapped (ops/adapter_base_check.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class BorrowedBase:
-    """Whether the engine's memory is used, and why not. What was mapped of an engine before stays, until another
-    engine's takes its place: whoever trains upon it must not lose it."""
+    """Whether the engine's memory is used, and why not. A mapping of an earlier engine stays until another one replaces
+    it, because the trainer computes with it."""
 
     def __init__(self, device: torch.device, stand_on: Callable[[Mapping[str, Tensor]], int]) -> None:
-        """`stand_on`: the trainer goes on in that memory; how many bytes that saves."""
+        """`stand_on`: moves the trainer's base to that memory; returns how many bytes that saves."""
         self._device, self._stand_on = device, stand_on
         self._mapped: Any = None
         self._bytes, self._why_not = 0, "no engine was attached yet"
@@ -35,8 +35,9 @@ class BorrowedBase:
         return requested(True, self._why_not, bytes=self._bytes)
 
     def met(self, engines: Sequence[Mapping[str, Any]]) -> None:
-        """`engines`: what they said when they were attached, and were found to serve the trainer's base."""
-        none: Mapping[str, Any] = {"why_not": "the engine lends none"}
+        """Map the base of newly attached engines. `engines`: their replies; they were proven to serve the trainer's
+        base."""
+        none: Mapping[str, Any] = {"why_not": "the engine shares none"}
         lent: list[Mapping[str, Any]] = [reply.get("base_memory") or none for reply in engines]
         exported = [each.get("exported") for each in lent]
         if self._mapped is not None and exported == [self._mapped]:
@@ -53,10 +54,10 @@ class BorrowedBase:
                 return self._none(str(error))
             self._mapped, self._why_not = exported[0], ""
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # what the trainer's own copy took
+                torch.cuda.empty_cache()  # frees the trainer's own copy
             _log.info("base: %d bytes of it are the engine's memory", self._bytes)
 
     def _none(self, why: str) -> None:
-        """The trainer's base stays where it is: a copy of its own, or an engine's memory from before."""
+        """Leave the trainer's base where it is: in its own copy, or in the memory of an earlier engine."""
         self._why_not = why
         _log.info("base: not the engine's memory: %s", why)

@@ -1,7 +1,7 @@
-"""A GPU's memory seen by two processes: CUDA IPC, with handles as plain data.
+"""Share GPU memory between two processes by CUDA IPC, with handles as plain data.
 
-The owner exports each allocation once; tensors are places in it, fused ones too. The other process must see the very
-same device, whatever number it has there.
+The owner exports each allocation once; tensors, fused ones too, are views of allocations. The other process must see
+the same device, under any number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NOT_SHARABLE = (
 
 
 def export(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Handles of the memory under `tensors`, and where in it each one lies."""
+    """Return handles of the memory of `tensors`, and where in it each tensor is."""
     device = next(iter(tensors.values())).device
     storages = numbers(tensors)
     handles: dict[int, dict[str, Any]] = {}
     places: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if tensor.device != device or not dtype_name(tensor.dtype):
-            raise SyncError(f"shared memory: '{name}' is {tensor.dtype} on {tensor.device}; it cannot carry it")
+            raise SyncError(f"shared memory: '{name}' is {tensor.dtype} on {tensor.device}; that cannot be shared")
         storage = tensor.untyped_storage()
         number = storages[storage.data_ptr()]
         if number not in handles:
@@ -46,7 +46,7 @@ def export(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def numbers(tensors: Mapping[str, Tensor]) -> dict[int, int]:
-    """The allocations under `tensors`, by address, in order of appearance."""
+    """Number the allocations of `tensors` by address, in order of appearance."""
     found: dict[int, int] = {}
     for tensor in tensors.values():
         found.setdefault(tensor.untyped_storage().data_ptr(), len(found))
@@ -54,7 +54,7 @@ def numbers(tensors: Mapping[str, Tensor]) -> dict[int, int]:
 
 
 def place(tensor: Tensor, numbers: Mapping[int, int]) -> str:
-    """Where in that memory it lies, in the words of both processes; empty if it lies elsewhere."""
+    """Return where in that memory the tensor is, in a form that both processes compute alike; empty if elsewhere."""
     number = numbers.get(tensor.untyped_storage().data_ptr())
     if number is None:
         return ""
@@ -63,7 +63,7 @@ def place(tensor: Tensor, numbers: Mapping[int, int]) -> str:
 
 
 class Mapped:
-    """Another process's tensors."""
+    """Tensors of another process, mapped here."""
 
     def __init__(self, exported: Mapping[str, Any]) -> None:
         try:

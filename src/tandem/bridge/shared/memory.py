@@ -1,8 +1,8 @@
-"""Memory that two processes see, and the plain data by which one finds the other's.
+"""Share memory on a CPU between two processes, with handles as plain data.
 
-A segment is an anonymous file: it has no path of its own, nothing is left of it when both processes are gone, and its
-first page says for which meeting it was made and which version was announced last. A handle names the owner's process
-and descriptor; a number that was reused since leads to a file without the right name on it, and is refused.
+A segment is an anonymous file: it has no path, and it is gone when both processes are. Its first page has the name of
+the connection and the version that was announced last. A handle names the owner's process and descriptor. If that
+descriptor was reused for another file, the name in the file does not match, and the handle is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Empty for one that is not carried."""
+    """Return the type's name; empty if it cannot be shared."""
     return _NAMES.get(dtype, "")
 
 
@@ -52,7 +52,7 @@ class Segment:
         end = _PAGE
         for name, tensor in tensors.items():
             if tensor.dtype not in _NAMES:
-                raise SyncError(f"shared memory: '{name}' is {tensor.dtype}, which it does not carry")
+                raise SyncError(f"shared memory: '{name}' is {tensor.dtype}, which cannot be shared")
             places[name] = {
                 "offset": end,
                 "shape": list(tensor.shape),
@@ -69,7 +69,7 @@ class Segment:
 
     @classmethod
     def open(cls, handle: Mapping[str, Any]) -> Segment:
-        """SyncError where the owner is gone, or the handle does not describe what is found."""
+        """Map the segment of a handle. SyncError if the owner is gone, or the handle does not fit the memory."""
         try:
             pid, number, size = int(handle["pid"]), int(handle["fd"]), int(handle["size"])
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -83,25 +83,26 @@ class Segment:
         try:
             found = os.fstat(descriptor).st_size
             if found != size or size < _PAGE:
-                raise SyncError(f"shared memory: its handle speaks of {size} bytes, and there are {found}")
+                raise SyncError(f"shared memory: its handle says {size} bytes, and there are {found}")
             buffer = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
         magic, meeting, _ = _HEADER.unpack_from(buffer)
         if magic != _MAGIC or meeting != str(handle["meeting"]).encode():
-            raise SyncError("shared memory: it belongs to another meeting; its owner was started again since")
+            raise SyncError("shared memory: it belongs to another connection; its owner was restarted since")
         return cls(buffer, handle)
 
     @property
     def version(self) -> int:
-        """The last one that was announced."""
+        """The version that was announced last."""
         return _HEADER.unpack_from(self._buffer)[2]
 
     def announce(self, version: int) -> None:
         struct.pack_into("<q", self._buffer, _HEADER.size - 8, version)
 
     def place(self, tensor: Tensor) -> str:
-        """Where in this memory it lies, in the words of both processes; empty if it lies elsewhere."""
+        """Return where in this memory the tensor is, in a form that both processes compute alike; empty if
+        elsewhere."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self._bytes.data_ptr():
             return ""
@@ -109,7 +110,7 @@ class Segment:
         return f"{offset:x} {list(tensor.shape)} {list(tensor.stride())} {dtype_name(tensor.dtype)}"
 
     def close(self) -> None:
-        """The mapping lives as long as a tensor in it does; the descriptor of the owner goes now."""
+        """Close the owner's descriptor. The mapping stays as long as a tensor uses it."""
         if self.handle["pid"] == os.getpid():
             os.close(self.handle["fd"])
 
@@ -128,7 +129,7 @@ class Segment:
 
 
 def with_digests(places: Mapping[str, str], numbers: Sequence[int]) -> dict[str, str]:
-    """Of each tensor: which memory it is, and what lies there."""
+    """Return for each tensor its place in memory and the digest of its content."""
     return {
         name: f"{place} {digest.text(number)}" for (name, place), number in zip(places.items(), numbers, strict=True)
     }

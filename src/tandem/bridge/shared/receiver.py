@@ -1,4 +1,4 @@
-"""shared, the engine's end: its tensors are where the trainer can map them."""
+"""The engine's end of `shared`: put its tensors where the trainer can map them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tandem.bridge.common.deadline import Deadline
@@ -17,11 +16,6 @@ from tandem.ops import digest
 from tandem.types import WeightKind, Weights
 
 _POLL_S = 0.0005
-
-
-def open(link: Mapping[str, Any], device: torch.device | None = None) -> SharedEnd:
-    """`device` is not asked for: nothing arrives."""
-    return SharedEnd(link)
 
 
 class SharedEnd:
@@ -35,19 +29,19 @@ class SharedEnd:
         self._tensors: Mapping[str, Tensor] = {}
         self._places: dict[str, str] = {}
         self._exported: dict[str, Any] = {}
-        self._standing: digest.RepeatedDigest | None = None
+        self._digests: digest.RepeatedDigest | None = None
 
-    def arrive_in_one_place(self) -> bool:
-        return False  # nothing arrives
+    def reuse_buffer(self) -> bool:
+        return False  # weights do not arrive: the trainer writes them in place
 
-    def look_ahead(self, rank: int = 0) -> None:
-        """There is nothing to be looked for: it is here."""
+    def prefetch(self, rank: int = 0) -> None:
+        """Do nothing: the weights are here already."""
 
-    def looks_itself(self) -> bool:
+    def verify_where_served(self) -> bool:
         return False
 
     def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A CPU's move into a segment; a GPU's stay where they are, and are exported."""
+        """Share the engine's tensors. On a CPU they move into a segment; on a GPU they stay and are exported."""
         kinds = {tensor.device.type for tensor in tensors.values()}
         if kinds == {"cuda"}:
             self._segment = Segment.create(self.link["meeting"], {})
@@ -64,11 +58,11 @@ class SharedEnd:
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         self.reply = dict(reply)
-        if self._segment is not None:  # or else a worker of this engine has housed them, and `reply` holds its handles
+        if self._segment is not None:  # otherwise a worker of this engine shared them, and `reply` has its handles
             self.reply["handles"] = {**self._segment.handle, **self._exported}
 
     def receive(self, version: int, rank: int = 0) -> Weights:
-        """The trainer has written already; it says so by announcing the version."""
+        """Wait until the trainer announces the version: it has written the weights by then."""
         segment = self._segment
         assert segment is not None, "house() comes first"
         deadline = Deadline("shared", self.link["deadline_s"], self._closed)
@@ -82,14 +76,14 @@ class SharedEnd:
         return Weights(version, "live", lambda: iter(self._tensors.items()), expected=self._proof())
 
     def _proof(self) -> Mapping[str, str]:
-        """Which memory it is; and, if that is asked for, what lies there now, as this process sees it."""
+        """Return which memory is served; with `digest`, also its present content as this process reads it."""
         if not self.link.get("digest"):
             return self._places
-        if self._standing is None:
-            self._standing = digest.RepeatedDigest((name, self._tensors[name], 0, 0) for name in self._places)
-        return with_digests(self._places, self._standing.take())
+        if self._digests is None:
+            self._digests = digest.RepeatedDigest((name, self._tensors[name], 0, 0) for name in self._places)
+        return with_digests(self._places, self._digests.take())
 
     def close(self) -> None:
-        self._closed.set()  # who waits for a version on a thread of its own need not wait any longer
+        self._closed.set()  # ends the wait of a thread in receive()
         if self._segment is not None:
             self._segment.close()

@@ -51,7 +51,7 @@ class QueuedRequest:
             self.on_token(token_id, logprob, version)
 
     def begin_again(self) -> None:
-        """What was sampled is forgotten; whoever listens token by token hears the new ones after the old."""
+        """Forget what was sampled; a caller that reads token by token gets the new tokens after the old ones."""
         self.ids, self.logprobs, self.spans = [], [], []
 
     def finish(self, reason: FinishReason) -> None:
@@ -120,7 +120,7 @@ class AdmissionQueue:
         return min(self._others, key=lambda share: (rows[share], self._others[share][0].place))
 
     def next_wave(self, running: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        """Who is prefilled now. Nobody, while it pays to wait for more rows to end, or somebody runs who is urgent."""
+        """Return the requests to prefill now: none while waiting for more rows pays, or while an urgent one runs."""
         self._passed_over = self._passed_over + 1 if self._others else 0
         if not self or any(request.sampling.urgent for request in running):
             return []
@@ -158,5 +158,5 @@ class AdmissionQueue:
         return wave
 
     def _has_room(self, length: int, running: int, more: int) -> bool:
-        """For so many more, all of that length. Somebody alone has it always: who never could is not let in here."""
+        """True if `more` requests of that length fit. A single request always fits: longer ones are refused earlier."""
         return running + more == 1 or length * (running + more) <= self._positions

@@ -4,7 +4,7 @@ consumes: prompts                waits for: a free row, and for the weights whil
 produces: completions            one iteration at a time: admit and prefill, or decode every live row by one token
 
 Weights change only between two iterations. What becomes of requests that are under way when a new version comes is
-`on_update`: they continue under it with their keys and values computed anew, they finish under the old one first, or
+`on_update`: they continue under it with their keys and values recomputed, they finish under the old one first, or
 they restart. A request may say otherwise for itself: one that is pinned ends on a twin of the module, whose weights are
 the old ones (engine/hf/shared_copy.py), while the others go on. In every case each token's logprob is exact for the
 version that
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
-from tandem.engine.hf.kv_cache import SlotCache
+from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.sampler import Settings, draw
 from tandem.engine.hf.shared_copy import twin
-from tandem.engine.hf.staged_weights import Holding
+from tandem.engine.hf.staged_weights import StagedWeights
 from tandem.errors import EngineError, SyncError
 from tandem.ops import attention_masks, digest
 from tandem.ops.byte_sizes import position_bytes
@@ -85,7 +85,7 @@ class EmbeddedEngine:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = next(module.parameters()).element_size()
         self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
-        self._cache = SlotCache(config.num_hidden_layers, self._kv_positions)
+        self._cache = KvCache(config.num_hidden_layers, self._kv_positions)
         rows = max_running + 1  # the last for who is urgent
         self._settings = Settings.empty(rows, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
@@ -94,7 +94,7 @@ class EmbeddedEngine:
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
         )  # fmt: skip
         self._running: list[QueuedRequest] = []
-        self._holding, self._on_update, self._draining = Holding(module), on_update, False
+        self._holding, self._on_update, self._draining = StagedWeights(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
         self._why, self._stopped = "closed", asyncio.Event()
@@ -236,7 +236,7 @@ class EmbeddedEngine:
         return await self._call(self._holding.fingerprints)
 
     async def remember(self) -> None:
-        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        """Record what this engine's memory holds before a trainer may write into it; `intact` compares."""
         await self._call(self._holding.remember)
 
     async def intact(self) -> bool:

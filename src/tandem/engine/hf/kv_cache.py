@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from tandem.ops.byte_sizes import cache_held
 
 
-class SlotLayer(CacheLayerMixin):
+class KvCacheLayer(CacheLayerMixin):
     """One layer. In prefill, new rows are appended and attend to themselves; in decode, each row gets one position."""
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, cache: KvCache) -> None:
         super().__init__()
         self._owner = cache
 
@@ -71,7 +71,7 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotCache(Cache):
+class KvCache(Cache):
     """Grows by doubling while that stays within `max_positions` (rows times length), and to the exact size beyond."""
 
     def __init__(self, num_layers: int, max_positions: int) -> None:
@@ -82,7 +82,7 @@ class SlotCache(Cache):
         self.positions: Tensor = torch.zeros(0, dtype=torch.long)
         self.copies: Tensor | None = None
         """In prefill: which of the prompts each new row repeats."""
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[KvCacheLayer(self) for _ in range(num_layers)])
 
     def reserve(self, rows: int, length: int) -> None:
         """Room for `rows` live rows of `length` positions."""

@@ -29,7 +29,7 @@ class StagedVersion:
     fingerprints: Fingerprints
 
 
-class Holding:
+class StagedWeights:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._adapter = HookedAdapter(module)
@@ -94,7 +94,7 @@ class Holding:
         return fingerprints(self._live())
 
     def remember(self) -> None:
-        """Before somebody else writes into this memory."""
+        """Record fingerprints before another process writes into this memory."""
         self._remembered = self.fingerprints()
 
     def intact(self) -> bool:

@@ -26,7 +26,7 @@ _HEADER_BYTES = 2**16  # a line of an answer's: gateways in between add their ow
 
 
 class Broken(Exception):
-    """Nobody is there, hung up, or does not speak HTTP."""
+    """The server is gone, hung up, or does not speak HTTP."""
 
 
 class Silent(Exception):
@@ -45,7 +45,7 @@ class HttpResponse:
         return self.content.decode(errors="replace")
 
 
-class Coming:
+class IncomingBody:
     """An answer whose content is yet to come. What goes wrong with it is told by the `stream` that it is of."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
@@ -73,8 +73,8 @@ class HttpClient:
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
     ) -> None:
-        """`socket`: where it listens, if that is a file. `most`: streams at a time, and who comes later waits for one
-        to end; 0: any number. What is urgent, and what has one short answer, waits for nobody."""
+        """`socket`: where it listens, if that is a file. `most`: streams at a time; later ones
+        wait for one to end; 0: any number. Urgent requests and those with one short answer never wait."""
         self._url, self._socket = url.rstrip("/"), socket
         self._turn = asyncio.Semaphore(most) if most else nullcontext()
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
@@ -105,19 +105,19 @@ class HttpClient:
                     raise
                 raise Broken("the request was not taken") from error
             async with self._held(response):
-                return await Coming(response).whole()
+                return await IncomingBody(response).whole()
 
     @asynccontextmanager
     async def stream(
         self, path: str, content: bytes | None, method: str = "POST", *, urgent: bool = False
-    ) -> AsyncIterator[Coming]:
+    ) -> AsyncIterator[IncomingBody]:
         """However long that takes. Who leaves before its end hangs up."""
         for _ in range(2):  # a loop that stood still hears first which connections were closed meanwhile
             await asyncio.sleep(0)
         with self._as_ours():
             async with nullcontext() if urgent else self._turn:
                 async with self._held(await self._request(method, path, content, None, None)) as response:
-                    yield Coming(response)
+                    yield IncomingBody(response)
 
     async def close(self) -> None:
         self.closed = True
@@ -173,7 +173,7 @@ class HttpClient:
             raise Silent(str(error)) from error
         except aiohttp.ClientError as error:
             raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        except asyncio.CancelledError:  # who makes a connection as this end is closed, though nobody cancelled them
+        except asyncio.CancelledError:  # aiohttp raises it for connections that are being made while this end closes
             task = asyncio.current_task()
             if self.closed and not (task and task.cancelling()):
                 raise Broken(_CLOSED) from None
@@ -186,7 +186,7 @@ class HttpClient:
 
 
 def _impatient(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A connection that is broken once nobody takes what is sent: aiohttp itself would wait without end."""
+    """Return a socket that breaks when the peer stops reading; aiohttp itself would wait without end."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux

@@ -1,7 +1,7 @@
 """How long an engine elsewhere may say nothing.
 
 A request that waits its turn behind others is not a silent engine, and neither is an event loop that a training step
-holds: so silence is what nobody hears for `limit_s`, counted in quarters, and a long standstill is one of them.
+holds: so silence is `limit_s` without a byte, counted in quarters, and a long standstill counts as one quarter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from tandem.errors import EngineSilent
 
 
-class Silence:
+class SilenceDeadline:
     def __init__(self, limit_s: float, whose: str) -> None:
         self._limit_s, self._whose = limit_s, whose
         self._heard = self._seen = self._quiet = 0
@@ -26,7 +26,7 @@ class Silence:
 
     @asynccontextmanager
     async def limit(self) -> AsyncGenerator[None]:
-        """EngineSilent once nobody has heard anything for the limit."""
+        """Raise EngineSilent after the limit without a byte."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tandem.engine.http.client import Broken, Coming, HttpClient
+from tandem.engine.http.client import Broken, HttpClient, IncomingBody
 from tandem.engine.http.server_sent_events import ANSWER_BYTES, server_sent
 from tandem.errors import EngineError, EngineLost, SpecError
 from tandem.io.bounded_json import parsed
@@ -98,7 +98,7 @@ class RemoteServer:
                     raise EngineLost(f"{self.url}: the stream broke off before its end")
             await asyncio.sleep(wait_s)
 
-    async def _check_stream(self, path: str, answer: Coming) -> None:
+    async def _check_stream(self, path: str, answer: IncomingBody) -> None:
         if answer.status >= 400:
             raise await self._failure(f"POST {path}", answer.status, await self._whole(answer))
         if answer.status != 200:
@@ -121,7 +121,7 @@ class RemoteServer:
     # --- one connection, and what can go wrong with it
 
     @asynccontextmanager
-    async def _open(self, method: str, path: str, body: Any) -> AsyncIterator[Coming]:
+    async def _open(self, method: str, path: str, body: Any) -> AsyncIterator[IncomingBody]:
         try:
             async with self._http.stream(path, None if body is None else encoded(body), method) as answer:
                 yield answer
@@ -131,7 +131,7 @@ class RemoteServer:
             told = " ".join(self._without_key(str(error)).split())  # aiohttp shows what it could not read, over lines
             raise EngineLost(f"{self._root}{path}: {told}") from None
 
-    async def _whole(self, answer: Coming) -> bytes:
+    async def _whole(self, answer: IncomingBody) -> bytes:
         raw = bytearray()
         async for piece in answer.pieces():
             raw += piece
@@ -198,7 +198,7 @@ def _without(key: str) -> Callable[[str], str]:
     return lambda text: text.replace(key, "(the key)") if key else text
 
 
-def _retry_after(answer: Coming) -> float:
+def _retry_after(answer: IncomingBody) -> float:
     asked = retry_after_s(answer.header("retry-after"))
     return _BUSY_S if asked is None else min(max(asked, 0.1), _BUSY_MOST_S)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
-from tandem.engine.http.silence_deadline import Silence
+from tandem.engine.http.silence_deadline import SilenceDeadline
 from tandem.engine.remote.client import RemoteServer
 from tandem.engine.remote.response import RemoteCompletion
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
@@ -27,6 +27,7 @@ from tandem.ops.digest import fingerprints
 from tandem.ops.finite_check import Finite
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Fingerprints, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class RemoteEngine:
         self._base = self._serving = _RemoteModel(model, None)
         self._end_ids, self._restarts, self._deadline_s = sorted(end_ids), on_update == "restart", deadline_s
         self._slots, self._poll_s, self._patience_s = slots, poll_s, patience_s
-        self._silence = Silence(deadline_s, f"engine at {self._server.url}")
+        self._silence = SilenceDeadline(deadline_s, f"engine at {self._server.url}")
         self._source: WeightSource | None = None
         self._held: list[_RemoteModel] = []
         """Adapters that may be on the server, oldest first."""
@@ -127,7 +128,8 @@ class RemoteEngine:
                     raise  # else a version came, and it is asked again under that one
 
     async def attach(self, source: WeightSource) -> None:
-        if source.carries != "adapter" or source.link.get("mode") != "adapter":
+        traits = traits_of(source.link)
+        if source.carries != "adapter" or traits is None or "remote" not in traits.engines:
             raise SyncError(
                 "a remote server takes weights as LoRA files alone, and this bridge has none; sync.bridge = 'adapter', "
                 "in a directory that both see"
@@ -326,12 +328,12 @@ class RemoteEngine:
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _sweep(self) -> None:
-        """What nobody asks for any more goes."""
+        """Unload adapters that no request uses any more."""
         for model in [each for each in self._held if each is not self._serving and not each.running]:
             self._held.remove(model)
             try:
                 status, told = await self._server.post("/unload_lora_adapter", {"lora_name": model.name}, _CONTROL_S)
-            except EngineLost as error:  # whoever needs it will notice
+            except EngineLost as error:  # the next request will notice
                 status, told = 0, str(error)
             if status not in (200, 404):
                 _log.warning("an adapter stays on the server: %s", told)

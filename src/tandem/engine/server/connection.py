@@ -52,7 +52,7 @@ class Connection:
         self._loaded = False
 
     async def open(self) -> Mapping[str, Any]:
-        """Its status. EngineLost if nobody answers."""
+        """Return its status; raise EngineLost if it does not answer."""
         status = await self.status()
         if not isinstance(status.get("boot_id"), str):
             raise EngineError(f"engine: what answers at {self.url} is no engine of `tandem engine serve`")
@@ -83,7 +83,7 @@ class Connection:
             "prompt_ids": list(prompt_ids),
             "sampling": asked,
             "session": session,
-            "boot_id": self.boot_id,  # one that was started anew has other weights, and the watch sees it a beat late
+            "boot_id": self.boot_id,  # a restarted engine has other weights, and the watch sees that late
         }
         content = encoded(body)
         for _ in range(_TRIES):
@@ -174,7 +174,7 @@ class Connection:
                     missed += 1
                     why = self._describe(error) if missed == _BEATS_MISSED or self._epitaph() else ""
                 if why:
-                    with suppress(RuntimeError):  # the loop is closed: nobody wants to know any more
+                    with suppress(RuntimeError):  # the loop is closed: the news has no reader
                         loop.call_soon_threadsafe(self._set_gone, why)
                     return
 
@@ -249,4 +249,4 @@ def _checked(url: str, answer: HttpResponse) -> Mapping[str, Any]:
 
 
 def _started_anew(url: str) -> str:
-    return f"engine: {url} was started anew; what was attached is gone"
+    return f"engine: {url} was restarted; the attachment is gone"

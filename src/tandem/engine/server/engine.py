@@ -1,10 +1,11 @@
-"""An engine in a process of its own, as an Engine of this one. The process is ours, or somebody else's.
+"""An engine in a process of its own, as an Engine of this one. It owns that process, or attaches to a running one.
 
 consumes: prompts; a source's link         waits for: the process to be ready, its answers, the watch over it
 produces: completions, `lost`              an engine that went away is an EngineLost; `attach` and `load` take it back
 
-A process of ours is started by `attach`, or by the first prompt, and again after it died or hung. Somebody else's is
-never signalled. After a new start no prompt goes to it before a version was loaded: what it has then are other weights.
+A process of ours is started by `attach`, or by the first prompt, and again after it died or hung. A process that
+Tandem did not start is never signalled. After a new start no prompt goes to it before a version was loaded: what it
+has then are other weights.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tandem.io.process_identity import identity
 from tandem.io.token_file import read_token
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Sampling, Served
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ _LOOK_AGAIN_S = 0.3
 
 @dataclass(frozen=True)
 class ExistingServer:
-    """A process that somebody else started."""
+    """An engine process that this run did not start."""
 
     url: str
     token_file: Path
@@ -121,7 +123,7 @@ class ServerEngine:
             self._serving.clear()
         reply = await self._take(connection, source)
         if reply.get("boot_id") != connection.boot_id:
-            raise EngineLost(f"engine: {connection.url} was started anew as it was attached")
+            raise EngineLost(f"engine: {connection.url} was restarted while attaching")
         if reply.get("workers", self._receivers) != self._receivers:
             raise EngineError(
                 f"engine: {connection.url} has {reply['workers']} workers, and {self._receivers} were expected"
@@ -135,7 +137,7 @@ class ServerEngine:
         connection, source = self._attached()
         await self._stop_renewing()
         self._make_room()
-        if source.link["mode"] == "restart":
+        if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
             served = await self._load_by_restart(source, version)
         else:
             body = {**self._caller(), "version": version, "deadline_s": self._deadline_s}

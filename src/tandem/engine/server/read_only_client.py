@@ -1,4 +1,4 @@
-"""An engine that somebody else keeps in step with a trainer: asked, and never changed.
+"""A client of an engine whose weights another process updates: it samples and never changes weights.
 
 consumes: prompts                waits for: the engine, a while also for one that is started again
 produces: completions            each token with the version that the engine had when it made it
@@ -24,7 +24,7 @@ _LOOK_AGAIN_S, _TELL_S = 0.3, 10.0
 _OPTION = "--engine-token-file"
 
 
-class Follower:
+class ReadOnlyClient:
     def __init__(self, url: str, token_file: Path, *, patience_s: float = 20.0) -> None:
         """`patience_s`: for it to come back, if it is not there."""
         self._url, self._token_file, self._patience_s = url.rstrip("/"), token_file, patience_s

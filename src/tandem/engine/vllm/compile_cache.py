@@ -1,9 +1,9 @@
 """Names that stay the same from one vLLM to the next: by them it finds what it has compiled.
 
 The path of the model is one: so each version that is served from a directory of its own, and each run, was compiled
-anew, 24 s and 14 s of kernels for 1.7B. What is compiled depends on the configuration alone. So vLLM is given a link
-whose name does, too, and which nobody turns to other weights while a process uses it: who comes meanwhile with others
-has another link, of the same form. The files that code was compiled from are others; some of them are Tandem's.
+again, 24 s and 14 s of kernels for 1.7B. What is compiled depends on the configuration alone. So vLLM is given a link
+whose name does, too, and which is not turned to other weights while a process uses it: a process with other weights
+gets another link, of the same form. The files that code was compiled from are others; some of them are Tandem's.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def package_path(otherwise: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         _turn(path / "tandem", package)
     except (OSError, RuntimeError) as error:
-        _log.warning("vLLM compiles anew what it has compiled: no name of this package can be kept: %s", error)
+        _log.warning("vLLM will compile its kernels again: no stable path for this package: %s", error)
         path = otherwise
         path.mkdir(exist_ok=True)
         _turn(path / "tandem", package)
     return path
 
 
-class ModelName:
+class ModelLink:
     def __init__(self, model: str) -> None:
         self.path, self.why_not = model, ""
         self._unlock: Callable[[], object] | None = None
@@ -54,7 +54,7 @@ class ModelName:
             stem = _home() / form
             stem.parent.mkdir(parents=True, exist_ok=True)
             self._take(stem, Path(model).resolve())
-        except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where the home of this user is
+        except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
             self.why_not = f"no link can be made there: {error}"
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class ModelName:
 
 
 def _is_ours(lock: int, link: Path, target: Path) -> bool:
-    """Whoever has a lock alone may turn the link; whoever shares one finds it as it is."""
+    """True if the link points to `target`. An exclusive lock allows turning it; a shared one does not."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _turn(link, target)

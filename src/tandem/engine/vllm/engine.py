@@ -19,13 +19,14 @@ from typing import Any, Literal
 
 from tandem.engine.http.server_sent_events import server_sent
 from tandem.engine.vllm.process import VllmProcess
-from tandem.engine.vllm.token_reader import SampledReader
-from tandem.engine.vllm.weight_update import Exchange
+from tandem.engine.vllm.token_reader import TokenReader
+from tandem.engine.vllm.weight_update import WeightUpdate
 from tandem.errors import EngineError
 from tandem.io.engine_messages import decoded
 from tandem.ops.option_report import requested
 from tandem.ops.vllm_token_protocol import MARK, URGENT
 from tandem.protocols import OnToken, WeightSource
+from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
 
 _log = logging.getLogger(__name__)
@@ -45,12 +46,12 @@ class VllmEngine:
         version: int = -1,
     ) -> None:
         """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto: as
-        `continue` does, and nobody asked for it where it cannot be had."""
-        exchange = Exchange(process, "continue" if on_update == "auto" else on_update, version)
+        `continue` does, without an error where that is not possible."""
+        exchange = WeightUpdate(process, "continue" if on_update == "auto" else on_update, version)
         self._process, self._exchange, self._on_update = process, exchange, on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._prepared, self._preparing = False, asyncio.Lock()
-        self._sampled: SampledReader | None = None
+        self._sampled: TokenReader | None = None
         """What the workers keep of requests under way; None: they cannot, and `_why_streamed` says why."""
         self._why_streamed = ""
 
@@ -90,11 +91,11 @@ class VllmEngine:
             if self._why_streamed:
                 _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
             else:
-                self._sampled = SampledReader(self._read_sampled, self.boot_id)
+                self._sampled = TokenReader(self._read_sampled, self.boot_id)
             self._prepared = True
 
     async def _sample_whole(
-        self, sampled: SampledReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+        self, sampled: TokenReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
         version, of_base = self.version, self._exchange.serves_base  # workers number what adapters stand upon
 
@@ -203,7 +204,7 @@ class VllmEngine:
     def _why_none_is_held(self, source: WeightSource) -> str:
         if source.carries == "adapter":
             return "requests end under the adapter that they began with"
-        if source.link.get("mode") == "restart":
+        if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
             return "the next version is another process, which is asked again"
         if self._exchange.gives_memory:
             return "it gives its memory away to sleep, and waits for all of them before"

@@ -99,7 +99,7 @@ def install(
 
 
 def _whole(directory: Path, wanted: dict[str, Any]) -> bool:
-    """Whether it is all there; SpecError if it is somebody else's, or holds something else."""
+    """True if the environment is complete; SpecError if the directory holds something else."""
     if not directory.exists():
         return False
     if not directory.is_dir():

@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from tandem.engine.http.client import Broken, Coming, HttpClient, Silent
-from tandem.engine.vllm.compile_cache import ModelName, package_path
+from tandem.engine.http.client import Broken, HttpClient, IncomingBody, Silent
+from tandem.engine.vllm.compile_cache import ModelLink, package_path
 from tandem.engine.vllm.tested_versions import is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost
 from tandem.io import prestart
@@ -117,7 +117,7 @@ class VllmProcess:
         if not options.unchecked:
             refuse_unknown_version(self._version, options.python)
         self._told = Path(self._folder.name) / "what.json"
-        self._name: ModelName | None = None
+        self._name: ModelLink | None = None
         program = ["tandem.io.prestart", str(self._told), *_IMPORTS] if waits else self._program()
         self._child = Child(
             [options.python, "-m", *program],
@@ -134,7 +134,7 @@ class VllmProcess:
         prestart.tell(self._told, self._program())
 
     def _program(self) -> list[str]:
-        self._name = ModelName(self.options.model)
+        self._name = ModelLink(self.options.model)
         return [_SERVER, *replace(self.options, model=self._name.path).arguments(self.socket, self._version)]
 
     @property
@@ -154,7 +154,7 @@ class VllmProcess:
         return {
             "PYTHONPATH": str(package_path(folder / "path")),
             SCHEDULER_TOLD: str(folder / _SCHEDULER_FILE),
-            "VLLM_SERVER_DEV_MODE": "1",  # its control plane; nobody but this process reaches it
+            "VLLM_SERVER_DEV_MODE": "1",  # its control plane; only this process reaches it
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds: no connection is ever closed by vLLM as we use it
@@ -186,7 +186,7 @@ class VllmProcess:
         raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
-        """The answer's JSON. EngineLost if nobody is there any more, EngineError for a refusal."""
+        """The answer's JSON. EngineLost if the process is gone, EngineError for a refusal."""
         content = None if body is None else encoded(body)
         try:
             answer = await self._http.ask("POST", path, content, within_s=deadline_s, query=query)
@@ -199,7 +199,7 @@ class VllmProcess:
         return decoded(answer.content) if answer.kind == "application/json" else {}
 
     async def end(self) -> None:
-        """What it holds is of no use any more; whoever owns it starts another."""
+        """End the process; its owner starts another."""
         await asyncio.to_thread(self.kill)
 
     def kill(self) -> None:
@@ -211,8 +211,8 @@ class VllmProcess:
             self._name.close()
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[Coming]:
-        """The answer as it comes in, however long that takes. EngineLost if nobody is there any more."""
+    async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[IncomingBody]:
+        """The answer as it comes in, however long that takes. EngineLost if the process is gone."""
         try:
             async with self._http.stream(path, encoded(body), urgent=urgent) as answer:
                 yield answer

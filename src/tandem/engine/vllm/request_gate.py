@@ -5,7 +5,7 @@ produces: a vLLM that computes nothing  waits for: what was let in, to end, to b
 
 All requests come through here. So behind a gate that is shut, once those that were let in have ended, vLLM is idle, and
 need not be paused itself: that takes it 20 ms. What is held keeps its place in vLLM and the tokens that it has, and
-loses its keys and values: they are computed anew when it goes on.
+loses its keys and values: they are recomputed when it goes on.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RequestGate:
         self._is_open.set()
 
     async def give_up(self) -> None:
-        """Whoever waits or is held goes on to an error, and does not wait for ever."""
+        """End the wait of all held requests with an error."""
         self._is_open.set()
         try:
             async with asyncio.timeout(CONTROL_S):

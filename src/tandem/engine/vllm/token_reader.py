@@ -6,7 +6,8 @@ produces: tokens as they are made, and the logprobs of a completion
 `tandem.vllm_worker.token_recorder` is the other end. A request's own answer holds its token ids and nothing else;
 what is read
 here must be the same ids, or it is an error. Tokens are told while they are made only as far as the request is known
-to go: to its most tokens, or to the first id that ends it; beyond it workers may have sampled what nobody will get.
+to go: to its most tokens, or to the first id that ends it; beyond it workers may have sampled tokens that are not
+returned.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TrackedRequest:
         """Once it has ended and waits for what is missing."""
         self.num_ids = -1
         self.error: Exception | None = None
-        """Of whoever was told."""
+        """An error raised by the caller's `on_token`."""
 
     @property
     def is_watched(self) -> bool:
@@ -91,13 +92,13 @@ class TrackedRequest:
             for position, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True), first):
                 version = next(version for start, version in reversed(since) if start <= position)
                 self._tell(token_id, logprob, version)
-        except Exception as error:  # noqa: BLE001  whoever is told fails for its own request, and for no other
+        except Exception as error:  # noqa: BLE001  a failing `on_token` fails its own request only
             self._tell, self.error = None, error
 
 
-class SampledReader:
+class TokenReader:
     def __init__(self, read: Read, mark: str) -> None:
-        """`mark`: begins the names of this engine's requests, and nobody else's."""
+        """`mark`: prefix of the names of this engine's requests."""
         self._read, self._mark, self._numbers = read, mark, count()
         self._running: dict[str, TrackedRequest] = {}
         self._ended: list[TrackedRequest] = []

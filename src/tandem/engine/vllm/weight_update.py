@@ -7,8 +7,8 @@ A full version comes beside the one that is served, the gate shuts, what runs en
 (`restart`) or is held (`continue`), the workers copy the version over and read back what they serve, and the gate
 opens. vLLM itself does not say in every version of its own which weights made a token: so only those requests are held
 whose tokens the workers keep. An adapter comes into a slot that no request uses, and requests name it from then on, so
-those under way end with theirs. What failed halfway answers nobody: no torn weights. Once begun, an exchange runs to
-its end, whoever gives it up: workers cannot be told to stop.
+those under way end with theirs. After a partial failure the engine refuses all requests rather than serve torn
+weights. Once begun, an update runs to its end even if its caller gives up: workers cannot be stopped.
 
 Asleep, with `engine.sleep = "free"`, vLLM's weights are in the host's memory and its keys and values nowhere: nothing
 may touch the GPU before they are back, and they are not called back before there is room.
@@ -43,7 +43,7 @@ _BASE = "base"
 _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
 
 
-class Exchange:
+class WeightUpdate:
     def __init__(self, process: VllmProcess, on_update: OnUpdate, version: int) -> None:
         self.version = version
         self.boot_id = uuid.uuid4().hex
@@ -53,7 +53,7 @@ class Exchange:
         self._process, self._gate = process, RequestGate(process, on_update)
         self._source: WeightSource | None = None
         self._adapters: list[str] = []
-        """That vLLM has loaded, and whose slots are ours to write over once nobody asks for them."""
+        """Adapters that vLLM has loaded; a slot may be overwritten once no request uses it."""
         self._tilings: dict[str, Tiling] = {}
         """How workers hold each of them."""
         self._held = -1
@@ -78,7 +78,7 @@ class Exchange:
 
     @property
     def why_torn(self) -> str:
-        """Empty if its weights are a version. Else it answers nobody, until a full version is loaded."""
+        """Why the weights are torn; empty if they are one version. A torn engine refuses requests until a full load."""
         return self._torn and f"engine: it serves nothing until a version is loaded: {self._torn}"
 
     @property
@@ -183,12 +183,12 @@ class Exchange:
         await self._process.post("/reset_prefix_cache", deadline_s=CONTROL_S)
 
     async def _proven(self, version: int) -> dict[str, str]:
-        """What was read back, told when nobody waits for it."""
+        """Return the digests that were read back, after requests have gone on."""
         return _whole(await self.workers("tandem_proof", version))
 
     async def _after_failed_load(self, why: str, *, live: bool) -> None:
         """The version before goes on serving, if no worker has written over it. Asleep, it sleeps on; so it does where
-        the trainer may have written (`live`), until whoever looked at that wakes it."""
+        the trainer may have written (`live`), until the caller has checked and wakes it."""
         if self._lent or live:
             return
         if not await self._untouched():
@@ -213,13 +213,13 @@ class Exchange:
     # --- an adapter
 
     async def _load_adapter(self, version: int, deadline_s: float) -> Served:
-        """Beside the one that is served, in a slot that nobody asks for: requests under way end with theirs."""
+        """Load into a slot that no request uses: requests in flight end with the adapter that they began with."""
         phases, lent_bytes = Phases(), self.lent_bytes
         await self._take_back()
         if lent_bytes:
             phases.end("wake")
         if self._torn:
-            raise SyncError(f"{self.why_torn}; an adapter does not mend what it stands upon: start the engine anew")
+            raise SyncError(f"{self.why_torn}; an adapter cannot repair its base: restart the engine")
         try:
             seconds, served = await self._flip_adapter(version, deadline_s, phases)
         finally:
@@ -310,7 +310,7 @@ class Exchange:
         return _whole(await self.workers(*what))
 
     async def remember(self) -> None:
-        """Somebody is about to write into this engine's memory; `intact` then tells whether they have."""
+        """Record what this engine's memory holds before a trainer may write into it; `intact` compares."""
         await self.workers("tandem_remember", self._adapters)
 
     async def intact(self) -> bool:
@@ -321,7 +321,7 @@ class Exchange:
 
     async def sleep(self) -> None:
         """What runs ends or is held, what comes waits; and if it was started for that, its GPU's memory is free. Then
-        nobody is held: what vLLM keeps of a request does not outlive its own sleep."""
+        no request is held: vLLM's sleep drops what it keeps of a request."""
         await self._gate.shut(CONTROL_S, holds=not self.gives_memory)
         if self.gives_memory:
             await to_its_end(self._lend())
@@ -365,7 +365,7 @@ class Exchange:
             await self._look_after_sleep()
 
     async def _look_after_sleep(self) -> None:
-        """Raises unless its weights are known to be what they were: it is awake, but nobody may answer with them."""
+        """Raise unless the weights are known to be unchanged: vLLM is awake, but must not answer with others."""
         try:
             if not await self.intact():
                 raise EngineError("engine: its weights are not what they were before it slept; load a version")

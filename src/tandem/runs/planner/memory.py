@@ -18,7 +18,6 @@ from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import RlSpec, RunSpec
-from tandem.spec.sync import AdapterBroadcastSync, AdapterSync, BroadcastSync, SharedSync
 from tandem.spec.train import Stage
 
 _GIB = 2**30
@@ -55,7 +54,7 @@ def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> li
     found.append(Phase("train", train.peak_gib + beside + process, parts))
     if isinstance(spec, RlSpec):
         moved = sync_bytes(spec, shape)
-        staged = _staged(spec, moved) / _GIB
+        staged = spec.sync.staged_bytes(moved) / _GIB
         peak = static + engine["awake"] + staged + process
         found.append(Phase("sync", peak, {**always, "engine": engine["awake"], "in flight": staged, **context}))
     if not machine.on_gpu and spec.checkpoint.every and not saves_between_steps(spec):
@@ -94,17 +93,11 @@ def _trained_bytes(spec: RunSpec, shape: ModelShape) -> int:
 
 def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
     """What a version moves."""
-    if spec.sync.bridge in ("inproc", "shared"):
+    if spec.sync.traits.single_copy:
         return 0
-    if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync):
+    if spec.sync.traits.carries == "adapter":
         return adapter_numbers(shape, spec.model.lora) * width_of(spec.precision)
     return shape.total * width_of(spec.precision)
-
-
-def _staged(spec: RlSpec, moved: int) -> float:
-    if isinstance(spec.sync, BroadcastSync):
-        return 2 * spec.sync.bucket_mib * 2**20
-    return float(moved) if isinstance(spec.sync, AdapterSync | AdapterBroadcastSync) else 0.0
 
 
 def _load(spec: RunSpec, shape: ModelShape, machine: Machine) -> Phase:
@@ -151,7 +144,7 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine) ->
     state, _ = _state(stage.optimizer, shape, lora)
     if stage.optimizer.kind == "adamw_offload" and machine.on_gpu:
         state = _OFFLOAD_BUFFERS
-    shared = isinstance(spec, RlSpec) and isinstance(spec.sync, SharedSync) and machine.on_gpu
+    shared = isinstance(spec, RlSpec) and spec.sync.traits.shares_memory and machine.on_gpu
     found = {
         "weights": 0.0 if shared else _weights(lora, shape, width) / _GIB,
         "master": (_master(spec.precision, shape.total) if lora is None else 0) / _GIB,
@@ -233,7 +226,7 @@ def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> d
         cache = cache_gib(shape, work, width, engine.kv_gib, touched=not machine.on_gpu)
         return {"awake": cache, "in training": cache}
     if isinstance(engine, ServerEngineSpec) and not engine.url:
-        copies = shape.total * width / _GIB * (not isinstance(spec.sync, SharedSync))
+        copies = shape.total * width / _GIB * (not spec.sync.traits.shares_memory)
         of_one = replace(work, rows=ceil(work.rows / engine.replicas))
         cache = cache_gib(shape, of_one, width, engine.kv_gib, touched=not machine.on_gpu)
         held = engine.replicas * (copies + cache + machine.context_gib)
@@ -276,7 +269,7 @@ def colocated(engine: VllmEngineSpec) -> bool:
 
 
 def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:
-    if isinstance(spec.sync, SharedSync):
+    if spec.sync.traits.shares_memory:
         return False
     return engine.sleep == "free" or (engine.sleep == "auto" and spec.train.max_lag == 0)
 

@@ -32,15 +32,6 @@ from tandem.spec.run import RlSpec, RunSpec
 
 _WELL_FILLED = 2 / 3
 """Of a micro-batch: less means that it holds one row, and all but holds another."""
-_BRIDGES = {
-    "inproc": "engine and trainer share one module; nothing moves",
-    "shared": "one copy of the weights on one GPU; nothing moves",
-    "broadcast": "full weights between GPUs, in a few flat buckets",
-    "adapter": "adapters alone, by files that any engine loads",
-    "adapter_broadcast": "adapters alone, straight to where the engine keeps them",
-    "disk": "whole checkpoints by a file system that both see",
-    "restart": "a whole checkpoint, and the engine starts again: for any engine, and slow",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +145,7 @@ def _parameters(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
 def _bridge(spec: RunSpec) -> tuple[str, str]:
     if not isinstance(spec, RlSpec):
         return "none", "nothing is sampled"
-    return spec.sync.bridge, _BRIDGES[spec.sync.bridge]
+    return spec.sync.bridge, spec.sync.traits.summary
 
 
 def _gpus(spec: RunSpec) -> int:
@@ -246,7 +237,7 @@ def _alternatives(spec: RunSpec) -> list[tuple[str, RunSpec]]:
         offer("precision.weights=bfloat16", precision=Bfloat16Precision())
     if model.lora is None and train.optimizer.kind != "apollo_mini":
         offer("train.optimizer.kind=apollo_mini", train=train.model_copy(update={"optimizer": ApolloMiniSpec()}))
-    if model.lora is None and not (isinstance(spec, RlSpec) and spec.sync.bridge == "shared"):
+    if model.lora is None and not (isinstance(spec, RlSpec) and spec.sync.traits.shares_memory):
         adapted = model.model_copy(update={"lora": LoraSpec()})
         offer("model.lora.rank=16", model=adapted)
     if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec) and spec.engine.memory_share > 0.3:

@@ -1,6 +1,6 @@
 """What a trainer's link may be, and what it may make this process reach for.
 
-A link comes with a request, and whoever sends it holds the token. Still it is no command: each mode has its keys and no
+A link comes with a request, and its sender holds the token. Still it is no command: each mode has its keys and no
 others, and hosts other than this one, and directories, are what the server was started with.
 """
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.openai.requests import checked
+from tandem.spec.bridges import BRIDGES
 
 _MAX_DEADLINE_S = 86400.0
 
@@ -31,7 +32,7 @@ class _Link(BaseModel):
     """Which of several engines this one is."""
 
 
-class SharedLink(_Link):
+class MemoryLink(_Link):
     meeting: Token
     digest: bool = False
 
@@ -41,7 +42,7 @@ class FilesLink(_Link):
 
 
 class GroupLink(_Link):
-    """A bridge/collective/control_channel.py Meeting."""
+    """The fields of bridge/collective/control_channel.py's ChannelAddress."""
 
     host: str = Field(max_length=253)
     port: int = Field(ge=1, lt=2**16)
@@ -51,14 +52,8 @@ class GroupLink(_Link):
     device: Literal["cpu", "cuda"]
 
 
-_LINKS: dict[str, type[_Link]] = {
-    "shared": SharedLink,
-    "broadcast": GroupLink,
-    "adapter_broadcast": GroupLink,
-    "adapter": FilesLink,
-    "disk": FilesLink,
-    "restart": FilesLink,
-}
+_FORMS: dict[str, type[_Link]] = {"memory": MemoryLink, "group": GroupLink, "files": FilesLink}
+_LINKS = {name: _FORMS[traits.engine_end] for name, traits in BRIDGES.items() if traits.engine_end in _FORMS}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 GET  /engine/status     who serves what, and whether it can
 POST /engine/generate   token ids in; lines of token ids, logprobs and versions out, as they are made
-POST /engine/attach     a trainer's link: opens the engine's end of its bridge; whoever attached before is fenced
+POST /engine/attach     a trainer's link: opens the engine's end of its bridge; the trainer attached before is fenced
 POST /engine/load       the next version, with the fingerprints of what is served afterwards
 POST /engine/sleep      a pause, with a lease; again: renews it
 POST /engine/wake       ends it
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.errors import EngineError, SyncError, TandemError
 from tandem.io.engine_messages import StreamEnd, Tokens, code_of, encoded, line, served_as_json
 from tandem.serve.engine.link_rules import Allowed
-from tandem.serve.engine.weight_control import Caller, Control, LocalEngine, OpenSource
+from tandem.serve.engine.weight_control import Caller, LocalEngine, OpenSource, WeightControl
 from tandem.serve.http.openapi_document import LINES, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused, refusal
 from tandem.serve.http.service import HotRoute, Service, unless_gone
@@ -50,7 +50,7 @@ def engine_service(
     allowed: Allowed | None = None,
 ) -> Service:
     """`context`: prompt and completion together. `num_ids`: ids below it exist. `allowed`: what links may name."""
-    control = Control(engine, open_source, allowed or Allowed())
+    control = WeightControl(engine, open_source, allowed or Allowed())
     openai = openai_service(control, renderer, model_id=model_id, context=context, num_ids=num_ids)
     api = _EngineApi(control, context, num_ids)
     router = APIRouter()
@@ -134,7 +134,7 @@ class DigestBody(_EngineBody):
 
 
 class _EngineApi:
-    def __init__(self, control: Control, context: int, num_ids: int) -> None:
+    def __init__(self, control: WeightControl, context: int, num_ids: int) -> None:
         self.control, self.context, self.num_ids = control, context, num_ids
         self.running = 0
 

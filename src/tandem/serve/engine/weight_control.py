@@ -46,12 +46,12 @@ class LocalEngine(Engine, Protocol):
     @property
     def lent_bytes(self) -> int: ...  # what sleep() gave back and wake() or load() takes; more than 0: asleep
     @property
-    def why_torn(self) -> str: ...  # empty, or why it answers nobody before a full version was loaded
+    def why_torn(self) -> str: ...  # empty, or why it refuses requests until a full version is loaded
     @property
-    def stays(self) -> bool: ...  # in its memory: whoever once mapped that, reaches what is served as long as he lives
+    def stays(self) -> bool: ...  # in its memory: a trainer that mapped it can write there as long as it lives
     async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
-    async def remember(self) -> None: ...  # somebody is about to write into its memory
-    async def intact(self) -> bool: ...  # nobody has, since
+    async def remember(self) -> None: ...  # a trainer is about to write into its memory
+    async def intact(self) -> bool: ...  # nothing was written since
 
 
 OpenSource: TypeAlias = Callable[[Mapping[str, Any]], EngineEnd]
@@ -75,8 +75,8 @@ class _Pause:
     expiry: asyncio.Task[None] | None = None
 
 
-class Control:
-    """Is an Engine itself, for whoever samples."""
+class WeightControl:
+    """An engine whose weights one attached trainer may change; it is an Engine itself for samplers."""
 
     def __init__(self, engine: LocalEngine, open_source: OpenSource, allowed: Allowed) -> None:
         self._engine, self._open_source, self._allowed = engine, open_source, allowed
@@ -92,7 +92,7 @@ class Control:
         self._running: set[asyncio.Task[Completion]] = set()
         self._watch: asyncio.Task[None] | None = None
 
-    # --- for whoever samples
+    # --- for samplers
 
     @property
     def version(self) -> int:
@@ -172,7 +172,7 @@ class Control:
 
     def check_boot(self, boot_id: str) -> None:
         if boot_id != self._engine.boot_id:
-            text = "engine: this is another one than you attached to: it has started anew"
+            text = "engine: this is another one than you attached to: it has restarted"
             raise RequestRefused(409, text, field="boot_id", code="engine_lost")
 
     def _refuse_if_unfit(self) -> None:
@@ -226,7 +226,7 @@ class Control:
         if self._engine.stays and self._writer not in ("", process) and is_there(self._writer):
             raise SyncError(
                 f"engine: process {self._writer.partition(':')[0]}, a trainer before this one, is still there and can "
-                "write into the memory that is served, whoever has attached since; end it first"
+                "write into the memory that is served, although another trainer has attached since; end it first"
             )
 
     async def _change_source(self, source: EngineEnd) -> None:
@@ -307,7 +307,7 @@ class Control:
     async def _turn_of(self, caller: Caller) -> AsyncIterator[None]:
         self._check(caller)
         async with self._turn:
-            self._check(caller)  # somebody may have attached while it waited
+            self._check(caller)  # another trainer may have attached while it waited
             yield
 
     def _check(self, caller: Caller) -> None:
@@ -363,7 +363,7 @@ class Control:
                 if pause is self._pause and pause.until <= now():
                     self._abandoned = pause.writing
                     try:
-                        await self._end_pause(f"nobody renewed its lease of {pause.lease_s:g} s")
+                        await self._end_pause(f"its lease of {pause.lease_s:g} s was not renewed")
                     except TandemError as error:
                         pause.until = now() + _WAKE_AGAIN_S
                         _log.warning("the pause is over, and the engine does not wake: %s", error)
@@ -409,7 +409,7 @@ class Control:
                 self._torn = f"engine: what its weights are after a load that failed is not known: {error}"
 
     def _drop_pause(self) -> bool:
-        """Whether somebody may have written meanwhile."""
+        """True if a trainer may have written meanwhile."""
         pause, self._pause = self._pause, None
         if pause is None:
             return False
@@ -430,7 +430,7 @@ class Control:
         return intact
 
     async def _check_untouched(self) -> None:
-        """EngineLost if whoever was given up has written after all."""
+        """Raise EngineLost if a trainer that was given up has written after all."""
         if not self._abandoned:
             return
         async with self._turn:

@@ -1,5 +1,5 @@
-"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with a bound on what comes before a body and
-behind it, and whoever waits for a body woken once it is there.
+"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with bounds on the bytes before and
+behind a body, and one wake-up when a body is complete.
 
 It drops the body of a request that offers HTTP/2, as some clients do: not for services that anybody may ask.
 """
@@ -26,7 +26,7 @@ class FastHttp(HttpToolsProtocol):
         self._part_bytes, self._handed_s = 0, 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.set_write_buffer_limits(high=0)  # whoever sends waits until the system took what was sent before
+        transport.set_write_buffer_limits(high=0)  # a sender waits until the system took the bytes before
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -46,7 +46,7 @@ class FastHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # nobody asks for what comes behind a body
+        if self._in_head:  # trailers are not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -76,5 +76,5 @@ class FastHttp(HttpToolsProtocol):
         parts, self._parts, self._part_bytes, self._handed_s = self._parts, [], 0, self.loop.time()
         if self.cycle.body:
             parts.insert(0, bytes(self.cycle.body))
-        body: Any = b"".join(parts)  # and not a bytearray, of which whoever receives it makes a copy
+        body: Any = b"".join(parts)  # not a bytearray, which its receiver would copy
         self.cycle.body = body

@@ -353,7 +353,7 @@ def _is_packed(headers: Headers) -> bool:
 
 
 def _played_back(scope: Scope, receive: Receive) -> Receive:
-    """Nobody but the scope holds the body, so that it can be let go."""
+    """Keep the body in the scope only, so that it can be freed."""
     asked = False
 
     async def replay() -> Message:
@@ -416,7 +416,7 @@ def body_at_hand(request: Request) -> bytes:
 
 
 def let_go(request: Request) -> None:
-    """The body was parsed, and nobody reads it again: its room is for others while this request waits."""
+    """Free a parsed body: its memory is for other requests while this one waits."""
     request._body = b""  # pyright: ignore[reportPrivateUsage] - where Starlette keeps it for a second reader
     request.scope[_BODY] = b""
     request.scope.get(_LET_GO, lambda: None)()
@@ -428,7 +428,7 @@ def aside(request: Request) -> OffLoop:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Does the work; a client that hangs up ends it, so that nothing is computed for nobody."""
+    """Do the work, and cancel it when the client hangs up."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_hung_up(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

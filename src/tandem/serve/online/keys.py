@@ -70,7 +70,7 @@ class KeyRing:
         if not name:
             return await self.app(scope, receive, send)
         if not allowed(name, scope["method"], scope["path"]):
-            text = f"the key '{name}' may not do this; ask whoever has the service's token"
+            text = f"the key '{name}' may not do this; use the service's token"
             return await turn_away(RequestRefused(403, text), scope, receive, send)
         MutableHeaders(scope=scope)["authorization"] = f"Bearer {self.keys.token}"
         await self.app(scope, receive, send)

@@ -15,7 +15,7 @@ from tandem.types import Completion, Sampling
 
 _AT_A_TIME = 2  # each holds a whole copy of the weights
 _PATIENCE_S, _LOOK_S = 30.0, 0.02
-_JUST_ASKED_S = 1.0  # whoever was given an engine is about to use it
+_JUST_ASKED_S = 1.0  # a caller that was just given an engine is about to use it
 
 
 class _Counted:
@@ -43,14 +43,14 @@ class _Counted:
         await self._engine.close()
 
 
-class Past:
+class PastVersions:
     def __init__(self, load: Callable[[int], Sampler] | None) -> None:
         """`load` makes an engine of a version; it may block. None: this server's engine has one version at a time."""
         self._load, self._turn = load, asyncio.Lock()
         self._engines: OrderedDict[int, _Counted] = OrderedDict()
 
     async def engine(self, version: int) -> Sampler:
-        """The one that was asked least recently goes for it, once it answers nobody."""
+        """Return an engine of this version; the idle one used least recently makes room for it."""
         if self._load is None:
             text = "only the embedded engine with all weights trained holds several versions; activate the version"
             raise RequestRefused(409, text, field="version")

@@ -42,7 +42,7 @@ from tandem.io.finish_anyway import to_its_end
 from tandem.io.request_key import RequestKey
 from tandem.online.events import Event
 from tandem.online.job_store import ENDED
-from tandem.online.orchestrator import Conductor
+from tandem.online.orchestrator import Orchestrator
 from tandem.rollout.recorder import RecorderRenderer
 from tandem.rollout.sessions.sessions import Sessions
 from tandem.rollout.sessions.store import SessionStore
@@ -53,7 +53,7 @@ from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES
 from tandem.serve.http.service import Service, aside, body_at_hand
 from tandem.serve.online.keys import WHO
-from tandem.serve.online.past_versions import Past
+from tandem.serve.online.past_versions import PastVersions
 from tandem.serve.online.train_requests import (
     Lesson,
     SampleRequirements,
@@ -79,10 +79,10 @@ class OnlineRenderer(Recording, RecorderRenderer, Protocol):
 
 
 def online_service(
-    conductor: Conductor,
+    conductor: Orchestrator,
     renderer: OnlineRenderer,
     kept: SessionStore,
-    past: Past,
+    past: PastVersions,
     *,
     model_id: str,
     context: int,
@@ -172,12 +172,12 @@ class _SamplesOnly(msgspec.Struct):
     samples: msgspec.Raw
 
 
-class NoBody(Strict):
-    """A field that nobody reads is refused here as well."""
+class EmptyBody(Strict):
+    """An empty body: unknown fields are refused here, too."""
 
 
 class _OnlineApi:
-    def __init__(self, conductor: Conductor, model: SampleRequirements, sessions: Sessions) -> None:
+    def __init__(self, conductor: Orchestrator, model: SampleRequirements, sessions: Sessions) -> None:
         self.conductor, self.store, self.model, self.sessions = conductor, conductor.store, model, sessions
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
@@ -212,7 +212,7 @@ class _OnlineApi:
         return JSONResponse(reply, 202)
 
     async def _train_session(self, request: Request, body: TrainBody, once: RequestKey) -> Mapping[str, Any]:
-        """RequestKey, whoever else rewards it meanwhile."""
+        """Train on a session once, even if it is rewarded again meanwhile."""
         assert body.session is not None
         assert body.reward is not None
         session = self.sessions.find(body.session)
@@ -243,14 +243,14 @@ class _OnlineApi:
 
         return await self._repeatable(request, take)
 
-    @speaks(NoBody, optional=True, key="required")
+    @speaks(EmptyBody, optional=True, key="required")
     async def open(self, request: Request) -> Response:
         async def open() -> Mapping[str, Any]:
             session = self.sessions.new(group="", group_size=0, task_id="")
             self.sessions.open(session)
             return {"id": session.id, "base_url": f"{request.base_url}sessions/{session.id}/v1"}
 
-        await read_if_any(NoBody, request)
+        await read_if_any(EmptyBody, request)
         return await self._repeatable(request, open)
 
     async def status(self) -> Response:
@@ -263,9 +263,9 @@ class _OnlineApi:
     async def job(self, id: str) -> Response:
         return JSONResponse(self.store.job(id).row())
 
-    @speaks(NoBody, optional=True, key="required")
+    @speaks(EmptyBody, optional=True, key="required")
     async def cancel(self, id: str, request: Request) -> Response:
-        await read_if_any(NoBody, request)
+        await read_if_any(EmptyBody, request)
         return await self._repeatable(request, lambda: self.conductor.cancel(id, _who(request)))
 
     @speaks(answers=(EVENTS,))
@@ -289,9 +289,9 @@ class _OnlineApi:
 
     # --- versions
 
-    @speaks(NoBody, optional=True, key="required")
+    @speaks(EmptyBody, optional=True, key="required")
     async def checkpoint(self, request: Request) -> Response:
-        await read_if_any(NoBody, request)
+        await read_if_any(EmptyBody, request)
         return await self._repeatable(request, self.conductor.checkpoint)
 
     @speaks(query=("most", "before"))

@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal["messages", "ids", "pair"]
 MAX_TOKENS = 1_000_000
 """Of one job."""
 MAX_SAMPLED_TOKENS = 400_000
-"""Of one job whose tokens come with logprobs and versions: with those it fits a frame to the trainer half."""
+"""Of one job whose tokens come with logprobs and versions: with those it fits a frame to the trainer process."""
 
 
 class SampleBody(Strict):

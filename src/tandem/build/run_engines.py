@@ -1,0 +1,372 @@
+"""Build the engines of a training run, the weight bridge to them, and the publisher of versions.
+
+Engines without a trainer are built in standalone_engines.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.build import standalone_engines
+from tandem.errors import SpecError
+from tandem.protocols import Engine, WeightBridge
+from tandem.publish import Call, Canary, Publisher
+from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.model import PathModel
+from tandem.spec.run import RlSpec
+from tandem.spec.sync import (
+    AdapterBroadcastSync,
+    AdapterSync,
+    BroadcastSync,
+    DiskSync,
+    InprocSync,
+    RestartSync,
+    SharedSync,
+    SyncSpec,
+)
+from tandem.types import Proof
+
+if TYPE_CHECKING:
+    from tandem.build.training import BuiltModel
+
+
+# Fields of [engine] that are for the run, which owns the engine process, and not for the process itself.
+_OWNER_FIELDS = ("url", "token_file", "max_restarts", "replicas", "gpus", "deadline_s")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An engine and the bridge to it. `retries`: how often a sync is retried after one of its ends was lost."""
+
+    engine: Engine
+    bridge: WeightBridge
+    retries: int
+    bare: bool = False
+    """The engine has no prefix cache and no CUDA graphs that could still hold older weights."""
+
+
+def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False) -> Joined:
+    """Build the engine and the bridge of a run. `home`: directory for engine logs and files, and for versions that are
+    sent as files. `unchecked`: accept a vLLM version that has not passed the conformance suite."""
+    if isinstance(spec.engine, HfEngineSpec):
+        engine = standalone_engines.embedded(spec.engine, model, inline=spec.deterministic)
+        return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: no retry is possible
+    start = Path()
+    if not isinstance(spec.engine, RemoteEngineSpec):
+        start = starting_model(spec, model, home)
+    engine = outside(spec, model, home, start, unchecked=unchecked)
+    bare = isinstance(spec.engine, ServerEngineSpec)
+    return Joined(engine, bridge(spec, model, home, start), spec.sync.retries, bare)
+
+
+# --- engines
+
+
+def outside(spec: RlSpec, model: BuiltModel, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
+    """Build engines in other processes, behind a pool. A single engine also gets a pool, which waits if it is lost."""
+    from tandem.engine.pool import EnginePool
+
+    if isinstance(spec.engine, RemoteEngineSpec):
+        from tandem.engine.remote.engine import RemoteEngine
+
+        return EnginePool(
+            [
+                RemoteEngine(
+                    url,
+                    spec.engine.model,
+                    end_ids=model.renderer.end_ids,
+                    key_env=spec.engine.key_env,
+                    on_update=spec.engine.on_update,
+                    deadline_s=spec.engine.deadline_s,
+                    slots=spec.train.max_lag + 2,
+                )
+                for url in spec.engine.urls
+            ]
+        )
+    assert not isinstance(spec.engine, HfEngineSpec)
+    numbers = range(spec.engine.replicas)
+    return EnginePool([_server(spec, spec.engine, number, model, home, start, unchecked) for number in numbers])
+
+
+def _server(
+    spec: RlSpec,
+    engine: ServerEngineSpec | VllmEngineSpec,
+    number: int,
+    model: BuiltModel,
+    homes: Path,
+    start: Path,
+    unchecked: bool,
+) -> Engine:
+    """Build the client of one engine server. `number`: which replica."""
+    import torch
+
+    from tandem.engine.server.child_process import Owned
+    from tandem.engine.server.engine import ExistingServer, ServerEngine
+
+    home = homes / f"engine-{number}"
+    server: Owned | ExistingServer
+    if engine.url:
+        server = ExistingServer(engine.url, Path(engine.token_file))
+    else:
+        server = Owned(
+            _command_of(spec, engine, model, home, unchecked),
+            model=str(start),
+            directory=home,
+            environment=gpu_environment(engine, number, model.device.type),
+            start_deadline_s=engine.start_deadline_s,
+            max_restarts=engine.max_restarts,
+            ahead=spec.sync.traits.restarts_engine,
+        )
+    return ServerEngine(
+        server,
+        receivers=getattr(engine, "tensor_parallel", 1),
+        deadline_s=spec.sync.deadline_s,
+        shares_memory=spec.sync.traits.shares_memory,
+        shares_device=sleeps(spec, model.device.type),
+        make_room=torch.cuda.empty_cache,  # does nothing without a GPU
+    )
+
+
+def sleeps(spec: RlSpec, device: str) -> bool:
+    """Return whether the engine frees its GPU memory while the trainer steps. `device`: the trainer's."""
+    engine = spec.engine
+    if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
+        return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
+    on_one_gpu = device == "cuda" and not engine.url and (not engine.gpus or 0 in engine.gpus)
+    return on_one_gpu and not spec.sync.traits.shares_memory and spec.train.max_lag == 0
+
+
+def _command_of(
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: BuiltModel, home: Path, unchecked: bool
+) -> Callable[[str, int, Path], list[str]]:
+    import torch
+
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    settings: dict[str, Any] = {"max_context": model.context}
+    if sleeps(spec, model.device.type):
+        settings["sleep"] = "free"
+    command = engine_command(
+        engine.model_copy(update=settings),
+        device=model.device.type,
+        dtype="float32" if exact else "bfloat16",
+        thinking=spec.model.thinking,
+        directory=home,
+        readable=_readable(spec, home),
+    )
+    more = [*(["--unchecked"] if unchecked and isinstance(engine, VllmEngineSpec) else []), *adapter_options(spec)]
+    return lambda *which: [*command(*which), *more]
+
+
+def adapter_options(spec: RlSpec) -> list[str]:
+    """Return the options that tell vLLM how many adapters, and of which rank, the trainer will send."""
+    if not isinstance(spec.engine, VllmEngineSpec) or spec.model.lora is None:
+        return []
+    return ["--adapter-slots", str(spec.train.max_lag + 2), "--max-rank", str(spec.model.lora.rank)]
+
+
+def engine_command(
+    spec: ServerEngineSpec | VllmEngineSpec,
+    *,
+    device: str,
+    dtype: str,
+    thinking: bool,
+    directory: Path,
+    readable: Sequence[Path],
+) -> Callable[[str, int, Path], list[str]]:
+    """Return a function that makes the command line of `tandem engine serve` from a model directory, its version and a
+    ready file. `directory`: for the token. `readable`: directories that versions are read from, if sent as files."""
+    options = {"kind": spec.kind, "data-dir": directory, "port": 0, "device": device, "dtype": dtype}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    for name, value in spec.model_dump(exclude={"kind", *_OWNER_FIELDS}, exclude_defaults=True).items():
+        words += ["--set", f"{name}={json.dumps(value)}"]
+    words += ["--thinking" if thinking else "--no-thinking"]
+    words += [str(word) for path in readable for word in ("--allow-dir", path)]
+    program = [sys.executable, "-m", "tandem", "engine", "serve"]
+
+    def command(model: str, version: int, ready_file: Path) -> list[str]:
+        return [*program, model, "--version", str(version), "--ready-file", str(ready_file), *words]
+
+    return command
+
+
+def _readable(spec: RlSpec, home: Path) -> list[Path]:
+    """Return the directories that the engine reads versions from, if they are sent as files."""
+    if isinstance(spec.sync, AdapterSync):
+        return adapter_places(spec.sync)
+    if isinstance(spec.sync, DiskSync | RestartSync):
+        return [_versions(spec.sync, home.parent)]
+    return []
+
+
+def version_places(sync: SyncSpec, default: Path) -> list[Path]:
+    """Return the directories that an engine reads versions from; none if they do not come as files. `default`: for
+    whole checkpoints, where the spec names no directory."""
+    if isinstance(sync, AdapterSync):
+        return adapter_places(sync)
+    if isinstance(sync, DiskSync | RestartSync):
+        return [Path(sync.directory or default).absolute()]
+    return []
+
+
+def adapter_places(sync: AdapterSync) -> list[Path]:
+    """Return the directories that the engine reads adapters from."""
+    from tandem.bridge.files.adapter import memory_backed
+
+    return [Path(sync.directory).resolve() if sync.directory else memory_backed()]
+
+
+def gpu_environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, device: str) -> Mapping[str, str]:
+    """Return the environment variables that give one replica its GPUs."""
+    if not isinstance(engine, VllmEngineSpec):
+        return {}
+    shared = engine.replicas > 1 and len(engine.gpus) <= engine.tensor_parallel
+    if shared and device == "cuda" and engine.replicas * engine.memory_share > 1:
+        raise SpecError(
+            f"engine.replicas = {engine.replicas}: on one GPU each would take memory_share = {engine.memory_share:g}; "
+            "give each its own with engine.gpus, or a share that fits"
+        )
+    if not (gpus := engine.gpus_of(replica)):
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = visible.split(",") if visible else [str(n) for n in range(max(gpus) + 1)]
+    if max(gpus) >= len(numbers):
+        raise SpecError(
+            f"engine.gpus = {list(engine.gpus)}: CUDA_VISIBLE_DEVICES = '{visible}' has only {len(numbers)} GPUs; use "
+            f"numbers below {len(numbers)}"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
+
+
+def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
+    """Return the directory that an engine process loads before the first version arrives: same model and tokenizer."""
+    untouched = isinstance(spec.model, PathModel) and spec.model.warm_start is None
+    if untouched and isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir():
+        return Path(spec.model.path).resolve()
+    from tandem.build.training import export
+
+    path = (home / "model").resolve()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export(model, path)
+    return path
+
+
+# --- bridges
+
+
+def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBridge:
+    """Build the weight bridge that `[sync]` names. `start`: the directory that engine processes have loaded."""
+    sync = spec.sync
+    if getattr(sync, "backend", "") == "nccl" and model.device.type == "cpu":
+        raise SpecError("sync.backend = 'nccl': the trainer is on a CPU; choose 'gloo' or 'ipc', or leave it out")
+    match sync:
+        case InprocSync():
+            return inproc_bridge(sync.deadline_s)
+        case SharedSync():
+            from tandem.bridge.shared.sender import SharedBridge
+
+            return SharedBridge(sync.deadline_s, digest=sync.digest)
+        case BroadcastSync():
+            from tandem.bridge.collective.sender import BroadcastBridge
+
+            return BroadcastBridge(
+                model.device,
+                host=sync.host,
+                bucket_bytes=sync.bucket_mib * 2**20,
+                deadline_s=sync.deadline_s,
+                backend=sync.backend,
+            )
+        case AdapterBroadcastSync():
+            from tandem.bridge.collective.sender import AdapterBroadcastBridge
+
+            return AdapterBroadcastBridge(
+                model.device, host=sync.host, deadline_s=sync.deadline_s, backend=sync.backend
+            )
+        case AdapterSync():
+            from tandem.bridge.files.adapter import AdapterBridge
+
+            return AdapterBridge(Path(sync.directory) if sync.directory else None, deadline_s=sync.deadline_s)
+        case DiskSync():
+            from tandem.bridge.files.checkpoint import DiskBridge
+
+            return DiskBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+        case RestartSync():
+            from tandem.bridge.files.checkpoint import RestartBridge
+
+            return RestartBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+
+
+def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
+    """Build the bridge of an engine that shares the trainer's module."""
+    from tandem.bridge.inproc import InprocBridge
+
+    return InprocBridge(deadline_s)
+
+
+def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:
+    path = Path(sync.directory).resolve() if sync.directory else (home / "versions").resolve()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _buffers(model: BuiltModel) -> list[str]:
+    """Return the names of buffers that engines serve but checkpoints lack: rotary tables."""
+    module = model.policy.module
+    saved = module.state_dict().keys()
+    return [name for name, _ in module.named_buffers() if name not in saved]
+
+
+# --- publishing
+
+
+def publisher(
+    joined: Joined,
+    model: BuiltModel,
+    deadline_s: float,
+    call: Call,
+    on_proof: Callable[[Proof], None] = lambda proof: None,
+    on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
+) -> Publisher:
+    """Build the publisher of a run. It calls `on_proof` after each sync and `on_meeting` after each attach."""
+    return Publisher(
+        joined.bridge,
+        joined.engine,
+        deadline_s=deadline_s,
+        retries=joined.retries,
+        canary=canary(model, bare=joined.bare),
+        call=call,
+        on_proof=on_proof,
+        on_attached=on_attached,
+    )
+
+
+def canary(model: BuiltModel, *, bare: bool = False) -> Canary:
+    """Return the canary of a model: fixed random tokens, and the limits of the logprob gap.
+
+    33 tokens fill two blocks of a prefix cache, and the second answer token goes through CUDA graphs; a `bare` engine
+    has neither, so it gets fewer. The limits are wider in 16 bits, where logprobs are sometimes off by some hundredths.
+    """
+    import torch
+
+    length, max_tokens, doubted = (8, 1, 1) if bare else (33, 2, 24)
+    length = max(1, min(length, model.context - max_tokens))
+    rng = random.Random("canary")
+    prompt = tuple(rng.randrange(model.num_ids) for _ in range(length))
+    exact = next(model.policy.module.parameters()).dtype == torch.float32
+    floor, ceiling = (1e-4, 1e-2) if exact else (0.05, 0.1)
+    return Canary(prompt, floor, ceiling, max_tokens, min(doubted, model.context - length))
+
+
+def no_publisher(call: Call) -> Publisher:
+    """Build a publisher that does nothing, for stages that train on recorded data."""
+    from tandem.bridge.null import NullBridge
+    from tandem.engine.null import NullEngine
+
+    return Publisher(NullBridge(), NullEngine(), call=call)

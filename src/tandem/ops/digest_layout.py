@@ -1,0 +1,34 @@
+"""Where a tensor's integers lie in memory, and the weights that the digest multiplies them by.
+
+Shapes: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class DigestMatrix(NamedTuple):
+    """What is summed: integers, to be read without their sign, and where their weights begin."""
+
+    integers_RC: Tensor
+    row_seed: int
+    col_seed: int
+    row_start: int
+    col_start: int
+
+
+class Plain(NamedTuple):
+    """The same of a tensor whose rows are as they lie in memory, found without making views of it."""
+
+    place: int
+    width: int
+    num_rows: int
+    num_cols: int
+    pitch: int
+    row_seed: int
+    col_seed: int
+    row_start: int
+    col_start: int

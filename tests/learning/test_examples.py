@@ -1,0 +1,97 @@
+"""Every example runs as it stands: the specs as their first lines say, and the notebooks cell by cell."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.spec.load import load_spec
+from tandem.spec.online import load_online_spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LEARNS = ("sft", "preference", "own_environment", "multi_turn", "rl_async")
+ELSEWHERE = {
+    "quickstart": "tests/learning/test_quickstart.py",
+    "online": "tests/http/test_online_take_home.py",
+    "atropos": "tests/atropos/test_started_by_command.py",
+    "rl_maths": "a GPU: its spec is read here",
+    "vllm_gpu": "a GPU: its spec is read here",
+    "distill": "with its teacher, below",
+    "distill_teacher": "below",
+    "sweep": "below",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the examples are relative to the checkout; runs go where the test may write."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+
+
+def status(directory: str) -> dict[str, Any]:
+    return json.loads((Path(directory) / "status.json").read_text())
+
+
+def trained(name: str, directory: str) -> dict[str, Any]:
+    tandem.run(f"examples/{name}.toml", directory)
+    return status(directory)
+
+
+def test_every_example_is_run_somewhere():
+    specs = {path.stem for path in EXAMPLES.glob("*.toml")}
+    assert specs == {*LEARNS, *ELSEWHERE}
+    table = (EXAMPLES / "README.md").read_text()
+    listed = set(re.findall(r"\(([\w/.]+)\)", table))
+    here = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.is_file()}
+    assert listed == {name for name in here if "__pycache__" not in name} - {"README.md"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_spec_is_read_and_begins_with_its_command(path: Path):
+    (load_online_spec if path.stem == "online" else load_spec)(path)
+    head = path.read_text().split("recipe", 1)[0]
+    assert f"examples/{path.name}" in head or path.stem == "quickstart"
+    assert tomllib.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_an_example_learns(name: str):
+    ended = trained(name, "runs/example")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_a_student_learns_from_a_teacher():
+    assert trained("distill_teacher", "runs/teacher")["state"] == "succeeded"
+    ended = trained("distill", "runs/student")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_a_sweep_has_a_row_for_each_seed():
+    swept = tandem.sweep("examples/sweep.toml", [0, 1], "runs/sweep")
+    assert swept is not None
+    table = (Path("runs/sweep") / "sweep.md").read_text()
+    assert re.findall(r"^\| (\d) \|", table, re.M) == ["0", "1"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_cell_by_cell(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path.cwd())])
+    cells = json.loads(path.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 3
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in code:
+        exec(compile(cell, path.name, "exec"), names)
+    (directory,) = Path("runs").iterdir()
+    assert status(str(directory))["state"] == "succeeded"
