@@ -1,4 +1,4 @@
-"""atroposlib 0.4.0 as it is, environments and trainer, against `tandem rollouts serve --atropos`."""
+"""Environments and trainer of unmodified atroposlib 0.4.0 against `tandem rollouts serve --atropos`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""atroposlib's own environments and servers with a trainer of ours: the commands of docs/atropos.md, as they stand."""
+"""atroposlib's environments and servers with a Tandem trainer, by the commands of docs/atropos.md."""
 
 from __future__ import annotations
 

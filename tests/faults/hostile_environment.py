@@ -1,4 +1,4 @@
-"""What an environment may do to its process, on purpose or not. Loaded by its file, in workers."""
+"""An environment that harms its own worker process in many ways; tests load it by its file."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Hostile:
         await asyncio.Event().wait()
 
     async def forges_tokens(self, chat: Any) -> None:
-        chat._tell({"op": "done", "said": [], "reward": 1.0, "metrics": {}, "ids": [1, 2, 3]})
+        chat._send({"op": "done", "said": [], "reward": 1.0, "metrics": {}, "ids": [1, 2, 3]})
         await asyncio.Event().wait()
 
     async def gives_nan(self, chat: Any) -> None:

@@ -1,4 +1,4 @@
-"""An environment is somebody else's code: whatever it does costs its own group, counted under its kind, and no more."""
+"""Faults in environment code: each costs its own group, is counted by kind, and has no other effect."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def hangs_whatever_it_is_told(chat) -> Outcome:
     while True:
         try:
             await asyncio.Event().wait()
-        except:  # noqa: E722 - as somebody would write it
+        except:  # noqa: E722 - as careless code has it
             continue
 
 

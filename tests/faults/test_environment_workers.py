@@ -1,4 +1,4 @@
-"""Environments in workers: what one does to its process costs its own episode, and leaves no process behind."""
+"""Faults in worker processes: each costs its own episode and leaves no process behind."""
 
 from __future__ import annotations
 

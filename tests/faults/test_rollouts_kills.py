@@ -1,4 +1,4 @@
-"""The rollout service under kill -9: a short form of benchmarks/rollouts_kills.py, with room for a busy machine."""
+"""The rollout service under kill -9: a short form of benchmarks/rollouts_kills.py, with slack for a busy machine."""
 
 from __future__ import annotations
 

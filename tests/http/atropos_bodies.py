@@ -1,4 +1,4 @@
-"""Posts as Atropos's clients make them, and posts that nobody should be able to make."""
+"""Bodies of posts as Atropos clients send them, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout service with the endpoints of Atropos, on a socket, and its clients' calls."""
+"""Test helpers: a rollout service with the Atropos endpoints on a socket, and a client for it."""
 
 from __future__ import annotations
 

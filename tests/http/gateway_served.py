@@ -1,4 +1,4 @@
-"""A gateway on a real socket over a real engine, whose own log says what it was given and what it sampled."""
+"""Test helpers: a gateway on a real socket, over an engine that logs its prompts and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem rollouts serve` as a process, to be killed and started again."""
+"""Test helper: `tandem rollouts serve` as a process that tests kill and restart."""
 
 from __future__ import annotations
 

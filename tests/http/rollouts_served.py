@@ -1,4 +1,4 @@
-"""A rollout service on a real socket, in this process, and what its clients send."""
+"""Test helpers: a rollout service on a real socket in this process, and a client for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atropos's endpoints, reply by reply, as its clients use them."""
+"""The Atropos endpoints, reply by reply, as Atropos clients use them."""
 
 from __future__ import annotations
 

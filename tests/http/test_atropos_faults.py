@@ -1,4 +1,4 @@
-"""What the original gets wrong, each shown to be right here."""
+"""Faults of the original Atropos server that this one does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Atropos form of a group: what is refused and by which name, and that what is stored is what was posted."""
+"""The Atropos form of a group: what is refused, by which field name, and that the stored bytes are the posted ones."""
 
 from __future__ import annotations
 

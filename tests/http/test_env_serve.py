@@ -1,4 +1,4 @@
-"""`tandem env serve` beside a real rollout service and an engine's server: groups come, whoever is killed meanwhile."""
+"""`tandem env serve` with a real rollout service and engine server: groups arrive despite kills of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents do through the gateway, by the engine's own log: recorded ids are what it saw and what it sampled."""
+"""Agents through the gateway: recorded ids equal the engine's own log of prompts and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents with tools, in OpenAI's way and in LangChain's, and those that speak text or token ids."""
+"""Agents that use tools by the OpenAI client and by LangChain, and agents that send text or token ids."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_openai_loop_with_tools(said: Gateway, stream: bool) -> None:
 
 
 def as_langchain_says_it_again(message: dict[str, Any]) -> dict[str, Any]:
-    """What becomes of an answer there: arguments are parsed and written anew, and all it does not know is dropped."""
+    """Convert a reply as LangChain does: it parses and rewrites arguments, and drops unknown fields."""
     calls = [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""The gateway between an engine that somebody else serves and a rollout service, both on real sockets."""
+"""The gateway between a remote engine and a rollout service, both on real sockets."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_rewarded_group_is_in_the_rollout_service_once(renderer: Renderer, tmp
 
 
 def test_a_rollout_service_that_began_anew_gets_its_groups(renderer: Renderer, tmp_path: Path) -> None:
-    """It has never heard of the gateway, which has a seat in the one before."""
+    """The new service does not know the gateway, which is registered at the old one."""
     where: list[Any] = []
 
     async def deliver(group: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_model_directory_that_is_not_there_is_named_with_its_option(tmp_path: 
         serve_gateway(str(tmp_path / "nope"), Listen(tmp_path / "gateway"))
 
 
-# --- over an engine that somebody else serves
+# --- over a remote engine
 
 
 class Serves(Logged):

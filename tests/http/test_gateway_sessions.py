@@ -1,4 +1,4 @@
-"""Sessions: rewards, groups, keys, bounds, expiry, and what is there after a restart."""
+"""Gateway sessions: rewards, groups, keys, bounds, expiry, and restarts."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_sessions_of_a_group_leave_together(gateway: Gateway) -> None:
         gateway.chat(HI, sized[-1])
         gateway.reward(sized[-1], reward)
         gateway.reward(unsized[reward], reward)
-    assert gateway.client.delete(f"/sessions/{unsized[2]}").status_code == 200  # nobody waits for it any more
+    assert gateway.client.delete(f"/sessions/{unsized[2]}").status_code == 200  # its group no longer waits for it
     for sessions, name in ((sized, "sized"), (unsized[:2], "unsized")):
         rows = gateway.delivered(sessions[0])
         assert [(row["extra"]["session"], row["reward"]) for row in rows] == list(zip(sessions, (0, 1), strict=True))

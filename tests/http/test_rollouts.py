@@ -1,4 +1,4 @@
-"""The rollout service over HTTP: its verbs, its door, keys on every write, limits, what it tells."""
+"""The rollout service over HTTP: its calls, access, idempotency keys, limits and status."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_only_what_atropos_clients_call_is_open_and_only_where_both_were_asked_f
         assert client.get("/status", headers={"Host": "evil.example"}).status_code == 421
         process.terminate()
         said = process.communicate(timeout=10)
-        assert "wipe the queue" in said[0] + said[1]
+        assert "clear the queue" in said[0] + said[1]
 
 
 def assert_root_is_a_greeting_and_for_browsers_a_page(client: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""Data that nobody can train on is refused by its field, and harms nothing that comes after it."""
+"""Groups that cannot be trained on are refused by field, and later groups are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout service's page: what it is for whoever loads it, and what it does in a browser."""
+"""The rollout service's page: who may load it, and what it shows in a browser."""
 
 from __future__ import annotations
 

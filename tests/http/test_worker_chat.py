@@ -1,4 +1,4 @@
-"""A conversation with tools and a judge, played in a worker: the same as in this process, and no key goes there."""
+"""A conversation with tools and a judge in a worker process: equal to one in this process, without the key."""
 
 from __future__ import annotations
 

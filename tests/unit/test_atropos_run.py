@@ -1,4 +1,4 @@
-"""`tandem atropos`: what it refuses, and what each process is told. The processes themselves are in tests/atropos."""
+"""`tandem atropos`: specs that it refuses, and the command lines of its processes. tests/atropos starts real ones."""
 
 from __future__ import annotations
 

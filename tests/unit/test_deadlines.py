@@ -1,4 +1,4 @@
-"""What counts against whom: silence is no token for any request; waiting for the engine is nobody's fault."""
+"""Deadlines of episodes: an engine without tokens for any request is silent; waiting for it costs no episode time."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_event_loop_that_was_held_by_a_training_step_is_no_silent_engine():
         setting = Setting(Replies(), OneByOne(0.3), Plain(), Sampling(), 64, 0.2, 0.2)
         episode = asyncio.ensure_future(play(setting, TASK, [1, 2], 0))
         await asyncio.sleep(0.05)
-        time.sleep(0.5)  # longer than the deadline, and nobody's fault
+        time.sleep(0.5)  # longer than the deadline, but not the episode's time
         return await episode
 
     assert asyncio.run(both()).num_trained == 1

@@ -119,7 +119,7 @@ def test_arithmetic_asks_as_it_is_told_to_and_keeps_its_tasks():
     task = asking.tasks("eval")[0]
     assert task.messages[0]["content"] == f"What is {task.id}?"
     assert [each.id for each in asking.tasks("eval")] == [each.id for each in Arithmetic().tasks("eval")]
-    with pytest.raises(SpecError, match=r"environment.params.prompt = 'What\?': say where the problem goes"):
+    with pytest.raises(SpecError, match=r"environment.params.prompt = 'What\?': it must contain"):
         Arithmetic(prompt="What?")
 
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments, real ones: of its toy_text, and one of text made here."""
+"""The Gymnasium adapter, with real toy_text environments and a text environment defined here."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_tasks_are_seeds_so_siblings_start_alike_and_splits_do_not():
 
 def test_an_environment_whose_seeds_do_not_decide_is_found_out():
     environment = load_environment("gymnasium:TandemEcho-v0", {**SMALL, "kwargs": {"forgetful": True}})
-    with pytest.raises(EpisodeFailed, match="equal seeds must be equal"):
+    with pytest.raises(EpisodeFailed, match="equal seeds must agree"):
         played(environment, backwards)
 
 
@@ -161,7 +161,7 @@ def test_other_spaces_are_written_as_json():
     ("name", "params", "said"),
     [
         ("gymnasium:Blackjack-v1", {"actions": ["stick"]}, "1 names, but the action space is Discrete"),
-        ("gymnasium:Blackjack-v1", {"id": "x"}, "environment.name = 'gymnasium:Blackjack-v1' says it already"),
+        ("gymnasium:Blackjack-v1", {"id": "x"}, "environment.name = 'gymnasium:Blackjack-v1' sets it"),
         ("gymnasium", {}, "environment.params.id: is missing"),
         ("gymnasium:FrozenLake-v1", {"observe": "picture"}, "environment.params.observe"),
         ("gymnasium:FrozenLake-v1", {"max_step": 3}, "did you mean 'max_steps'"),

@@ -1,4 +1,4 @@
-"""Finding an environment by name, and what is said when that fails."""
+"""Loading an environment by name, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_is_not_an_environment_is_refused_by_what_it_lacks(good, old, new, 
 
 def test_two_environments_in_a_file_must_be_told_apart(good):
     good.write_text(GOOD + "\n\nclass Other(Mine):\n    pass\n")
-    with pytest.raises(SpecError, match=f"say which: {good}:Mine, {good}:Other"):
+    with pytest.raises(SpecError, match=f"choose one: {good}:Mine, {good}:Other"):
         load_environment(str(good))
 
 

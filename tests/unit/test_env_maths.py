@@ -1,4 +1,4 @@
-"""GSM8K and MATH: made by code, read by `datasets` from a directory in their own schema, scored by math-verify."""
+"""GSM8K and MATH: generated, or read from a directory by `datasets`, and scored by math-verify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: functions as JSON schema, calls as the model wrote them, and answers whatever it wrote."""
+"""Tools: functions as JSON schema, and answers to valid and invalid calls."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def strange(a: NoSuchType) -> str: ...  # noqa: F821
         (untyped, "tool untyped: parameter a has no type"),
         (starred, "name every parameter"),
         (strange, "its annotations cannot be read"),
-        (lambda: Tools(book, book), "have one name"),
+        (lambda: Tools(book, book), "have the same name"),
     ],
 )
 def test_what_has_no_schema_is_refused_by_name(function, said):

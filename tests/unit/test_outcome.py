@@ -1,4 +1,4 @@
-"""An outcome that no group can carry is the failure of its episode, wherever the environment runs."""
+"""An invalid outcome fails its episode, in this process and in a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_as_many_metrics_as_a_worker_may_say_are_sent_and_no_more():
     said = FROM_EPISODE.validate_python({"op": "done", "said": [], "reward": 1.0, "metrics": most})
     assert checked("t", Outcome(1.0, most)) == (1.0, most)
     codec.encode([Trajectory([5, 6], [False, True], [0.0, -0.5], [-1, 0], 1.0, metrics=said.metrics)])
-    with pytest.raises(EpisodeFailed, match=f"{MAX_METRICS} is the most"):
+    with pytest.raises(EpisodeFailed, match=f"the limit is {MAX_METRICS}"):
         checked("t", Outcome(1.0, metrics(MAX_METRICS + 1)))
     with pytest.raises(ValidationError):
         FROM_EPISODE.validate_python({"op": "done", "said": [], "reward": 1.0, "metrics": metrics(MAX_METRICS + 1)})

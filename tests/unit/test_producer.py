@@ -1,4 +1,4 @@
-"""Equal groups are replaced, but not for ever."""
+"""The producer replaces groups without signal, up to a limit."""
 
 from __future__ import annotations
 

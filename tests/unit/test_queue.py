@@ -1,4 +1,4 @@
-"""The rollout queue: MemoryStore's semantics, and what happens between processes: leases, shares, silence, keys."""
+"""The rollout queue: MemoryStore's semantics, and leases, shares, silence and idempotency keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout queue when everything comes twice, or is killed: the same answer, and nothing lost."""
+"""The rollout queue under repeated calls and restarts: equal replies, and nothing lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
     async def scenario(rig: Rig) -> None:
         await rig.begin(dataclasses.replace(RUN, groups_per_step=4))
         a = rig.environments["a"]
-        seat = RegisteredEnvironment("b")
+        spec = RegisteredEnvironment("b")
         for restart in (False, True):
             if restart:
                 await rig.restart()
@@ -31,7 +31,7 @@ def test_the_same_key_gets_the_same_answer_at_once_later_and_after_a_restart(tmp
                     rig.put("x", once=RequestKey("put", b"1")), rig.put("x", once=RequestKey("put", b"1"))
                 ),
                 [
-                    await rig.queue.registration.register_environment(seat, once=RequestKey("seat", b"1"))
+                    await rig.queue.registration.register_environment(spec, once=RequestKey("registration", b"1"))
                     for _ in range(2)
                 ],
             ]

@@ -1,4 +1,4 @@
-"""The rollout queue over runs and versions: nobody is taken for another, and nothing that was undone returns."""
+"""The rollout queue over several runs and versions: registrations, resets, and trainers that go back."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_an_environment_of_a_run_before_is_nobody_in_the_next(tmp_path: Path, ho
         await _another_run(rig, how)
         if restart:
             await rig.restart()
-        seat = await rig.queue.registration.register_environment(RegisteredEnvironment("c"))
-        assert seat.id not in old.values()
+        handle = await rig.queue.registration.register_environment(RegisteredEnvironment("c"))
+        assert handle.id not in old.values()
         for name in old:
             with pytest.raises(NotKnown, match="register it again"):
                 await rig.put(by=name)
         (row,) = rig.queue.status()["environments"]
         assert (row["name"], row["counts"], row["taken"]) == ("c_0", {}, 0)
         await rig.restart()
-        assert rig.queue.environment_status(seat.id)["counts"] == {}
+        assert rig.queue.environment_status(handle.id)["counts"] == {}
 
     rigged(tmp_path, scenario)
 
@@ -54,15 +54,15 @@ def test_an_environment_of_a_run_before_is_nobody_in_the_next(tmp_path: Path, ho
 def test_the_key_of_an_environment_s_registration_in_a_run_before_registers_it_in_this_one(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
-        spec, once = RegisteredEnvironment("b"), RequestKey("seat", b"1")
+        spec, once = RegisteredEnvironment("b"), RequestKey("registration", b"1")
         before = await rig.queue.registration.register_environment(spec, once=once)
         assert await rig.queue.registration.register_environment(spec, once=once) == before
         await _another_run(rig, "fresh")
         for _ in range(2):
-            seat = await rig.queue.registration.register_environment(spec, once=once)
-            assert seat.id == before.id + 1
+            handle = await rig.queue.registration.register_environment(spec, once=once)
+            assert handle.id == before.id + 1
             await rig.restart()
-        rig.queue.environments.heartbeat(seat.id)
+        rig.queue.environments.heartbeat(handle.id)
 
     rigged(tmp_path, scenario)
 
@@ -74,8 +74,8 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
         await rig.begin()
         await rig.put("x")
         for _ in range(20):  # a worker that is started again and again
-            seat = await rig.queue.registration.register_environment(RegisteredEnvironment("w"))
-            await rig.queue.registration.disconnect(seat.id)
+            handle = await rig.queue.registration.register_environment(RegisteredEnvironment("w"))
+            await rig.queue.registration.disconnect(handle.id)
         await rig.queue.registration.disconnect(rig.environments["a"])
         rig.now += 10
         await rig.queue.core.tick()
@@ -88,7 +88,7 @@ def test_an_environment_that_left_is_forgotten_with_its_last_group_and_its_numbe
         await rig.restart()
         assert rig.queue.status()["environments"] == []
         again = await rig.queue.registration.register_environment(RegisteredEnvironment("w"))
-        assert (again.id, again.name) == (seat.id + 1, "w_0")
+        assert (again.id, again.name) == (handle.id + 1, "w_0")
 
     rigged(tmp_path, scenario)
 
@@ -196,9 +196,7 @@ def test_what_a_trainer_that_went_back_has_never_made_does_not_return_after_a_ki
         await rig.put("held", version=57)
         await rig.take(1)
         await rig.put("waiting", version=57)
-        rig.queue.core.calls.write_later = lambda change, then=None: (
-            None
-        )  # the kill: what nobody waits for is never written
+        rig.queue.core.calls.write_later = lambda change, then=None: None  # the kill: background writes are lost
         await rig.begin(dataclasses.replace(RUN, version=50), b={})
         assert (rig.queue.queued, rig.queue.status()["dropped"]) == (0, {"undone": 2})
         await rig.restart()

@@ -1,4 +1,4 @@
-"""A trajectory is what the engine saw and what it sampled, id by id; nothing is rendered or tokenised twice."""
+"""Recorded trajectories equal, id by id, what the engine was given and sampled; no text is tokenised twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer at a rollout service: who it is there, and what it will not train on."""
+"""The trainer's store on a rollout service: its run id, and groups that it must not train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway's record proves about sequences that were posted elsewhere: all that was sampled here, and no more."""
+"""The gateway's record proves versions of posted sequences exactly as far as they were sampled there."""
 
 from __future__ import annotations
 

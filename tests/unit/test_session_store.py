@@ -1,4 +1,4 @@
-"""Sessions on a disk that is full for a moment."""
+"""The session store when the disk is full for a moment."""
 
 from __future__ import annotations
 

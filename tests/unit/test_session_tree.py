@@ -1,4 +1,4 @@
-"""Which turn a request goes on from: matching alone, without HTTP and without an engine."""
+"""Matching requests to recorded turns, without HTTP and without an engine."""
 
 from __future__ import annotations
 

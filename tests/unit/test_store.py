@@ -1,4 +1,4 @@
-"""The store of one process: slots, the order of hand-out, and every way to misuse a ticket."""
+"""The in-memory store: slots, the order of groups, and every misuse of a ticket."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ async def drive(store: MemoryStore, seed: int, steps: int) -> int:
             model.taken -= count
         model.let_in()
         await settle()
-        while asking and asking[0].done():  # whoever asked first was let in first
+        while asking and asking[0].done():  # in the order of the calls
             ticket = await asking.pop(0)
             tickets[ticket.order] = ticket
         assert sorted(tickets) == list(range(model.started))

@@ -25,7 +25,7 @@ class Arithmetic:
     largest: int = 99
     """Both numbers lie between 0 and this."""
     operation: Literal["+", "-", "*"] = "+"
-    """What to do with them."""
+    """The operation on both numbers."""
     demo_right: float = 0.5
     """Share of demonstrations that are right; the others miss by one or by ten."""
     prompt: str = "{problem}"

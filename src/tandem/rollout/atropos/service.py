@@ -430,7 +430,7 @@ class Atropos:
         return self._status_rows[1]
 
     def forget_counts(self) -> None:
-        """Make the next status request compute again."""
+        """Make the next status request compute its rows again."""
         self._status_rows = (-1.0, [])
 
     def latest(self) -> bytes | None:

@@ -1,4 +1,4 @@
-"""The trainer's seat at a rollout service: refused with the reason, and given back however the trainer ends."""
+"""The trainer's registration at a rollout service: errors name the reason, and it is removed when the trainer ends."""
 
 from __future__ import annotations
 

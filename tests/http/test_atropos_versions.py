@@ -1,4 +1,4 @@
-"""Posts of an environment that samples from a gateway: the versions in them are those of the engine, or unknown."""
+"""Posts of an Atropos environment that samples from a gateway: versions are the engine's, or unknown."""
 
 from __future__ import annotations
 
