@@ -23,7 +23,7 @@ from tandem.types import Completion, Sampling
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
-_BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # inproc is for the embedded engine
+BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # inproc is for the embedded engine
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
@@ -100,7 +100,7 @@ def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
 
 
 def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
-    for name in _BRIDGES:
+    for name in BRIDGES:
         (row,) = sync_bench.bench_sync(
             "tiny", [name], device=device, engine="vllm", rounds=_ROUNDS, python=python, unchecked=True
         ).rows
@@ -116,7 +116,7 @@ def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Chec
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class ServedVersion:
     """An engine that serves a version, the trainer of that version, and the prompts to compare them with."""
 
     engine: Engine
@@ -157,14 +157,19 @@ async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Ch
         await publisher.publish(trainer)
         sync_bench.move_weights(model, trainer)
         await publisher.publish(trainer)
-        served = _Served(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
-        return [await _outcome(name, check, served) for name, check in _CHECKS.items()]
+        served = ServedVersion(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
+        return await request_checks(served)
     finally:
         await joined.engine.close()
         joined.bridge.close()
 
 
-async def _outcome(name: str, check: Callable[[_Served], Any], served: _Served) -> Check:
+async def request_checks(served: ServedVersion) -> list[Check]:
+    """Send requests to the engine and compare its answers with the trainer's logprobs and version."""
+    return [await _outcome(name, check, served) for name, check in _CHECKS.items()]
+
+
+async def _outcome(name: str, check: Callable[[ServedVersion], Any], served: ServedVersion) -> Check:
     try:
         why = await check(served)
     except TandemError as error:
@@ -172,7 +177,7 @@ async def _outcome(name: str, check: Callable[[_Served], Any], served: _Served) 
     return Check(name, "failed" if why else "passed", why)
 
 
-async def _counts(served: _Served) -> str:
+async def _counts(served: ServedVersion) -> str:
     for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=1)):
         ended = bool(answer.ids) and answer.ids[-1] in served.end_ids
         if len(answer.ids) > _TOKENS or (len(answer.ids) < _TOKENS and not ended):
@@ -184,7 +189,7 @@ async def _counts(served: _Served) -> str:
     return ""
 
 
-async def _logprobs(served: _Served) -> str:
+async def _logprobs(served: ServedVersion) -> str:
     for sampling in (Sampling(max_tokens=_TOKENS, seed=2), Sampling(max_tokens=_TOKENS, temperature=0.0)):
         for prompt, answer in zip(served.prompts, await served.ask(sampling), strict=True):
             if not answer.ids or len(answer.logprobs) != len(answer.ids):
@@ -196,14 +201,14 @@ async def _logprobs(served: _Served) -> str:
     return ""
 
 
-async def _seeds(served: _Served) -> str:
+async def _seeds(served: ServedVersion) -> str:
     first, again, other = [await served.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
     if [answer.ids for answer in first] != [answer.ids for answer in again]:
         return "one seed gave two answers"
     return "two seeds gave one answer" if [answer.ids for answer in first] == [answer.ids for answer in other] else ""
 
 
-async def _stop_ids(served: _Served) -> str:
+async def _stop_ids(served: ServedVersion) -> str:
     prompt = served.prompts[0]
     free = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
     stop = free.ids[len(free.ids) // 2]
@@ -214,14 +219,14 @@ async def _stop_ids(served: _Served) -> str:
     return ""
 
 
-async def _versions(served: _Served) -> str:
+async def _versions(served: ServedVersion) -> str:
     found = {
         version for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in answer.versions
     }
     return "" if found == {served.trainer.version} else f"{sorted(found)} instead of {served.trainer.version}"
 
 
-_CHECKS: dict[str, Callable[[_Served], Any]] = {
+_CHECKS: dict[str, Callable[[ServedVersion], Any]] = {
     "as many tokens as asked for": _counts,
     "logprobs are the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,
