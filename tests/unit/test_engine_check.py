@@ -43,12 +43,8 @@ class Scripted:
 
 def outcomes(engine: Any) -> list[Check]:
     prompts = [[5, 7, 9], [1, 2, 3, 4]]
-    asked = engine_commands._Asked(engine, engine, prompts, frozenset({END}), 0.01)
-
-    async def all_of_them() -> list[Check]:
-        return [await engine_commands._outcome(name, check, asked) for name, check in engine_commands._CHECKS.items()]
-
-    return asyncio.run(all_of_them())
+    served = engine_commands.ServedVersion(engine, engine, prompts, frozenset({END}), 0.01)
+    return asyncio.run(engine_commands.request_checks(served))
 
 
 def test_an_engine_that_does_as_it_should_passes():
@@ -152,7 +148,7 @@ def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
     assert recorded == [["requests", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"]]
     assert {(each["python"], each["unchecked"], each["engine"]) for each in asked} == {("/p/python", True, "vllm")}
     assert "shared: not here: no GPU" in told
-    assert len(told) == 1 + len(engine_commands._BRIDGES) + 1 + 1
+    assert len(told) == 1 + len(engine_commands.BRIDGES) + 1 + 1
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,11 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, base: Path):
         export_run(home, version="5")
     with pytest.raises(RunError, match="version 'last': write a number, anchor-N or current"):
         export_run(home, version="last")
-    with pytest.raises(RunError, match="has versions and no steps; give --version"):
+    with pytest.raises(RunError, match="has no steps; use --version, not --step"):
         export_run(home, step=3)
     (home / "spec.json").unlink()
     with pytest.raises(RunError, match="start `tandem online serve SPEC` on it once"):
         export_run(home)
     assert find_learned(base) is None
-    with pytest.raises(RunError, match="has steps and no versions; give --step"):
+    with pytest.raises(RunError, match="has no --version; use --step"):
         export_run(base, version="3")

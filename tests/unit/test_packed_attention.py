@@ -190,5 +190,5 @@ def test_a_run_says_that_it_was_asked_for_and_is_not_had() -> None:
 
 
 def test_compiled_layers_are_packed_ones() -> None:
-    with pytest.raises(SpecError, match="compile = true needs attention = 'packed'"):
+    with pytest.raises(SpecError, match="compile = true: needs attention = 'packed'"):
         parse_spec(quickstart(compile=True))

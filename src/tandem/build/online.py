@@ -239,15 +239,15 @@ def ordinary_prompts(spec: OnlineSpec) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def ordinary(spec: OnlineSpec, alone: standalone_engines.Alone, data_dir: Path) -> OrdinaryPrompts:
+def ordinary(spec: OnlineSpec, standalone: standalone_engines.Alone, data_dir: Path) -> Ordinary:
     """Build the set of ordinary prompts and the model's answers to them."""
     return OrdinaryPrompts(
         spec.ordinary,
-        alone.renderer,
+        standalone.renderer,
         ordinary_prompts(spec),
         data_dir / "ordinary.json",
         gate=spec.gates.kl_prompts,
-        context=alone.context,
+        context=standalone.context,
         why_not="model.preset: a model made from scratch has no answers worth keeping" if spec.from_scratch else "",
     )
 
@@ -300,9 +300,9 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
     return replace(first, engine=RestartableEngine(first.engine, lambda under_way: start_one(under_way).engine))
 
 
-def revival(alone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
+def revival(standalone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
     """Return the function that restarts the engine process; None for an engine in this process."""
-    return alone.engine.start_again if isinstance(alone.engine, RestartableEngine) else None
+    return standalone.engine.start_again if isinstance(standalone.engine, RevivedEngine) else None
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
@@ -317,10 +317,10 @@ def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
     return path
 
 
-def past(spec: OnlineSpec, alone: standalone_engines.Alone, versions: Path) -> Callable[[int], Any] | None:
+def past(spec: OnlineSpec, standalone: standalone_engines.Alone, versions: Path) -> Callable[[int], Any] | None:
     """Return a function that builds an engine of an earlier version, next to the serving one; None if unsupported."""
     if spec.model.lora is not None or not isinstance(spec.engine, ServerEngineSpec):
         return None
     from tandem.online.version_store import VersionStore
 
-    return lambda version: alone.engine.beside(VersionStore(versions).load(version).held.tensors, version)
+    return lambda version: standalone.engine.beside(VersionStore(versions).load(version).held.tensors, version)

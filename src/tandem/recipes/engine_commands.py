@@ -24,7 +24,7 @@ from tandem.types import Completion, Sampling
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
-_BRIDGES = tuple(name for name, traits in BRIDGES.items() if "vllm" in traits.engines)
+BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # inproc is for the embedded engine
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
@@ -99,7 +99,7 @@ def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
 
 
 def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
-    for name in _BRIDGES:
+    for name in BRIDGES:
         (row,) = sync_bench.bench_sync(
             "tiny", [name], device=device, engine="vllm", rounds=_ROUNDS, python=python, unchecked=True
         ).rows
@@ -115,8 +115,8 @@ def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Chec
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A version is served. `ask` goes to the engine, `score` to the trainer."""
+class ServedVersion:
+    """An engine that serves a version, the trainer of that version, and the prompts to compare them with."""
 
     engine: Engine
     trainer: Trainer
@@ -156,14 +156,19 @@ async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Ch
         await publisher.publish(trainer)
         sync_bench.move_weights(model, trainer)
         await publisher.publish(trainer)
-        asked = _Asked(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
-        return [await _outcome(name, check, asked) for name, check in _CHECKS.items()]
+        served = ServedVersion(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
+        return await request_checks(served)
     finally:
         await joined.engine.close()
         joined.bridge.close()
 
 
-async def _outcome(name: str, check: Callable[[_Asked], Any], asked: _Asked) -> Check:
+async def request_checks(served: ServedVersion) -> list[Check]:
+    """Send requests to the engine and compare its answers with the trainer's logprobs and version."""
+    return [await _outcome(name, check, served) for name, check in _CHECKS.items()]
+
+
+async def _outcome(name: str, check: Callable[[ServedVersion], Any], served: ServedVersion) -> Check:
     try:
         why = await check(asked)
     except TandemError as error:
@@ -171,19 +176,19 @@ async def _outcome(name: str, check: Callable[[_Asked], Any], asked: _Asked) -> 
     return Check(name, "failed" if why else "passed", why)
 
 
-async def _counts(asked: _Asked) -> str:
-    for told in await asked.ask(Sampling(max_tokens=_TOKENS, seed=1)):
-        ended = bool(told.ids) and told.ids[-1] in asked.end_ids
-        if len(told.ids) > _TOKENS or (len(told.ids) < _TOKENS and not ended):
-            return f"{len(told.ids)} tokens where {_TOKENS} were asked for, and none that ends"
-        if len(told.logprobs) != len(told.ids) or len(told.versions) != len(told.ids):
-            return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs, {len(told.versions)} versions"
-        if (told.finish_reason == "stop") != ended:
-            return f"'{told.finish_reason}' is why it ended, and its last token is {told.ids[-1]}"
+async def _counts(served: ServedVersion) -> str:
+    for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=1)):
+        ended = bool(answer.ids) and answer.ids[-1] in served.end_ids
+        if len(answer.ids) > _TOKENS or (len(answer.ids) < _TOKENS and not ended):
+            return f"{len(answer.ids)} tokens instead of {_TOKENS}, and the last is no end token"
+        if len(answer.logprobs) != len(answer.ids) or len(answer.versions) != len(answer.ids):
+            return f"{len(answer.ids)} tokens, {len(answer.logprobs)} logprobs, {len(answer.versions)} versions"
+        if (answer.finish_reason == "stop") != ended:
+            return f"finish_reason is '{answer.finish_reason}', but the last token is {answer.ids[-1]}"
     return ""
 
 
-async def _logprobs(asked: _Asked) -> str:
+async def _logprobs(served: ServedVersion) -> str:
     for sampling in (Sampling(max_tokens=_TOKENS, seed=2), Sampling(max_tokens=_TOKENS, temperature=0.0)):
         for prompt, told in zip(asked.prompts, await asked.ask(sampling), strict=True):
             if not told.ids or len(told.logprobs) != len(told.ids):
@@ -195,16 +200,16 @@ async def _logprobs(asked: _Asked) -> str:
     return ""
 
 
-async def _seeds(asked: _Asked) -> str:
-    first, again, other = [await asked.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
-    if [told.ids for told in first] != [told.ids for told in again]:
+async def _seeds(served: ServedVersion) -> str:
+    first, again, other = [await served.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
+    if [answer.ids for answer in first] != [answer.ids for answer in again]:
         return "one seed gave two answers"
     return "two seeds gave one answer" if [told.ids for told in first] == [told.ids for told in other] else ""
 
 
-async def _stop_ids(asked: _Asked) -> str:
-    prompt = asked.prompts[0]
-    free = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
+async def _stop_ids(served: ServedVersion) -> str:
+    prompt = served.prompts[0]
+    free = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
     stop = free.ids[len(free.ids) // 2]
     told = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
     until = free.ids[: free.ids.index(stop) + 1]
@@ -213,12 +218,14 @@ async def _stop_ids(asked: _Asked) -> str:
     return ""
 
 
-async def _versions(asked: _Asked) -> str:
-    found = {version for told in await asked.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in told.versions}
-    return "" if found == {asked.trainer.version} else f"{sorted(found)} where {asked.trainer.version} is served"
+async def _versions(served: ServedVersion) -> str:
+    found = {
+        version for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in answer.versions
+    }
+    return "" if found == {served.trainer.version} else f"{sorted(found)} instead of {served.trainer.version}"
 
 
-_CHECKS: dict[str, Callable[[_Asked], Any]] = {
+_CHECKS: dict[str, Callable[[ServedVersion], Any]] = {
     "as many tokens as asked for": _counts,
     "logprobs are the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,
