@@ -277,5 +277,7 @@ def test_a_model_from_scratch_has_no_use_for_few_bits(recipe: str):
         "model": {"preset": "tiny", "lora": {"base": "nf4"}},
         **(data if recipe == "sft" else environment),
     }
-    with pytest.raises(SpecError, match=r"^model.lora.base = 'nf4': needs model.path; model.preset = 'tiny' has random"):
+    with pytest.raises(
+        SpecError, match=r"^model.lora.base = 'nf4': needs model.path; model.preset = 'tiny' has random"
+    ):
         parse_spec(raw)

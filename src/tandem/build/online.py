@@ -239,7 +239,7 @@ def ordinary_prompts(spec: OnlineSpec) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def ordinary(spec: OnlineSpec, standalone: standalone_engines.Alone, data_dir: Path) -> Ordinary:
+def ordinary(spec: OnlineSpec, standalone: standalone_engines.Alone, data_dir: Path) -> OrdinaryPrompts:
     """Build the set of ordinary prompts and the model's answers to them."""
     return OrdinaryPrompts(
         spec.ordinary,
@@ -302,7 +302,7 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
 
 def revival(standalone: standalone_engines.Alone) -> Callable[[], Awaitable[None]] | None:
     """Return the function that restarts the engine process; None for an engine in this process."""
-    return standalone.engine.start_again if isinstance(standalone.engine, RevivedEngine) else None
+    return standalone.engine.start_again if isinstance(standalone.engine, RestartableEngine) else None
 
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:

@@ -170,7 +170,7 @@ async def request_checks(served: ServedVersion) -> list[Check]:
 
 async def _outcome(name: str, check: Callable[[ServedVersion], Any], served: ServedVersion) -> Check:
     try:
-        why = await check(asked)
+        why = await check(served)
     except TandemError as error:
         why = f"{type(error).__name__}: {error}"
     return Check(name, "failed" if why else "passed", why)
@@ -190,12 +190,12 @@ async def _counts(served: ServedVersion) -> str:
 
 async def _logprobs(served: ServedVersion) -> str:
     for sampling in (Sampling(max_tokens=_TOKENS, seed=2), Sampling(max_tokens=_TOKENS, temperature=0.0)):
-        for prompt, told in zip(asked.prompts, await asked.ask(sampling), strict=True):
+        for prompt, told in zip(served.prompts, await served.ask(sampling), strict=True):
             if not told.ids or len(told.logprobs) != len(told.ids):
                 return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs"
-            ours = asked.trainer.score([*prompt, *told.ids], len(prompt))
+            ours = served.trainer.score([*prompt, *told.ids], len(prompt))
             gap = sum(abs(a - b) for a, b in zip(ours, told.logprobs, strict=True)) / len(ours)
-            if not gap <= asked.limit:
+            if not gap <= served.limit:
                 return f"{gap:.4f} nats a token from the trainer's, at temperature {sampling.temperature:g}"
     return ""
 
@@ -211,7 +211,7 @@ async def _stop_ids(served: ServedVersion) -> str:
     prompt = served.prompts[0]
     free = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
     stop = free.ids[len(free.ids) // 2]
-    told = await asked.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
+    told = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
     until = free.ids[: free.ids.index(stop) + 1]
     if told.ids != until or told.finish_reason != "stop":
         return f"{told.ids} ('{told.finish_reason}') where {until} was to be said: the first {stop}, and no more"
@@ -226,7 +226,7 @@ async def _versions(served: ServedVersion) -> str:
 
 
 _CHECKS: dict[str, Callable[[ServedVersion], Any]] = {
-    "as many tokens as asked for": _counts,
+    "as many tokens as served for": _counts,
     "logprobs are the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,
     "a stop id ends it": _stop_ids,
