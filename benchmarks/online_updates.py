@@ -158,7 +158,7 @@ def measure(learner: Learner, steps: int, device: str, threads: int, directory: 
     held = HeldVersion.of(0, live).at_rest()  # as in the trainer process: on the host, of weights that move
 
     def move(version: int) -> None:
-        with held.within(live):
+        with held.using(live):
             store.move(held, version)
 
     written: list[StoredUpdate] = []

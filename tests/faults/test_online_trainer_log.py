@@ -26,4 +26,4 @@ def ended(log: Path) -> None:
     process = TrainerProcess(SAYS, log, {})
     process.stop(30)
     process.socket.close()
-    assert process.epitaph() == "exit code 3; words"
+    assert process.describe_end() == "exit code 3; words"

@@ -43,8 +43,8 @@ def test_it_follows_an_update_and_goes_back(tmp_path: Path):
     store.update(1, held, live)
     assert held.version == 1
     assert equal(held, live)
-    assert held.numbers == HeldVersion.of(1, live).numbers
-    with held.beside(live):
+    assert held.digests == HeldVersion.of(1, live).digests
+    with held.on_device_of(live):
         assert all(tensor.is_cuda for tensor in held.tensors.values())
         store.move(held, 0)
         held.restore(live)
@@ -58,7 +58,7 @@ def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, mo
     store, live = VersionStore(tmp_path), weights()
     store.anchor(0, live)
     held, first = HeldVersion.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
-    numbers = dict(held.numbers)
+    numbers = dict(held.digests)
     nudge(live)
 
     def full(*_: object) -> None:
@@ -68,7 +68,7 @@ def test_an_update_that_cannot_be_written_leaves_it_as_it_was(tmp_path: Path, mo
         patched.setattr(version_store, "save_file", full)
         with pytest.raises(OSError, match="no room"):
             store.update(1, held, live)
-    assert (held.version, held.numbers) == (0, numbers)
+    assert (held.version, held.digests) == (0, numbers)
     assert equal(held, first)
     store.update(1, held, live)
     assert equal(held, live)
@@ -78,17 +78,17 @@ def test_what_fails_beside_leaves_it_as_it_was(tmp_path: Path):
     store, live = VersionStore(tmp_path), weights()
     store.anchor(0, live)
     held, first = HeldVersion.of(0, live).at_rest(), {name: tensor.clone() for name, tensor in live.items()}
-    numbers = dict(held.numbers)
+    numbers = dict(held.digests)
     nudge(live)
 
     def interrupted() -> None:
-        with held.beside(live):
+        with held.on_device_of(live):
             store.update(1, held, live)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert (held.version, held.numbers) == (0, numbers)
+    assert (held.version, held.digests) == (0, numbers)
     assert equal(held, first)
 
 
@@ -101,7 +101,7 @@ def test_the_weights_themselves_go_back_and_it_follows(tmp_path: Path):
         store.update(version, held, live)
     last = {name: tensor.clone() for name, tensor in live.items()}
     for version, wanted in ((0, first), (3, last)):
-        with held.within(live):
+        with held.using(live):
             store.move(held, version)
         assert held.version == version
         assert equal(held, wanted)
@@ -118,7 +118,7 @@ def test_weights_whose_way_back_fails_are_as_they_were(tmp_path: Path):
     last = {name: tensor.clone() for name, tensor in live.items()}
 
     def interrupted() -> None:
-        with held.within(live):
+        with held.using(live):
             store.move(held, 0)
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.online import bit_planes, delta_codec
-from tandem.online.weight_deltas import HeldVersion, Update, digest_of_all, make, size_of_change, walk
+from tandem.online.weight_deltas import HeldVersion, Update, apply_updates, digest_of_all, make_update, size_of_change
 from tandem.ops import digest
 
 Tensors = dict[str, Tensor]
@@ -57,7 +57,7 @@ def history(nudge: Callable[[Tensors, int], None], start: Tensors, steps: int) -
     states, updates = [copied(live)], list[Update]()
     for version in range(1, steps + 1):
         nudge(live, version)
-        updates.append(make(version, held, live, {}))
+        updates.append(make_update(version, held, live, {}))
         states.append(copied(live))
         assert held.version == version
         assert same(dict(held.tensors), live)
@@ -79,11 +79,11 @@ def test_every_bit_pattern_comes_back_in_both_directions(name: str, share: float
 
     states, updates = history(nudge, start, 3)
     held = HeldVersion.copy_of(0, start)
-    walk(held, there(*updates))
+    apply_updates(held, there(*updates))
     assert same(dict(held.tensors), states[3])
-    walk(held, there(*updates[::-1]), threads=2)
+    apply_updates(held, there(*updates[::-1]), threads=2)
     assert same(dict(held.tensors), states[0])
-    assert held.numbers == HeldVersion.of(0, states[0]).numbers
+    assert held.digests == HeldVersion.of(0, states[0]).digests
 
 
 def test_a_step_of_one_unit_wraps_where_the_bits_do():
@@ -91,18 +91,18 @@ def test_a_step_of_one_unit_wraps_where_the_bits_do():
     after = {"a": start["a"].clone()}
     after["a"].view(torch.int16)[:2] = torch.tensor([32767, -32768], dtype=torch.int16)
     held = HeldVersion.copy_of(0, start)
-    update = make(1, held, after, {})
+    update = make_update(1, held, after, {})
     assert same(dict(held.tensors), after)
-    walk(held, there(update))
+    apply_updates(held, there(update))
     assert same(dict(held.tensors), start)
 
 
 def test_16_bit_weights_that_all_change_take_16_bits_each():
     start = {"a": random_bits(torch.bfloat16, (600,))}
     held = HeldVersion.copy_of(0, start)
-    (piece,) = make(1, held, {"a": random_bits(torch.bfloat16, (600,))}, {}).pieces
-    assert piece.coded == "all"
-    assert piece.sizes == {"bits.low16": 1200}
+    (block,) = make_update(1, held, {"a": random_bits(torch.bfloat16, (600,))}, {}).blocks
+    assert block.coded == "all"
+    assert block.sizes == {"bits.low16": 1200}
 
 
 def lr_step(master: Tensors, lr: float) -> Callable[[Tensors, int], None]:
@@ -119,7 +119,7 @@ def test_at_lr_1e_6_a_bf16_update_is_smaller_than_a_fiftieth_of_the_weights_and_
     master = {"w": torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 0.02}
     start = {name: tensor.to(torch.bfloat16) for name, tensor in master.items()}
     states, updates = history(lr_step(master, 1e-6), start, 2)
-    coded_bytes = sum(len(piece.raw) for piece in updates[1].pieces)
+    coded_bytes = sum(len(block.raw) for block in updates[1].blocks)
     full_bytes = sum(tensor.nbytes for tensor in states[1].values())
     changed = int((states[1]["w"] != states[2]["w"]).sum())
     assert updates[1].changed == changed > 0.02 * updates[1].total
@@ -171,12 +171,12 @@ def test_a_plane_that_is_cut_is_refused(name: str):
     start = {"w": torch.arange(20_000, dtype=torch.int16)}
     after = {"w": start["w"].clone()}
     after["w"][5::1700] += torch.arange(1, 13, dtype=torch.int16)
-    (piece,) = make(1, HeldVersion.copy_of(0, start), after, {}).pieces
-    whole = piece.planes_on(torch.device("cpu"))
+    (block,) = make_update(1, HeldVersion.copy_of(0, start), after, {}).blocks
+    whole = block.planes_on(torch.device("cpu"))
     cut = {key: plane[:-1] if key.startswith(name) else plane for key, plane in whole.items()}
     assert [len(plane) for plane in cut.values()] != [len(plane) for plane in whole.values()]
     with pytest.raises(CheckpointDamaged, match="plane"):
-        delta_codec.move(piece, cut, dict(after), {"w": 0}, forward=False)
+        delta_codec.apply_block(block, cut, dict(after), {"w": 0}, forward=False)
 
 
 def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_second():
@@ -188,10 +188,10 @@ def test_ten_versions_of_a_million_weights_go_back_in_less_than_a_fifth_of_a_sec
         held, best = HeldVersion.copy_of(10, states[10]), 9.0
         for _ in range(3):
             started = time.process_time()
-            walk(held, there(*updates[::-1]))
+            apply_updates(held, there(*updates[::-1]))
             best = min(best, time.process_time() - started)
             assert same(dict(held.tensors), states[0])
-            walk(held, there(*updates))
+            apply_updates(held, there(*updates))
         assert best < 0.2, (dtype, lr, best)
 
 
@@ -200,7 +200,7 @@ def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
     live = {"q": fused[:64], "k": fused[64:], "turned": torch.randn(16, 8).t()}
     held = HeldVersion.of(0, live)
     after = {name: tensor + (torch.rand(tensor.shape) < 0.1) * 1e-3 for name, tensor in live.items()}
-    make(1, held, after, {})
+    make_update(1, held, after, {})
     assert torch.equal(fused[:64], after["q"])
     assert torch.equal(fused[64:], after["k"])
     assert torch.equal(live["turned"], after["turned"])
@@ -209,7 +209,7 @@ def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
 def test_large_tensors_are_taken_in_parts_of_different_kinds(monkeypatch: pytest.MonkeyPatch):
     """Of each part another share changes: none, single elements, half of them, all."""
     monkeypatch.setattr(delta_codec, "_PART", 500)
-    monkeypatch.setattr(delta_codec, "_PIECE", 300)
+    monkeypatch.setattr(delta_codec, "_BLOCK", 300)
     start = {"a": torch.randn(4, 3, 500), "b": torch.randn(2000).to(torch.bfloat16), "c": torch.randn(30)}
 
     def nudge(live: Tensors, version: int) -> None:
@@ -220,15 +220,15 @@ def test_large_tensors_are_taken_in_parts_of_different_kinds(monkeypatch: pytest
             tensor.view(-1)[where] *= 1.01
 
     states, updates = history(nudge, start, 6)
-    assert {piece.coded for update in updates for piece in update.pieces} == {"some", "all"}
-    assert max(len(update.pieces) for update in updates) > 3
+    assert {block.coded for update in updates for block in update.blocks} == {"some", "all"}
+    assert max(len(update.blocks) for update in updates) > 3
     held = HeldVersion.copy_of(6, states[6])
     for there_, version in ((updates[2:], 2), (updates[2:4], 4), (updates[:4], 0), (updates, 6)):
         way = there_ if version > held.version else there_[::-1]
-        walk(held, there(*way), threads=2)
+        apply_updates(held, there(*way), threads=2)
         assert held.version == version
         assert same(dict(held.tensors), states[version])
-        assert held.numbers == HeldVersion.of(version, states[version]).numbers
+        assert held.digests == HeldVersion.of(version, states[version]).digests
 
 
 def test_digests_of_elements_that_changed_are_those_of_the_whole_tensors():
@@ -248,33 +248,31 @@ def test_digests_of_elements_that_changed_are_those_of_the_whole_tensors():
 def test_nothing_changed_is_an_update_too():
     start = weights()
     held = HeldVersion.copy_of(4, start)
-    update = make(5, held, copied(start), {"why": "a job without effect"})
-    assert (update.changed, list(update.pieces), update.touched) == (0, [], {})
-    walk(held, there(update))
+    update = make_update(5, held, copied(start), {"why": "a job without effect"})
+    assert (update.changed, list(update.blocks), update.touched) == (0, [], {})
+    apply_updates(held, there(update))
     assert held.version == 4
 
 
 def test_an_update_of_another_format_is_refused_and_says_what_to_do():
     start, live = weights(), copied(weights())
     live["embed"] += 1
-    update = make(1, HeldVersion.copy_of(0, start), live, {})
+    update = make_update(1, HeldVersion.copy_of(0, start), live, {})
     for head in ({**update.head(), "format": 3}, {key: told for key, told in update.head().items() if key != "format"}):
-        with pytest.raises(
-            CheckpointError, match="this Tandem reads 2: go on with the release that wrote it"
-        ) as refused:
-            Update.from_head(head, [piece.raw for piece in update.pieces])
+        with pytest.raises(CheckpointError, match="this Tandem reads 2: use the release that wrote it") as refused:
+            Update.from_head(head, [block.raw for block in update.blocks])
         assert not isinstance(refused.value, CheckpointDamaged)
 
 
 def test_an_update_survives_as_json_and_bytes():
     start, live = weights(), copied(weights())
     live["embed"][3, :5] += 1
-    update = make(1, HeldVersion.copy_of(0, start), live, {"job": "j1"})
-    again = Update.from_head(json.loads(json.dumps(update.head())), [piece.raw for piece in update.pieces])
+    update = make_update(1, HeldVersion.copy_of(0, start), live, {"job": "j1"})
+    again = Update.from_head(json.loads(json.dumps(update.head())), [block.raw for block in update.blocks])
     held = HeldVersion.copy_of(0, start)
-    walk(held, there(again))
+    apply_updates(held, there(again))
     assert same(dict(held.tensors), live)
-    assert (again.notes, again.digest) == ({"job": "j1"}, digest_of_all(HeldVersion.of(0, live).numbers))
+    assert (again.notes, again.digest) == ({"job": "j1"}, digest_of_all(HeldVersion.of(0, live).digests))
 
 
 # --- what must not happen
@@ -287,13 +285,13 @@ def two_updates() -> tuple[list[Tensors], list[Update]]:
 def test_an_update_to_another_version_is_refused_and_leaves_everything_as_it_was():
     states, updates = two_updates()
     held = HeldVersion.copy_of(0, states[0])
-    with pytest.raises(CheckpointError, match="leads from version 1 to 2, and these weights are of version 0"):
-        walk(held, there(updates[1]))
+    with pytest.raises(CheckpointError, match="leads from version 1 to 2, but these weights are of version 0"):
+        apply_updates(held, there(updates[1]))
     with pytest.raises(CheckpointError, match="are of version 2"):
-        walk(held, there(updates[0], updates[1], updates[0]))
+        apply_updates(held, there(updates[0], updates[1], updates[0]))
     assert held.version == 0
     assert same(dict(held.tensors), states[0])
-    assert held.numbers == HeldVersion.of(0, states[0]).numbers
+    assert held.digests == HeldVersion.of(0, states[0]).digests
 
 
 def test_weights_that_somebody_wrote_to_are_noticed_before_and_after():
@@ -301,21 +299,21 @@ def test_weights_that_somebody_wrote_to_are_noticed_before_and_after():
     held = HeldVersion.copy_of(0, states[0])
     held.tensors["embed"][0, 0] += 1  # behind its back
     with pytest.raises(CheckpointDamaged, match="'embed'"):
-        walk(held, there(updates[0]))
-    lied = HeldVersion(0, states[0], {**HeldVersion.of(0, states[0]).numbers, "embed": 7})
+        apply_updates(held, there(updates[0]))
+    lied = HeldVersion(0, states[0], {**HeldVersion.of(0, states[0]).digests, "embed": 7})
     with pytest.raises(CheckpointError, match="written to"):
-        walk(lied, there(updates[0]))
+        apply_updates(lied, there(updates[0]))
     with pytest.raises(CheckpointDamaged, match="'embed'"):  # and so is a stale copy when an update is made
-        make(3, HeldVersion(0, copied(states[1]), HeldVersion.of(0, states[0]).numbers), states[2], {})
+        make_update(3, HeldVersion(0, copied(states[1]), HeldVersion.of(0, states[0]).digests), states[2], {})
 
 
 def test_a_piece_that_cannot_be_read_leaves_everything_as_it_was():
     states, updates = two_updates()
-    last = updates[1].pieces[-1]
-    broken = replace(updates[1], pieces=[*updates[1].pieces[:-1], replace(last, raw=last.raw[:-8])])
+    last = updates[1].blocks[-1]
+    broken = replace(updates[1], blocks=[*updates[1].blocks[:-1], replace(last, raw=last.raw[:-8])])
     held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointDamaged, match="plane"):
-        walk(held, there(updates[0], broken))
+        apply_updates(held, there(updates[0], broken))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
 
 
@@ -326,7 +324,7 @@ def test_steps_that_lead_elsewhere_are_taken_back():
     wrong = replace(updates[1], touched={**updates[1].touched, name: (before, after ^ 1)})
     held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointDamaged, match="stay at version 0"):
-        walk(held, there(updates[0], wrong))
+        apply_updates(held, there(updates[0], wrong))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
 
 
@@ -338,12 +336,12 @@ def test_steps_and_flipped_bits_are_taken_back_in_their_order():
         live["a"][:: 30 if version == 1 else 1] *= 1.7
 
     states, updates = history(nudge, start, 3)
-    assert [update.pieces[0].coded for update in updates] == ["some", "all", "all"]
+    assert [update.blocks[0].coded for update in updates] == ["some", "all", "all"]
     before, after = updates[2].touched["a"]
     wrong = replace(updates[2], touched={"a": (before, after ^ 1)})
     held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointDamaged, match="stay at version 0"):
-        walk(held, there(updates[0], updates[1], wrong))
+        apply_updates(held, there(updates[0], updates[1], wrong))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
 
 
@@ -351,7 +349,7 @@ def test_other_models_are_refused():
     states, _ = two_updates()
     held = HeldVersion.copy_of(0, states[0])
     with pytest.raises(CheckpointError, match="another model or precision"):
-        make(1, held, {name: tensor.float() for name, tensor in states[0].items()}, {})
+        make_update(1, held, {name: tensor.float() for name, tensor in states[0].items()}, {})
     with pytest.raises(CheckpointError, match="another model or precision"):
         held.restore({"embed": states[0]["embed"]})
 
@@ -369,22 +367,22 @@ def test_weights_that_are_moved_themselves_take_what_rests_along():
     states, updates = two_updates()
     held, live = HeldVersion.copy_of(2, states[2]), copied(states[2])
     home = held.tensors
-    with held.within(live):
-        walk(held, there(*updates[::-1]))
+    with held.using(live):
+        apply_updates(held, there(*updates[::-1]))
     assert (held.version, held.tensors) == (0, home)
     assert same(dict(held.tensors), states[0])
     assert same(live, states[0])
-    assert held.numbers == HeldVersion.of(0, states[0]).numbers
+    assert held.digests == HeldVersion.of(0, states[0]).digests
 
 
 def test_weights_whose_move_fails_are_as_they_were():
     states, updates = two_updates()
     held, live = HeldVersion.copy_of(2, states[2]), copied(states[2])
-    numbers = dict(held.numbers)
+    numbers = dict(held.digests)
 
     def moved(way: Sequence[Update], error: BaseException | None = None) -> None:
-        with held.within(live):
-            walk(held, there(*way))
+        with held.using(live):
+            apply_updates(held, there(*way))
             if error is not None:
                 raise error
 
@@ -392,7 +390,7 @@ def test_weights_whose_move_fails_are_as_they_were():
         moved(updates[::-1], KeyboardInterrupt())
     with pytest.raises(CheckpointError, match="leads from version 0 to 1"):
         moved(updates)
-    assert (held.version, held.numbers) == (2, numbers)
+    assert (held.version, held.digests) == (2, numbers)
     assert same(dict(held.tensors), states[2])
     assert same(live, states[2])
 
@@ -402,24 +400,24 @@ def test_weights_that_are_not_what_they_are_taken_for_are_made_that_before_they_
     start = {"a": torch.randn(200, 200, generator=torch.Generator().manual_seed(0))}
     live, held = copied(start), HeldVersion.copy_of(0, start)
     live["a"][3, :5] += 1
-    update = make(1, held, live, {})
+    update = make_update(1, held, live, {})
     live["a"][0, 0] += 7
-    with held.within(live):
-        walk(held, there(update))
+    with held.using(live):
+        apply_updates(held, there(update))
     assert same(live, start)
     assert same(dict(held.tensors), start)
 
 
 def test_places_beyond_a_tensor_leave_everything_as_it_was():
     states, updates = two_updates()
-    index, piece = next((n, each) for n, each in enumerate(updates[1].pieces) if each.coded == "some")
-    odd = replace(piece, parts=[(name, start + 10**9, count) for name, start, count in piece.parts])
-    broken = replace(updates[1], pieces=[*updates[1].pieces[:index], odd, *updates[1].pieces[index + 1 :]])
+    index, block = next((n, each) for n, each in enumerate(updates[1].blocks) if each.coded == "some")
+    odd = replace(block, parts=[(name, start + 10**9, count) for name, start, count in block.parts])
+    broken = replace(updates[1], blocks=[*updates[1].blocks[:index], odd, *updates[1].blocks[index + 1 :]])
     held = HeldVersion.copy_of(0, states[0])
     with pytest.raises((IndexError, RuntimeError)):
-        walk(held, there(updates[0], broken))
+        apply_updates(held, there(updates[0], broken))
     assert (held.version, same(dict(held.tensors), states[0])) == (0, True)
-    assert held.numbers == HeldVersion.of(0, states[0]).numbers
+    assert held.digests == HeldVersion.of(0, states[0]).digests
 
 
 def test_the_size_of_a_change_in_closed_form():

@@ -392,7 +392,7 @@ class TrainerWorker:
         assert self._unsettled_from is not None
         live = dict(self._open_parts.policy.trainable())
         if self._held.version != self._unsettled_from:
-            with self._held.beside(live):
+            with self._held.on_device_of(live):
                 self._store.move(self._held, self._unsettled_from)
         self._held.restore(live)
         self._undo.restore()
@@ -419,7 +419,7 @@ class TrainerWorker:
 
     def _activate(self, version: int) -> dict[str, Any]:
         live = dict(self._open_parts.policy.trainable())
-        with self._peaks.of("activate"), self._held.within(live):
+        with self._peaks.of("activate"), self._held.using(live):
             if why := self._store.move(self._held, version):
                 _log.warning("version %d was read from an anchor: %s", version, why)
         self._trainer_view.version, self._unsettled_from, self._state_is_stale = version, None, True
@@ -444,7 +444,7 @@ class TrainerWorker:
         known = self._store.known().get(version)
         if self._anchored == version or (known and known.anchored):
             return UpdateWritten(version, 0, 0.0, already=True)
-        with self._held.beside(dict(self._open_parts.policy.trainable())):
+        with self._held.on_device_of(dict(self._open_parts.policy.trainable())):
             written = self._store.anchor(version, self._held.tensors, self._open_parts.optimizer.state())
         self._anchored = version
         self._store.forget(set(keep) & self._store.named())

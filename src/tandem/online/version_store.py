@@ -1,12 +1,12 @@
-"""Versions on the disk: anchors, which hold everything, and updates, which hold what changed since the version before.
+"""Versions on the disk: anchors hold all weights and the optimizer state, updates hold the changes since their parent.
 
-`anchor-000010/` and `update-000012-from-000010/` are sealed directories (io/sealed_directory.py), never changed and
-never named twice. Their names alone tell the tree: training on after a rollback makes a branch. Which version is the
-one that counts is not said here but where jobs are committed; a version that was written and never committed is
-forgotten by name. One process writes; any may read.
+`anchor-000010/` and `update-000012-from-000010/` are sealed directories (io/sealed_directory.py). They are never
+changed, and a version number is never used again. Their names alone define the tree: training on after a rollback makes
+a branch. The job store, not this one, says which versions are committed and which is active; `forget` removes the
+others. One process writes; any may read.
 
-A version is made from the nearest anchor behind it and the updates on the way. Updates go both ways, so an anchor
-further on serves as well where that way is damaged; its optimizer does not, having seen what came later.
+A version is loaded from the nearest anchor before it and the updates between. Updates apply in both directions, so if
+one of them is damaged, a later anchor does as well; but not its optimizer state, which has seen the later steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.io import sealed_directory
-from tandem.online.weight_deltas import HeldVersion, Update, make, walk
+from tandem.online.weight_deltas import HeldVersion, Update, apply_updates, make_update
 
 _ANCHOR = re.compile(r"anchor-(\d{6,})")
 _UPDATE = re.compile(r"update-(\d{6,})-from-(\d{6,})")
@@ -53,7 +53,7 @@ class Known:
 
     version: int
     parent: int | None
-    """None: there is no update to it."""
+    """None: there is no update that leads to it."""
     anchored: bool
 
 
@@ -61,42 +61,42 @@ class Known:
 class LoadedVersion:
     held: HeldVersion
     state: Mapping[str, Tensor] | None
-    """Of the anchor that this was made from. None if that is a later one: its optimizer saw what came after."""
+    """Optimizer state of the anchor that was read; None if that anchor is later than the version."""
     state_version: int
     notes: Mapping[str, Any]
-    """Of that anchor."""
+    """The anchor's notes."""
 
 
 class VersionStore:
-    """`anchor_every`: updates from an anchor at most. `anchor_share`: their bytes at most, of the anchor's."""
+    """An anchor is due after `anchor_every` updates, or once their size exceeds `anchor_share` of the last anchor's."""
 
     def __init__(self, directory: Path, *, anchor_every: int = 16, anchor_share: float = 0.5, threads: int = 1) -> None:
         self.directory = directory
         self.damaged: dict[str, str] = {}
-        """Directories that were found to be, and why. They are gone around."""
+        """Directories that were found damaged, and why. They are not read again."""
         self.without_state: dict[str, str] = {}
-        """Anchors whose optimizer was found to be, and why: their weights are as good as any."""
+        """Anchors whose optimizer state was found damaged, and why. Their weights are still used."""
         self._every, self._share, self._threads = anchor_every, anchor_share, threads
 
-    # --- what there is
+    # --- what is there
 
     def known(self) -> dict[int, Known]:
-        """By version; of what is damaged, nothing."""
+        """Return the versions on the disk, without damaged directories."""
         parents, anchors = self._names()
         return {version: Known(version, parents.get(version), version in anchors) for version in {*parents, *anchors}}
 
     def named(self) -> set[int]:
-        """The versions that anything is there of, damaged or not."""
+        """Return the versions that have any directory, damaged or not."""
         parents, anchors = self._names(damaged=True)
         return {*parents, *anchors}
 
     def anchor_due(self, version: int) -> bool:
         parents, anchors = self._names()
-        way = _up(version, parents)
-        anchor = next((each for each in way if each in anchors), None)
+        path = _ancestors(version, parents)
+        anchor = next((each for each in path if each in anchors), None)
         if anchor is None:
             return True
-        updates = way[: way.index(anchor)]
+        updates = path[: path.index(anchor)]
         if len(updates) >= self._every:
             return True
         sizes = (_size(self._update(each, parents[each]) / _PLANES) for each in updates)
@@ -111,15 +111,15 @@ class VersionStore:
         state: Mapping[str, Tensor] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> StoredUpdate:
-        """All of it, durably. CheckpointError if the weights are not what the update to this version says. On any
-        thread, of tensors that are not written meanwhile."""
+        """Write weights and optimizer state, durably. CheckpointError if the weights differ from the digest in the
+        update to this version. Call it on any thread; the tensors must not change meanwhile."""
         started, held = time.perf_counter(), HeldVersion.of(version, weights)
         parents, _ = self._names()
         if version not in parents:
             self._refuse_old(version)
-        elif (said := self._head(self._update(version, parents[version]))["digest"]) != held.digest:
+        elif (expected := self._head(self._update(version, parents[version]))["digest"]) != held.digest:
             raise CheckpointError(
-                f"anchor {version}: these weights have digest {held.digest}, version {version} {said}"
+                f"anchor {version}: these weights have digest {held.digest}, but version {version} has {expected}"
             )
         with sealed_directory.sealed(self._anchor(version)) as directory:
             save_file(_plain(weights), directory / _WEIGHTS)
@@ -131,33 +131,34 @@ class VersionStore:
     def update(
         self, version: int, held: HeldVersion, live: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None
     ) -> StoredUpdate:
-        """What leads from `held` to `live`, durably; `held` is then `version`, and still its parent if this fails."""
+        """Write the changes from `held` to `live`, durably. `held` becomes `version`; if this fails it stays its
+        parent."""
         self._refuse_old(version)
         started, parent = time.perf_counter(), held.version
         if parent not in self.known():
-            raise CheckpointError(f"{self.directory}: version {parent}, that {version} is to follow, was never written")
-        made = make(version, held, live, dict(notes or {}))
+            raise CheckpointError(f"{self.directory}: version {parent}, the parent of {version}, was never written")
+        made = make_update(version, held, live, dict(notes or {}))
         path = self._update(version, parent)
         try:
             with sealed_directory.sealed(path) as directory:
-                save_file({str(index): piece.raw for index, piece in enumerate(made.pieces)}, directory / _PLANES)
+                save_file({str(index): block.raw for index, block in enumerate(made.blocks)}, directory / _PLANES)
                 _write_head(directory, made.head())
         except BaseException:
-            with held.beside(live):
-                walk(held, [lambda: made])
+            with held.on_device_of(live):
+                apply_updates(held, [lambda: made])
             raise
         return self._written(path, version, started, made.digest, made.changed, made.total)
 
     def forget(self, keep: Collection[int]) -> None:
-        """Whatever no version of `keep` needs: orphans, and what lies behind the anchors of the oldest. Of those that
-        cannot be made any more, the rest stays, since it may be repaired."""
+        """Remove all directories that no version of `keep` needs. If a version cannot be loaded any more, what is left
+        of it stays: it may be repaired."""
         parents, anchors = self._names()
         of_all, _ = self._names(damaged=True)
-        if odd := sorted(set(keep) - self.named()):
-            raise CheckpointError(f"{self.directory}: version {odd[0]} is to be kept, and is not there")
-        ways = [_way_to_anchor(version, parents, anchors) or _up(version, of_all) for version in keep]
-        wanted = {version for way in ways for version in way}
-        used = {way[-1] for way in ways}
+        if missing := sorted(set(keep) - self.named()):
+            raise CheckpointError(f"{self.directory}: version {missing[0]} is to be kept, but is not there")
+        paths = [_path_to_anchor(version, parents, anchors) or _ancestors(version, of_all) for version in keep]
+        wanted = {version for path in paths for version in path}
+        used = {path[-1] for path in paths}
         for version, parent in parents.items():
             if not {version, parent} <= wanted:
                 sealed_directory.remove(self._update(version, parent))
@@ -165,36 +166,36 @@ class VersionStore:
             sealed_directory.remove(self._anchor(version))
 
     def sweep(self) -> None:
-        """What a writer that was killed left half done. Only for the one that writes."""
+        """Remove what a killed writer left unfinished. Only the writing process may call this."""
         sealed_directory.sweep(self.directory)
 
     # --- reading
 
     def load(self, version: int, device: str | torch.device = "cpu") -> LoadedVersion:
-        """CheckpointDamaged, with the reasons, if it cannot be made any more."""
+        """Load a version. CheckpointDamaged, with the reasons, if no undamaged path leads to it."""
         while True:
             parents, anchors = names = self._names()
-            way = _way_to_anchor(version, parents, anchors)
-            if way is None:
+            path = _path_to_anchor(version, parents, anchors)
+            if path is None:
                 raise CheckpointDamaged(
-                    f"{self.directory}: no whole way leads from an anchor to version {version} ({self._reasons()})"
+                    f"{self.directory}: no undamaged path leads from an anchor to version {version} ({self._reasons()})"
                 )
             try:
-                held, notes = self._read_anchor(way[-1], device)
-                walk(held, self._updates(way[::-1], parents), self._threads)
+                held, notes = self._read_anchor(path[-1], device)
+                apply_updates(held, self._updates(path[::-1], parents), self._threads)
             except CheckpointDamaged:
                 if names == self._names():
-                    raise  # no file is to blame
-                continue  # another way
-            if way[-1] in _up(version, parents):
-                return LoadedVersion(held, self._state(way[-1]), way[-1], notes)
-            return LoadedVersion(held, None, way[-1], {})
+                    raise  # the files were good: another path would not help
+                continue  # the damaged directory is known now: try another path
+            if path[-1] in _ancestors(version, parents):
+                return LoadedVersion(held, self._state(path[-1]), path[-1], notes)
+            return LoadedVersion(held, None, path[-1], {})
 
     def state_of(self, version: int) -> tuple[Mapping[str, Tensor], int] | None:
-        """The optimizer's, and whose: of the nearest anchor behind this version whose state is whole. The weights are
-        not looked at."""
+        """Return the optimizer state of the nearest anchor at or before this version, and that anchor's version.
+        Anchors with damaged state are skipped; weights are not checked."""
         parents, anchors = self._names(damaged=True)
-        for each in _up(version, parents):
+        for each in _ancestors(version, parents):
             if each in anchors and (state := self._state(each)) is not None:
                 return state, each
         return None
@@ -209,46 +210,46 @@ class VersionStore:
         return load_file(path / _STATE)
 
     def whole(self, version: int, device: str | torch.device = "cpu") -> tuple[LoadedVersion, list[str]]:
-        """The nearest version, from this one back to the first, that can be made; and what was found damaged. That gets
-        other names: only for the one that writes."""
+        """Load this version, or else its nearest ancestor that is undamaged; also return what was found damaged.
+        Damaged directories are renamed: only the writing process may call this."""
         parents, _ = self._names()
         reasons: list[str] = []
-        for each in _up(version, parents):
+        for each in _ancestors(version, parents):
             try:
                 loaded = self.load(each, device)
             except CheckpointDamaged as error:
                 reasons.append(f"version {each}: {error}")
                 continue
-            reasons += [f"{name} is damaged, now called {aside}" for name, aside in self._set_aside().items()]
-            reasons += [f"{name} has no optimizer any more: {why}" for name, why in self.without_state.items()]
+            reasons += [f"{name} is damaged, and was renamed to {aside}" for name, aside in self._set_aside().items()]
+            reasons += [f"{name} has no optimizer state any more: {why}" for name, why in self.without_state.items()]
             return loaded, reasons
         raise CheckpointDamaged(
-            f"{self.directory}: neither version {version} nor any before it is whole ({'; '.join(reasons)}); mend one "
-            "of the files, or begin in another directory"
+            f"{self.directory}: version {version} and all before it are damaged ({'; '.join(reasons)}); repair one of "
+            "the files, or start in another directory"
         )
 
     def move(self, held: HeldVersion, version: int) -> str:
-        """Back, forward or to another branch, in place: at the cost of what changed between; empty. Where no whole way
-        leads there, all of it is read from an anchor, and this says why. `held` stays as it was where that fails."""
+        """Change `held` to another version in place, by the updates between the two; return "". If no undamaged path
+        leads there, read that version from an anchor and return why. If this fails, `held` stays as it was."""
         while True:
             parents, _ = self._names()
-            way = _way(held.version, {version}, parents)
-            if way is None:
+            path = _shortest_path(held.version, {version}, parents)
+            if path is None:
                 return self._move_all(held, version)
             try:
-                walk(held, self._updates(way, parents), self._threads)
+                apply_updates(held, self._updates(path, parents), self._threads)
                 return ""
             except CheckpointDamaged:
                 if self._names()[0] == parents:
                     raise
 
     def _move_all(self, held: HeldVersion, version: int) -> str:
-        left = held.version
+        before = held.version
         device = next(iter(held.tensors.values())).device
         loaded = self.load(version, device).held
         loaded.restore(held.tensors)
-        held.version, held.numbers = version, loaded.numbers
-        return f"no updates lead from version {left} to {version} ({self._reasons()}): it was read from its anchor"
+        held.version, held.digests = version, loaded.digests
+        return f"no updates lead from version {before} to {version} ({self._reasons()}): it was read from its anchor"
 
     # --- names
 
@@ -259,24 +260,27 @@ class VersionStore:
         return self.directory / f"update-{version:06d}-from-{parent:06d}"
 
     def _names(self, *, damaged: bool = False) -> tuple[dict[int, int], set[int]]:
-        """The parent of each version that has one; the versions that are anchored. `damaged`: of those too."""
+        """Return the parent of each version that has an update, and the versions that have an anchor. `damaged`: count
+        damaged directories, too."""
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         sound = [name for name in names if damaged or name not in self.damaged]
         parents = {int(match[1]): int(match[2]) for name in sound if (match := _UPDATE.fullmatch(name))}
         return parents, {int(match[1]) for name in sound if (match := _ANCHOR.fullmatch(name))}
 
     def _refuse_old(self, version: int) -> None:
-        """Damaged ones and half-written ones count too: their numbers may have been seen."""
+        """CheckpointError unless the number is new. Damaged and unfinished directories count: clients may know them."""
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         newest = max((int(match[1]) for name in names if (match := _NUMBER.search(name))), default=-1)
         if version <= newest:
-            raise CheckpointError(f"{self.directory}: version {newest} was there before; {version} is no new number")
+            raise CheckpointError(
+                f"{self.directory}: version {newest} was there before; the next must be larger, not {version}"
+            )
 
     # --- files
 
-    def _updates(self, way: Sequence[int], parents: Mapping[int, int]) -> list[Callable[[], Update]]:
-        """What leads along it."""
-        edges = ((there, here) if parents.get(there) == here else (here, there) for here, there in pairwise(way))
+    def _updates(self, path: Sequence[int], parents: Mapping[int, int]) -> list[Callable[[], Update]]:
+        """Return functions that read the updates along a path."""
+        edges = ((there, here) if parents.get(there) == here else (here, there) for here, there in pairwise(path))
         return [partial(self._read_update, self._update(*edge)) for edge in edges]
 
     def _read_update(self, path: Path) -> Update:
@@ -286,27 +290,27 @@ class VersionStore:
     def _read_anchor(self, version: int, device: str | torch.device) -> tuple[HeldVersion, dict[str, Any]]:
         path = self._anchor(version)
         head = self._head(path, only=[_HEAD, _WEIGHTS])
-        held = HeldVersion.of(
-            version, load_file(path / _WEIGHTS, device=str(device))
-        )  # private pages: files stay as they are
+        weights = load_file(path / _WEIGHTS, device=str(device))  # mapped privately: writing does not change the file
+        held = HeldVersion.of(version, weights)
         if held.digest != head["digest"]:
             raise CheckpointDamaged(f"{path}: its weights have digest {held.digest} instead of {head['digest']}")
         return held, head["notes"]
 
     def _head(self, path: Path, only: Collection[str] = ()) -> dict[str, Any]:
-        """Of a directory of which every byte was looked at, or of these files."""
+        """Verify a directory, or only these files, and read its head."""
         try:
             sealed_directory.verify(path, only)
         except CheckpointDamaged as error:
-            if path.is_dir():  # it may be all of them that cannot be reached, for a while
+            if path.is_dir():  # else the whole store may be unreachable for a while
                 self.damaged[path.name] = str(error)
             raise
         return json.loads((path / _HEAD).read_text(encoding="utf-8"))
 
     def _set_aside(self) -> dict[str, str]:
-        there = [name for name in self.damaged if (self.directory / name).exists()]
+        present = [name for name in self.damaged if (self.directory / name).exists()]
         return {
-            name: f"{sealed_directory.quarantine(self.directory / name).name} ({self.damaged[name]})" for name in there
+            name: f"{sealed_directory.quarantine(self.directory / name).name} ({self.damaged[name]})"
+            for name in present
         }
 
     def _reasons(self) -> str:
@@ -317,39 +321,39 @@ class VersionStore:
         return StoredUpdate(version, size_bytes, time.perf_counter() - started, digest, changed, total)
 
 
-def _up(version: int, parents: Mapping[int, int]) -> list[int]:
-    """From it back to the first."""
+def _ancestors(version: int, parents: Mapping[int, int]) -> list[int]:
+    """Return the version and its ancestors, back to the first."""
     found = [version]
     while (parent := parents.get(found[-1])) is not None:
         found.append(parent)
     return found
 
 
-def _way_to_anchor(version: int, parents: Mapping[int, int], anchors: set[int]) -> list[int] | None:
-    """Of the way back to the first, or of all that there are."""
-    before = anchors.intersection(_up(version, parents))
-    return _way(version, before, parents) or _way(version, anchors, parents)
+def _path_to_anchor(version: int, parents: Mapping[int, int], anchors: set[int]) -> list[int] | None:
+    """Return the path to the nearest anchor among the ancestors, or else to the nearest of all."""
+    before = anchors.intersection(_ancestors(version, parents))
+    return _shortest_path(version, before, parents) or _shortest_path(version, anchors, parents)
 
 
-def _way(start: int, goals: Collection[int], parents: Mapping[int, int]) -> list[int] | None:
-    """The shortest, along updates, from `start` to any of the goals; both ends included."""
-    beside: dict[int, list[int]] = {}
+def _shortest_path(start: int, goals: Collection[int], parents: Mapping[int, int]) -> list[int] | None:
+    """Return the shortest path along updates from `start` to any of the goals, both ends included."""
+    neighbours: dict[int, list[int]] = {}
     for version, parent in parents.items():
-        beside.setdefault(version, []).append(parent)
-        beside.setdefault(parent, []).append(version)
-    came: dict[int, int] = {start: start}
-    ahead = deque([start])
-    while ahead:
-        here = ahead.popleft()
+        neighbours.setdefault(version, []).append(parent)
+        neighbours.setdefault(parent, []).append(version)
+    previous: dict[int, int] = {start: start}
+    frontier = deque([start])
+    while frontier:
+        here = frontier.popleft()
         if here in goals:
-            way = [here]
-            while way[-1] != start:
-                way.append(came[way[-1]])
-            return way[::-1]
-        for there in beside.get(here, []):
-            if there not in came:
-                came[there] = here
-                ahead.append(there)
+            path = [here]
+            while path[-1] != start:
+                path.append(previous[path[-1]])
+            return path[::-1]
+        for neighbour in neighbours.get(here, []):
+            if neighbour not in previous:
+                previous[neighbour] = here
+                frontier.append(neighbour)
     return None
 
 
@@ -358,7 +362,7 @@ def _write_head(directory: Path, head: Mapping[str, Any]) -> None:
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As the file format wants them: each in memory of its own."""
+    """Copy each tensor to its own host memory, as the file format needs."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
