@@ -148,7 +148,7 @@ def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
     assert recorded == [["requests", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"]]
     assert {(each["python"], each["unchecked"], each["engine"]) for each in asked} == {("/p/python", True, "vllm")}
     assert "shared: not here: no GPU" in told
-    assert len(told) == 1 + len(engine_commands.BRIDGES) + 1 + 1
+    assert len(told) == 1 + len(engine_commands.CHECKED_BRIDGES) + 1 + 1
 
 
 @pytest.mark.parametrize(

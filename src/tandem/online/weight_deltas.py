@@ -281,7 +281,7 @@ def _digests_after(update: Update, held: HeldVersion, now: Mapping[str, int]) ->
             found = digest.text(now[name]) if name in now else "missing"
             raise CheckpointError(
                 f"update {update.version}: '{name}' must have digest {digest.text(expected)} in version {held.version}, "
-                f"not {found}: these weights are of another model, or were written to; load them again"
+                f"not {found}: the weights are of another model or were overwritten; load them again"
             )
     return {name: after if forward else before for name, (before, after) in update.touched.items()}
 

@@ -24,7 +24,7 @@ from tandem.types import Completion, Sampling
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
 
-BRIDGES = tuple(name for name in sync_bench.BRIDGES if name != "inproc")  # inproc is for the embedded engine
+CHECKED_BRIDGES = tuple(name for name, traits in BRIDGES.items() if not traits.in_process)
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
@@ -99,7 +99,7 @@ def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
 
 
 def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
-    for name in BRIDGES:
+    for name in CHECKED_BRIDGES:
         (row,) = sync_bench.bench_sync(
             "tiny", [name], device=device, engine="vllm", rounds=_ROUNDS, python=python, unchecked=True
         ).rows
