@@ -79,7 +79,7 @@ def test_what_is_no_token_is_refused_and_never_told(tmp_path: Path, text: str):
 
 
 def test_an_address_of_another_machine_cannot_be_listened_on():
-    with pytest.raises(SpecError, match=r"sync.host = '192\.0\.2\.1': nobody can listen there"):
+    with pytest.raises(SpecError, match=r"sync.host = '192\.0\.2\.1': the trainer cannot listen there"):
         BroadcastBridge(host="192.0.2.1").source()
 
 

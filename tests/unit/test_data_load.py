@@ -188,7 +188,7 @@ def test_a_file_that_is_not_there_is_refused_by_its_field(tmp_path):
 
 def test_a_file_of_another_kind_is_refused_with_the_command_that_converts_it(tmp_path):
     raw = {"recipe": "sft", "model": {"preset": "tiny"}, "train": {"steps": 1, "lr": 0.1}}
-    with pytest.raises(SpecError, match=r'data\.path = "rows\.csv": only \.jsonl and \.parquet files are read'):
+    with pytest.raises(SpecError, match=r'data\.path = "rows\.csv": must end in \.jsonl or \.parquet'):
         parse_spec({**raw, "data": {"kind": "file", "path": "rows.csv"}})
     (tmp_path / "my rows.csv").write_text("prompt,completion\nhow much?,seven\n")
     (tmp_path / "rows.json").write_text('[{"prompt": "how much?", "completion": "seven"}]')

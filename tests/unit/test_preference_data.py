@@ -194,7 +194,7 @@ def test_a_preference_spec_loads_and_survives_a_round_trip() -> None:
     [
         ({"algorithm": {"kind": "grpo"}}, 'algorithm.kind = "grpo"', "'dpo'"),
         ({"algorithm": {"bta": 0.2}}, "algorithm.bta = 0.2: unknown here", "did you mean 'beta'?"),
-        ({"algorithm": {"beta": 0.0}}, "algorithm.beta = 0.0", "greater than 0"),
+        ({"algorithm": {"beta": 0.0}}, "algorithm.beta = 0.0", "must be positive"),
         ({"algorithm": {"label_smoothing": 0.5}}, "algorithm.label_smoothing = 0.5", "less than 0.5"),
         ({"algorithm": {"sft_coef": -1.0}}, "algorithm.sft_coef = -1.0", "greater than or equal to 0"),
         ({"train": {"steps": 8, "lr": 1e-4, "group_size": 2}}, "train.group_size = 2: unknown here", "batch_size"),
@@ -203,7 +203,7 @@ def test_a_preference_spec_loads_and_survives_a_round_trip() -> None:
         (
             {"train": {"steps": 8, "lr": 1e-4, "schedule": {"kind": "linear", "warmup_steps": 8}}},
             "train.schedule.warmup_steps = 8",
-            "below 8",
+            "below train.steps = 8",
         ),
     ],
 )

@@ -211,7 +211,7 @@ def test_an_evaluation_scores_the_unclosed_0_and_takes_nothing_off_for_length(ca
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(scores()) == [1.0, 0.0, 1.0, 0.0]
     assert asyncio.run(scores("correct")) == [1.0, 0.0, 1.0, 0.0]
-    assert "2 of 4 answers score 0: their thinking was never closed" in caplog.text
+    assert "2 of 4 answers score 0: their thinking never ended" in caplog.text
 
 
 # --- the spec

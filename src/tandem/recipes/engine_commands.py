@@ -226,7 +226,7 @@ async def _versions(served: ServedVersion) -> str:
 
 
 _CHECKS: dict[str, Callable[[ServedVersion], Any]] = {
-    "as many tokens as served for": _counts,
+    "as many tokens as asked for": _counts,
     "logprobs are the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,
     "a stop id ends it": _stop_ids,
