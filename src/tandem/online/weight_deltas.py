@@ -281,7 +281,8 @@ def _digests_after(update: Update, held: HeldVersion, now: Mapping[str, int]) ->
             found = digest.text(now[name]) if name in now else "missing"
             raise CheckpointError(
                 f"update {update.version}: '{name}' must have digest {digest.text(expected)} "
-                f"in version {held.version}, not {found}: the weights are of another model or were overwritten; load them again"
+                f"in version {held.version}, not {found}: the weights are of another model or were overwritten; "
+                "load them again"
             )
     return {name: after if forward else before for name, (before, after) in update.touched.items()}
 
