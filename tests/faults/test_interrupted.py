@@ -85,4 +85,4 @@ def test_ctrl_c_ends_a_sweep_and_says_how_to_go_on(tmp_path: Path):
         sweep(sft(tmp_path, every=100), [0, 1], tmp_path / "sweep", console=Console(file=said, width=200))
     assert state(first) == "stopped"
     assert not (tmp_path / "sweep" / "seed-1").exists()
-    assert f"the same command with --dir {tmp_path / 'sweep'} goes on" in said.getvalue()
+    assert f"to resume it, give the same command with --dir {tmp_path / 'sweep'}" in said.getvalue()

@@ -89,7 +89,7 @@ def test_an_engine_that_was_started_anew_answers_nothing_with_its_start_weights(
         await asyncio.to_thread(standing.stop)
         await asyncio.to_thread(standing.start)
         assert standing.engine.boot_id != boot
-        with pytest.raises(EngineLost, match="started anew"):
+        with pytest.raises(EngineLost, match="it has restarted"):
             await rig.answer()
         if not retries:
             await rig.refused(EngineLost, "engine: ")

@@ -129,4 +129,4 @@ def test_an_environment_that_forgets_its_correct_later_is_not_scored_by_somethin
 ):
     with pytest.raises(TooManyFailures, match="8 of 8 episodes failed"):
         train(spec_of(tmp_path, "Forgetful"))
-    assert "no `correct` in its metrics, as earlier ones had" in (tmp_path / "run" / "log.txt").read_text()
+    assert "its metrics lack `correct`, which earlier evaluations had" in (tmp_path / "run" / "log.txt").read_text()
