@@ -85,7 +85,7 @@ def test_the_page_s_own_commands_train_on_an_environment_of_theirs(tmp_path: Pat
             os.kill(pid, signal.SIGKILL)
         said, _ = first.communicate(timeout=120)
     assert first.returncode == 1, said
-    assert "environment-0 ended before the run did, and so everything was ended: signal 9" in said
+    assert "environment-0 ended before the run did, so all processes were stopped: signal 9" in said
     assert "Traceback" not in said
     wait_until(lambda: not named(tmp_path), 20)
 
