@@ -106,14 +106,14 @@ def play(directory: Path, lag: int, seed: int, steps: int) -> dict[str, Any]:
     spec.write_text(
         SPEC.format(seed=seed, model=model, python=PYTHON, environment=ENVIRONMENT, steps=steps, lag=lag, lr=LR)
     )
-    commands = {"engine": atropos_run._engine_command, "trainer": atropos_run._trainer_command}  # pyright: ignore[reportPrivateUsage]
+    commands = {"engine": atropos_run.engine_command, "trainer": atropos_run.trainer_command}
     for role, command in commands.items():
 
         def watched(plan: Any, role: str = role, command: Any = command) -> list[str]:
             program, _, _, *rest = command(plan)
             return [program, str(Path(__file__).resolve()), "--as", role, str(directory / f"{role}.jsonl"), *rest]
 
-        setattr(atropos_run, f"_{role}_command", watched)
+        setattr(atropos_run, f"{role}_command", watched)
     error = ""
     try:
         atropos_run.run_atropos(load_spec(spec), directory / "run", tell=lambda text: None)
@@ -121,7 +121,7 @@ def play(directory: Path, lag: int, seed: int, steps: int) -> dict[str, Any]:
         error = f"{type(failed).__name__}: {failed}"
     finally:
         for role, command in commands.items():
-            setattr(atropos_run, f"_{role}_command", command)
+            setattr(atropos_run, f"{role}_command", command)
     return measured(directory, error)
 
 

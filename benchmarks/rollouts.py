@@ -281,19 +281,19 @@ def form_ms(queued: int) -> float:
     state.trainer = TrainerSpec("bench", groups_per_step=8, max_lag=1)
     for id in range(1, 5):
         state.environments[id] = EnvironmentState(id, f"e{id}", RegisteredEnvironment(f"e{id}", weight=float(id)), 0.0)
-    state.share_out()
+    state.update_shares()
     for number in range(queued):
         entry = QueueEntry(number, number % 4 + 1, place=SegmentPlace(1, 0, 0, 0), size=8, tokens=8192)
         state.entries[number] = entry
-        state.environments[entry.environment].line.append(entry)
-        state.in_lines += 1
+        state.environments[entry.environment].backlog.append(entry)
+        state.in_backlogs += 1
     slowest = 0.0
     for _ in range(20):
         started = time.perf_counter()
         chosen, _ = state.ready(8)
-        state.lend(chosen, 0.0)
+        state.lease_out(chosen, 0.0)
         slowest = max(slowest, (time.perf_counter() - started) * 1000)
-        state.holding.clear()
+        state.leases.clear()
     return slowest
 
 

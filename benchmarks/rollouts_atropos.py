@@ -39,7 +39,7 @@ PROMPT_SHARE = 8
 BATCH = 64
 NATIVE = (
     ("native JSON of 8, groups/s", rollouts.JSON, 8, 1),
-    ("native binary of 64, groups/s", rollouts.wire.BINARY, 64, 8),
+    ("native binary of 64, groups/s", rollouts.codec.BINARY, 64, 8),
 )
 """Name, content type, groups a post, and how many times the others' groups: binary ones are over too soon."""
 

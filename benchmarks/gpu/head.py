@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.ops import byte_sizes
 from tandem.ops import fused_logprobs as ops
 
 DEVICE = "cuda"
@@ -156,8 +157,8 @@ class Products:
         tokens, vocab = len(self._hidden_NH), len(self._weight_VH)
         self._logits_NV = torch.empty(tokens, vocab, device=DEVICE, dtype=torch.bfloat16)
         self._hidden_grad_NH, self._weight_grad_VH = (torch.empty_like(leaf) for leaf in case.leaves)
-        self._chunks = list(ops._pieces(tokens, 4096, 256))
-        self._blocks = list(ops._pieces(vocab, 4096, 256))
+        self._chunks = list(byte_sizes.pieces(tokens, 4096, 256))
+        self._blocks = list(byte_sizes.pieces(vocab, 4096, 256))
 
     def whole(self) -> None:
         for _ in range(2):

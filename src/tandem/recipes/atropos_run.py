@@ -129,7 +129,7 @@ def _ports(home: Path) -> dict[str, int]:
 # --- command lines
 
 
-def _engine_command(plan: ProcessPlan) -> list[str]:
+def engine_command(plan: ProcessPlan) -> list[str]:
     spec, engine = plan.spec, plan.engine
     if isinstance(engine, VllmEngineSpec):
         engine = engine.model_copy(
@@ -223,7 +223,7 @@ class RunProcesses:
     def start(self) -> None:
         plan = self._plan
         self._tell(f"processes, logs and data: {plan.home}")
-        self.begin("engine", _engine_command(plan))
+        self.begin("engine", engine_command(plan))
         self.begin("rollouts", _rollouts_command(plan))
         self.wait_ready("engine", plan.engine.start_deadline_s)
         self.wait_ready("rollouts", _READY_S)
