@@ -120,7 +120,7 @@ def test_it_learns_while_it_answers_and_goes_back(tmp_path: Path, more: str):
         assert (
             base == {}
             if more == FULL
-            else (base["engaged"], "memory of a GPU alone" in base["why_not"]) == (False, True)
+            else (base["engaged"], "only GPU memory can be shared" in base["why_not"]) == (False, True)
         )
     finally:
         end.set()
