@@ -1,14 +1,17 @@
-"""The architecture on one page: the interface of each part. Callers rely on nothing beyond it.
+"""The architecture on one page: the interface of each part. Callers rely on nothing beyond it. What only some
+implementations of a part can do is a runtime-checkable protocol of its own; callers ask for it by `isinstance`.
 
 The loop (`tandem.loop`) uses these protocols only; `tandem.build` alone picks the concrete classes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tandem.types import (
     Batch,
@@ -55,12 +58,25 @@ class Chat(Protocol):
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str: ...   # asks the judge model
 
 
+@runtime_checkable
+class TimedChat(Protocol):
+    """A chat whose episode has a deadline."""
+
+    def off_the_clock(self) -> AbstractContextManager[None]: ...   # suspends the deadline while other work is awaited
+
+
 class Environment(Protocol):
-    """Tasks, and how one is played and scored. An environment that also has `demonstrate(task, rng) -> list[Message]`,
-    the turns that should follow `task.messages`, can warm up with SFT."""
+    """Tasks, and how one is played and scored."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...    # the tasks of "train" or "eval"
     async def run(self, task: Task, chat: Chat) -> Outcome: ...   # plays one episode and scores it
+
+
+@runtime_checkable
+class DemonstratingEnvironment(Protocol):
+    """An environment that can warm up with SFT."""
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]: ...   # turns to follow task.messages
 
 
 Credit = list[list[float]]                                # of one group: per trajectory, per trained token
@@ -90,6 +106,30 @@ class DigestedEngine(Engine, Protocol):
     """An engine that can compute digests of its weights at any time."""
 
     async def fingerprints(self) -> Fingerprints: ...     # computes the digests of the served weights now
+
+
+@runtime_checkable
+class PooledEngine(Protocol):
+    """Several engines that are one Engine."""
+
+    async def generate_each(
+        self, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Mapping[str, Completion]: ...                    # samples one completion from each engine; by engine name
+
+
+@runtime_checkable
+class StartingEngine(Protocol):
+    """An engine whose requests wait while it starts."""
+
+    @property
+    def is_coming(self) -> bool: ...                      # whether requests wait for a start, which has a deadline
+
+
+@runtime_checkable
+class FindableEngine(Protocol):
+    """An engine that can look for its lost server."""
+
+    async def found(self) -> None: ...                    # returns once the lost server answers again
 
 
 class WeightSource(Protocol):

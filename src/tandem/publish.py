@@ -1,7 +1,7 @@
 """Publish a version to the engine and prove that it is served; otherwise the old version stays, with an error.
 
-consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt produces: proofs
-within `deadline_s` an attempt
+consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt
+produces: proofs                       within `deadline_s` an attempt
 
 A proof has three parts. Fingerprints: both ends compute them separately, of every tensor in the form in which it is
 served, and they are equal; if both ends share one memory, the fingerprints say which memory. The cache epoch: the
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
 from tandem.ops.forwarding_source import Relay
-from tandem.protocols import Engine, WeightBridge
+from tandem.protocols import Engine, PooledEngine, WeightBridge
 from tandem.types import Completion, Fingerprints, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
 if TYPE_CHECKING:
@@ -359,8 +359,9 @@ class Publisher:
 
     async def _generate_each(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
         """Ask each engine of a pool: with the right weights one may still compute another model."""
-        each: Callable[..., Awaitable[Mapping[str, Completion]]] | None = getattr(self._engine, "generate_each", None)
-        return await each(prompt, sampling) if each else {"": await self._engine.generate(prompt, sampling)}
+        if isinstance(self._engine, PooledEngine):
+            return await self._engine.generate_each(prompt, sampling)
+        return {"": await self._engine.generate(prompt, sampling)}
 
     async def _call_engine(self, call: Awaitable[None], what: str) -> bool:
         """Await a call of the engine. Return False if the engine is lost and may be attached again."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
 from tandem.ops.forwarding_source import Relay
-from tandem.protocols import Engine, OnToken, WeightSource
+from tandem.protocols import Engine, FindableEngine, OnToken, StartingEngine, WeightSource
 from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
@@ -79,8 +79,10 @@ class EnginePool:
     @property
     def is_coming(self) -> bool:
         """True if no engine can sample now, but one is coming back."""
-        there = self._those("in")
-        return all(getattr(member.engine, "is_coming", False) for member in there) if there else self._attached
+        engines = [member.engine for member in self._those("in")]
+        if not engines:
+            return self._attached
+        return all(isinstance(engine, StartingEngine) and engine.is_coming for engine in engines)
 
     async def generate(
         self,
@@ -292,12 +294,12 @@ class EnginePool:
 
     async def _search(self, member: _Member, *, at_once: bool) -> None:
         """Till it may be tried again. An engine can say itself when it is there: `found`."""
-        found: Callable[[], Coroutine[Any, Any, None]] | None = getattr(member.engine, "found", None)
-        waits = member.failures - 1 if found is not None and at_once else member.failures
+        engine = member.engine
+        waits = member.failures - 1 if isinstance(engine, FindableEngine) and at_once else member.failures
         if waits:  # one that fails over and over disturbs all others each time
             await asyncio.sleep(min(_TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
-        if found is not None:
-            await found()
+        if isinstance(engine, FindableEngine):
+            await engine.found()
         _log.info("pool: engine %s is tried again", member.name)
         if self._attached:
             self._move(member, "due")
