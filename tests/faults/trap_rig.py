@@ -28,7 +28,7 @@ from tandem.errors import SyncError
 from tandem.model.policy import CausalPolicy
 from tandem.ops.byte_sizes import shares_never
 from tandem.ops.digest import fingerprints
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.named_tensors import live_tensors
 from tandem.optim import master_weights
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer

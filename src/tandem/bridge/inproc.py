@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.errors import SyncError, SyncTimeout
-from tandem.ops.module_tensors import whereabouts
+from tandem.ops.named_tensors import whereabouts
 from tandem.types import Sent, WeightKind, Weights
 
 

@@ -598,7 +598,7 @@ def load_weights(model: BuiltModel, directory: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from tandem.ops.module_tensors import check_alike
+    from tandem.ops.named_tensors import check_alike
 
     saved = load_file(directory / "weights.safetensors")
     check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")

@@ -25,7 +25,7 @@ from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
-from tandem.ops.module_tensors import live_tensors, move_in, stand_on
+from tandem.ops.named_tensors import live_tensors, move_in, stand_on
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
@@ -50,6 +50,7 @@ class CausalPolicy:
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
+        self._derived_names = served_weights.derived_names(module)
         self._served_adapter = served_weights.StableAdapter(served_weights.adapted(module))
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
@@ -171,7 +172,7 @@ class CausalPolicy:
         if kind == "live":
             return Weights(version, kind, lambda: live_tensors(self.module))
         if kind == "full":
-            return Weights(version, kind, lambda: served_weights.whole(self.module))
+            return Weights(version, kind, lambda: served_weights.whole(self.module, self._derived_names))
         if self._adapter is None:
             raise SyncError("this policy has no adapter to send; set [model.lora], or choose another sync.bridge")
         return Weights(version, kind, self._served_adapter.tensors, served_weights.adapter_config(self._adapter))

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.model.quantized_base import exact, quantized_parts
-from tandem.ops.cuda_graph import Replay
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.batched_launches import Replay
+from tandem.ops.named_tensors import live_tensors
 
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _foreach_mul: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 
 
-@torch.no_grad()
-def whole(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names of a checkpoint of the plain model. Adapters are merged and few bits widened, one tensor at a time."""
+def derived_names(module: Any) -> set[str]:
+    """Return the names of weights that `whole` must compute: those under an adapter, and quantized ones."""
     few_bits = {id(part) for part in quantized_parts(module)}
-    changed = {
+    return {
         f"{name}.weight"
         for name, part in module.named_modules()
         if id(part) in few_bits or hasattr(type(part), "get_base_layer")
     }
+
+
+@torch.no_grad()
+def whole(module: Any, derived: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a plain checkpoint: adapters merged, quantized weights widened, one tensor at a time.
+    `derived`: what `derived_names` returned for this module."""
+    derived = derived_names(module) if derived is None else derived
     for name, tensor in live_tensors(module):
         plain = name.replace(".base_layer.", ".")
         if ".lora_" not in name:
-            yield plain, exact(module, plain) if plain in changed or name in changed else tensor.detach()
+            yield plain, exact(module, plain) if plain in derived or name in derived else tensor.detach()
 
 
 def base(module: Any) -> Iterator[tuple[str, Tensor]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops.digest_layout import DigestMatrix, Plain
-from tandem.ops.finite_check import Finite
+from tandem.ops.named_tensors import Finite
 from tandem.ops.option_report import requested
 from tandem.ops.phase_timer import Phases
 
@@ -124,7 +124,7 @@ class RepeatedDigest:
     and one wait, after a table that was made once."""
 
     def __init__(self, parts: Iterable[Piece], *, checked: bool = False, alone: bool = False) -> None:
-        """`checked`: `look` will be asked. `alone`: as ops/cuda_graph.py has it."""
+        """`checked`: `look` will be asked. `alone`: as ops/batched_launches.py has it."""
         self._parts = list(parts)
         self._checked = checked
         self._again: Any = None

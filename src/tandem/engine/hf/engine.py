@@ -33,7 +33,7 @@ from tandem.ops import attention_masks, digest
 from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.device_names import device_name
 from tandem.ops.lm_head import Head
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.named_tensors import live_tensors
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served

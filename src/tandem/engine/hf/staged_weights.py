@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
-from tandem.ops.module_tensors import live_tensors, move_in, whereabouts
+from tandem.ops.named_tensors import live_tensors, move_in, whereabouts
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
 

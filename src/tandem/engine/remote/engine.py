@@ -24,7 +24,7 @@ from tandem.engine.remote.client import RemoteServer
 from tandem.engine.remote.response import RemoteCompletion
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
 from tandem.ops.digest import fingerprints
-from tandem.ops.finite_check import Finite
+from tandem.ops.named_tensors import Finite
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.spec.bridges import traits_of

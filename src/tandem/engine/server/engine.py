@@ -78,6 +78,8 @@ class ServerEngine:
         self._connection: Connection | None = None
         self._meeting, self._met = asyncio.Lock(), asyncio.Event()
         self._source: WeightSource | None = None
+        self._restarts = False
+        """The bridge of `_source` starts a new engine with each version."""
         self._attachment, self._owner = 0, uuid.uuid4().hex
         self._version, self._loaded_boot = -1, ""
         self._serving = asyncio.Event()
@@ -131,13 +133,14 @@ class ServerEngine:
         if self._shares_memory:
             self._keep_renewing()
         source.attached(reply)
-        self._source = source
+        traits = traits_of(source.link)
+        self._source, self._restarts = source, traits is not None and traits.restarts_engine
 
     async def load(self, version: int) -> Served:
         connection, source = self._attached()
         await self._stop_renewing()
         self._make_room()
-        if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
+        if self._restarts:
             served = await self._load_by_restart(source, version)
         else:
             body = {**self._caller(), "version": version, "deadline_s": self._deadline_s}

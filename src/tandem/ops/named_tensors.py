@@ -1,4 +1,4 @@
-"""What a module consists of, by name."""
+"""List, place, compare and copy a module's tensors by name, and find those with values that are not finite."""
 
 from __future__ import annotations
 
@@ -80,3 +80,24 @@ class Copies:
         if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
             room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return room
+
+
+class Finite:
+    """Finds tensors with values that are not finite. It asks their device once, because each answer is a wait."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._bounds: list[Tensor] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if tensor.is_floating_point() and tensor.numel():
+            comparable = tensor if tensor.element_size() > 1 else tensor.float()  # 8-bit types have no minimum
+            self._names.append(name)
+            self._bounds.append(torch.stack(comparable.detach().aminmax()).isfinite().all())  # a NaN is its own minimum
+
+    def odd(self) -> list[str]:
+        """Return the names of tensors that hold such a value."""
+        if not self._bounds:
+            return []
+        sound = torch.stack(self._bounds).tolist()
+        return [name for name, whole in zip(self._names, sound, strict=True) if not whole]
