@@ -163,7 +163,7 @@ def _classify(cases: Sequence[Case]) -> Failure:
             again = rule.retriable and (rule.failure_class != "unknown" or not _raised_by_code(cases))
             return Failure(rule.failure_class, rule.id, rule.next, again, code)
     ended_with = {case.exit_code for case in cases}
-    name: FailureClass = next((name for name, kind in kinds().items() if kind.exit_code in ended_with), "unknown")
+    name = _class(next((name for name, kind in kinds().items() if kind.exit_code in ended_with), "unknown"))
     kind = kinds()[name]
     again = kind.retriable and (name != "unknown" or not _raised_by_code(cases))
     return Failure(name, "", kind.next, again, kind.exit_code)
