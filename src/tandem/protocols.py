@@ -73,8 +73,8 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class DemonstratingEnvironment(Protocol):
-    """An environment that can warm up with SFT."""
+class Demonstrator(Protocol):
+    """An environment that can warm up a model with SFT."""
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]: ...   # turns to follow task.messages
 
@@ -117,6 +117,13 @@ class PooledEngine(Protocol):
     ) -> Mapping[str, Completion]: ...                    # samples one completion from each engine; by engine name
 
 
+async def generate_each(engine: Engine, prompt_ids: Sequence[int], sampling: Sampling) -> Mapping[str, Completion]:
+    """Sample one completion from each engine of a pool, by name; from a single engine, under an empty name."""
+    if isinstance(engine, PooledEngine):
+        return await engine.generate_each(prompt_ids, sampling)
+    return {"": await engine.generate(prompt_ids, sampling)}
+
+
 @runtime_checkable
 class StartingEngine(Protocol):
     """An engine whose requests wait while it starts."""
@@ -139,7 +146,7 @@ class WeightSource(Protocol):
     def carries(self) -> WeightKind: ...                  # the form in which weights arrive
     @property
     def link(self) -> Mapping[str, Any]: ...              # how to connect; empty: in this process only
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # memory the engine should use
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # to use by the engine
     def attached(self, reply: Mapping[str, Any]) -> None: ...        # takes each engine's reply: layout and handles
     def receive(self, version: int, rank: int = 0) -> Weights: ...   # waits for the version; SyncTimeout at a deadline
     def close(self) -> None: ...                          # disconnects

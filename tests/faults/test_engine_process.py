@@ -39,7 +39,7 @@ class Source:
         self.link: Mapping[str, Any] = {"mode": mode, "directory": str(directory), "deadline_s": 10.0}
         self.directory, self.replies = directory, list[Mapping[str, Any]]()
 
-    def house(self, tensors: Any) -> None:
+    def memory_for(self, tensors: Any) -> None:
         return None
 
     def attached(self, reply: Mapping[str, Any]) -> None:
@@ -199,7 +199,7 @@ async def busy_standing(directory: Path, process: subprocess.Popen[bytes]) -> No
         assert source.replies[0]["boot_id"] == source.replies[-1]["boot_id"]
         assert (await engine.generate([1], SHORT)).versions == [7] * 5, "it has what was loaded into it"
         await engine.attach(Source(directory, "restart"))
-        with pytest.raises(SyncError, match="not ours to end"):
+        with pytest.raises(SyncError, match="did not start it"):
             await engine.load(8)
 
 
@@ -284,7 +284,7 @@ async def left_torn(directory: Path, lease_s: float) -> None:
         await engine._stop_renewing()  # as if this process had been stopped
         (directory / "torn").touch()
         await asyncio.wait_for(engine.lost(), 10 * lease_s)
-        with pytest.raises(EngineLost, match="cut short"):
+        with pytest.raises(EngineLost, match="interrupted"):
             await engine.generate([1], SHORT)
         await engine.attach(Source(directory))
         await engine.load(9)

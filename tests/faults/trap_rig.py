@@ -124,7 +124,7 @@ class _BothEnds:
 
     def __init__(self, source: Any) -> None:
         self._source, self._end = source, SharedEnd(source.link)
-        self.link, self.house, self.receive = source.link, self._end.house, self._end.receive
+        self.link, self.memory_for, self.receive = source.link, self._end.memory_for, self._end.receive
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         self._end.attached(reply)

@@ -53,7 +53,7 @@ class InprocSource:
     def attached(self, reply: Mapping[str, Any]) -> None:
         pass
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         return None
 
     def close(self) -> None:

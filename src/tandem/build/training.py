@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import (
-    Algorithm,
-    DemonstratingEnvironment,
-    Engine,
-    Environment,
-    Optimizer,
-    Producer,
-    RolloutStore,
-    Trainer,
-)
+from tandem.protocols import Algorithm, Demonstrator, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
@@ -508,7 +499,7 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
 
 def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
     """Return `count` training tasks with the environment's demonstration of each, drawn from `seed`."""
-    if not isinstance(environment, DemonstratingEnvironment):
+    if not isinstance(environment, Demonstrator):
         raise SpecError(
             f"warmup.data.kind = 'demonstrations': environment '{name}' has no method demonstrate(task, rng); add "
             "it, or set warmup.data.kind = 'file'"

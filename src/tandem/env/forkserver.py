@@ -28,7 +28,7 @@ from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
 from tandem.io import json_frames, leash
-from tandem.protocols import DemonstratingEnvironment
+from tandem.protocols import Demonstrator
 
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
@@ -259,7 +259,7 @@ def main() -> None:
         return
     threads = threading.active_count() - 1
     json_frames.send(
-        control, {"op": "loaded", "demonstrates": isinstance(environment, DemonstratingEnvironment), "threads": threads}
+        control, {"op": "loaded", "demonstrates": isinstance(environment, Demonstrator), "threads": threads}
     )
     ForkServer(control, loaded, order["memory_bytes"]).run()
 

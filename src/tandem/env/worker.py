@@ -21,7 +21,7 @@ from tandem.env.outcome_check import checked
 from tandem.env.worker_messages import FAILURE_KINDS, MAX_TEXT
 from tandem.errors import EpisodeFailed, TemplateError
 from tandem.io import json_frames
-from tandem.protocols import DemonstratingEnvironment, Environment
+from tandem.protocols import Demonstrator, Environment
 from tandem.types import Message, Task, ToolCall
 
 _PAGE_CHARS = 2**20
@@ -208,7 +208,7 @@ def _send_demonstration(loaded: LoadedEnvironment, writer: asyncio.StreamWriter,
     rng.setstate((version, tuple(state), gauss))
     try:
         environment = loaded.environment
-        assert isinstance(environment, DemonstratingEnvironment)  # the fork server has said so
+        assert isinstance(environment, Demonstrator)  # the fork server has said so
         messages = environment.demonstrate(loaded.task(message["split"], message["index"], message["id"]), rng)
         plain_messages = [dict(each) for each in messages]
         writer.write(json_frames.pack({"op": "demonstrated", "messages": plain_messages, "state": rng.getstate()}))

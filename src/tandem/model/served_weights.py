@@ -1,4 +1,4 @@
-"""A trained module's weights as an engine is to serve them."""
+"""List a trained module's weights as engines serve them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def whole(module: Any, derived: Set[str] | None = None) -> Iterator[tuple[str, T
 
 
 def base(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain model under the adapters."""
+    """Yield the tensors of the plain model under the adapters."""
     for name, tensor in live_tensors(module):
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor.detach()
 
 
 def base_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The same without buffers: the parameters themselves."""
+    """Yield the same without buffers: the parameters themselves."""
     for name, tensor in module.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
@@ -62,15 +62,15 @@ class Adapted(NamedTuple):
 
 
 class StableAdapter:
-    """An adapter under PEFT's names, as the very same tensors each time that it is asked for, with the values of then.
+    """An adapter under PEFT's names: always the same tensor objects, with the values at the last call.
 
-    B is scaled already, so that every engine computes with the very same numbers: in float32, in memory that is kept.
-    Hundreds of tensors made for each version take longer than their bytes; and every call of torch lets go of the
-    interpreter, which a thread gets back only when the others let it. So there are two, and on a GPU one.
+    B is already scaled, in float32, so that every engine computes with the same numbers. Creating hundreds of tensors
+    for each version would take longer than moving their bytes, and every call of torch releases the interpreter and may
+    wait to get it back. So the tensors are kept and updated by two calls, on a GPU by one.
     """
 
     def __init__(self, found: Sequence[Adapted]) -> None:
-        """`found`: what `adapted` has."""
+        """`found`: the result of `adapted`."""
         self._trained = [tensor for each in found for tensor in (each.a, each.b)]
         self._names = [name for each in found for name in (each.a_name, each.b_name)]
         self._scales = [each.scale for each in found]
@@ -81,7 +81,7 @@ class StableAdapter:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What came of it before has these values, too."""
+        """Return the tensors with the present values. Tensors that were returned before get these values, too."""
         where = [tensor.data_ptr() for tensor in self._trained]
         if where != self._where:
             self._make()
@@ -95,7 +95,7 @@ class StableAdapter:
         _foreach_mul(self._scaled, self._scales)
 
     def _make(self) -> None:
-        """Parameters lie elsewhere than they did."""
+        """Create the tensors; called again when the parameters have moved to other memory."""
         self._scaled = [torch.empty_like(tensor, dtype=torch.float32) for tensor in self._trained[1::2]]
         pairs = zip(self._trained[::2], self._scaled, strict=True)
         tensors = [tensor for a, scaled in pairs for tensor in (a.detach(), scaled)]
@@ -105,12 +105,12 @@ class StableAdapter:
 
 
 def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Once, of any module with adapters in it."""
+    """Return the adapter of a module once."""
     return StableAdapter(adapted(module)).tensors()
 
 
 def adapted(module: Any) -> list[Adapted]:
-    """The layers that an adapter was put on."""
+    """Return the layers that have an adapter."""
     return [
         Adapted(
             f"base_model.model.{name}.lora_A.weight",
@@ -125,7 +125,7 @@ def adapted(module: Any) -> list[Adapted]:
 
 
 def adapter_config(adapted: Any) -> dict[str, Any]:
-    """What PEFT writes beside such tensors. alpha = r: the scale is in B."""
+    """Return the config that PEFT stores with these tensors. alpha = r, because B contains the scale."""
     config = adapted.peft_config["default"]
     return {
         "peft_type": "LORA",

@@ -21,16 +21,16 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-_SMALL_BYTES = 2**20  # a larger one is sooner copied by itself, at the memory's own speed
+_SMALL_BYTES = 2**20  # a larger tensor is copied by itself, at full memory speed
 
 
 class Replay:
     def __init__(
         self, launch: Callable[[], None], devices: Set[torch.device], what: str, *, alone: bool = True
     ) -> None:
-        """`launch`: works on these. Of one GPU it enqueues on the current stream, and neither allocates nor waits there
-        once it has run; what goes from one device to another may wait. `what`: is launched one by one if no graph can
-        be made of it. `alone`: no other thread draws random numbers there meanwhile."""
+        """`launch`: does the work on `devices`. On a single GPU it enqueues on the current stream and, after its first
+        run, neither allocates nor waits. `what`: names the work in a warning if no graph can be captured; it is then
+        launched each time. `alone`: no other thread draws random numbers on that GPU meanwhile."""
         self._launch, self._what = launch, what
         self._device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
         self._has_run, self._tried = False, self._device.type != "cuda" or not alone
@@ -49,7 +49,7 @@ class Replay:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         try:
             with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # others go on with theirs
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads continue with their work
                 try:
                     self._launch()
                 finally:
@@ -61,7 +61,7 @@ class Replay:
 
 
 class Copying:
-    """The same copies, again and again: into the first of each pair the second's values. No two write to one place."""
+    """Repeats the same copies: the second tensor of each pair into the first. No two write the same memory."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         small: defaultdict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
@@ -90,11 +90,11 @@ class Copying:
 
 
 def same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """The very same objects, and some: what was made of them fits them still. They must be held, so that none can be
-    another one by now."""
+    """Return whether both hold the same objects, and at least one: then what was derived from them still fits. The
+    caller must keep them alive, or an address could be reused by another object."""
     return len(some) == len(others) > 0 and all(map(operator.is_, some, others))
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Once."""
+    """Copy the second tensor of each pair into the first, once."""
     Copying(pairs).run()

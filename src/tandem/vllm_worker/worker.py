@@ -201,7 +201,7 @@ class EngineWorker:
 
     def _expected(self, version: int) -> Incoming:
         if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         if self._incoming is None or self._incoming.version != version:
             device = self._theirs.device
             self._incoming = Incoming(self._source, version, self._rank, device, self._look)
@@ -316,7 +316,7 @@ class EngineWorker:
         if getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
             raise SyncError("shared: memory that vLLM may put to sleep cannot be shared; start it without sleep mode")
         tensors = self._views()
-        source.house(tensors)
+        source.memory_for(tensors)
         source.attached({})
         self._shared_params = self._parameters()
         return {"handles": source.reply["handles"]}

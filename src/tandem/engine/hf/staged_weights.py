@@ -38,7 +38,7 @@ class StagedWeights:
     def layout(self) -> dict[str, tuple[str, list[int]]]:
         return {name: (_name_of(tensor.dtype), list(tensor.shape)) for name, tensor in self._live().items()}
 
-    def house(self, storage: Mapping[str, Tensor]) -> None:
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
         move_in(self._live().items(), storage)
 
     def stage(self, weights: Weights, phases: Phases) -> StagedVersion:

@@ -143,7 +143,7 @@ class RemoteEngine:
 
     async def load(self, version: int) -> Served:
         if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         phases = Phases()
         weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
         phases.end("wait")

@@ -185,7 +185,7 @@ class VllmProcess:
             while time.monotonic() < until:
                 if not self.running:
                     self.kill()
-                    raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
+                    raise EngineError(f"engine: vLLM ended while it started: {self._child.exit_report()}")
                 try:
                     if _listens(self.socket) and client.get("/health", timeout=5.0).status_code == 200:
                         return
@@ -193,7 +193,7 @@ class VllmProcess:
                     pass  # not yet
                 time.sleep(_POLL_S)
         self.kill()
-        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
+        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.exit_report()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         """The answer's JSON. EngineLost if the process is gone, EngineError for a refusal."""
@@ -203,7 +203,7 @@ class VllmProcess:
         except Silent as error:
             raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
         except Broken as error:
-            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.epitaph()}") from error
+            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.exit_report()}") from error
         if answer.status != 200:
             raise EngineError(f"engine: vLLM answers {path} with {answer.status}: {answer.text[:500]}")
         return decoded(answer.content) if answer.kind == "application/json" else {}
