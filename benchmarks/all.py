@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TABLES = ("startup", "engine", "determinism", "precision", "packing", "apollo", "remote", "rollouts", "quickstart",
+TABLES = ("startup", "engine", "precision", "packing", "apollo", "remote", "rollouts", "quickstart",
           "rude_requests")  # fmt: skip
 
 if __name__ == "__main__":

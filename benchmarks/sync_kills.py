@@ -152,7 +152,7 @@ def announce(model: Any, trainer: Any, version: int, journal: Journal) -> None:
     import torch
 
     from tandem.ops.digest import fingerprints
-    from tandem.ops.module_tensors import live_tensors
+    from tandem.ops.named_tensors import live_tensors
 
     adapters = any(".lora_" in name for name, _ in model.policy.module.named_parameters())
     tensors = trainer.base() if adapters else live_tensors(model.policy.module)

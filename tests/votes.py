@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tandem.ops.module_tensors import live_tensors, move_in
+from tandem.ops.named_tensors import live_tensors, move_in
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import WeightKind, Weights
 

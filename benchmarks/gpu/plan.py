@@ -176,7 +176,7 @@ def measure(name: str, case: dict[str, Any], device: str, python: str, out: Path
         for log in [home / "output.txt", *home.rglob("log.txt"), *home.rglob("vllm.log")]:
             if log.exists():
                 shutil.copyfile(log, out / f"{home.name}-{log.name}")
-        return {"case": name, "error": f"{len(rows)} steps in {CASE_S:g} s; {child.epitaph()[-1500:]}"}
+        return {"case": name, "error": f"{len(rows)} steps in {CASE_S:g} s; {child.exit_report()[-1500:]}"}
     rows, took = rows[:STEPS], time.monotonic() - started
     known = told(name, case, rows[FIRST:], renderer)
     kind, total = ("h200", card.total_gib) if device == "cuda" else ("cpu", ram_gib()[0])

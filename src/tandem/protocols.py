@@ -1,14 +1,17 @@
-"""The architecture on one page: the interface of each part. Callers rely on nothing beyond it.
+"""The architecture on one page: the interface of each part. Callers rely on nothing beyond it. What only some
+implementations of a part can do is a runtime-checkable protocol of its own; callers ask for it by `isinstance`.
 
 The loop (`tandem.loop`) uses these protocols only; `tandem.build` alone picks the concrete classes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tandem.types import (
     Batch,
@@ -55,12 +58,25 @@ class Chat(Protocol):
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str: ...   # asks the judge model
 
 
+@runtime_checkable
+class TimedChat(Protocol):
+    """A chat whose episode has a deadline."""
+
+    def off_the_clock(self) -> AbstractContextManager[None]: ...   # suspends the deadline while other work is awaited
+
+
 class Environment(Protocol):
-    """Tasks, and how one is played and scored. An environment that also has `demonstrate(task, rng) -> list[Message]`,
-    the turns that should follow `task.messages`, can warm up with SFT."""
+    """Tasks, and how one is played and scored."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...    # the tasks of "train" or "eval"
     async def run(self, task: Task, chat: Chat) -> Outcome: ...   # plays one episode and scores it
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """An environment that can warm up a model with SFT."""
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]: ...   # turns to follow task.messages
 
 
 Credit = list[list[float]]                                # of one group: per trajectory, per trained token
@@ -92,6 +108,37 @@ class DigestedEngine(Engine, Protocol):
     async def fingerprints(self) -> Fingerprints: ...     # computes the digests of the served weights now
 
 
+@runtime_checkable
+class PooledEngine(Protocol):
+    """Several engines that are one Engine."""
+
+    async def generate_each(
+        self, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Mapping[str, Completion]: ...                    # samples one completion from each engine; by engine name
+
+
+async def generate_each(engine: Engine, prompt_ids: Sequence[int], sampling: Sampling) -> Mapping[str, Completion]:
+    """Sample one completion from each engine of a pool, by name; from a single engine, under an empty name."""
+    if isinstance(engine, PooledEngine):
+        return await engine.generate_each(prompt_ids, sampling)
+    return {"": await engine.generate(prompt_ids, sampling)}
+
+
+@runtime_checkable
+class StartingEngine(Protocol):
+    """An engine whose requests wait while it starts."""
+
+    @property
+    def is_coming(self) -> bool: ...                      # whether requests wait for a start, which has a deadline
+
+
+@runtime_checkable
+class FindableEngine(Protocol):
+    """An engine that can look for its lost server."""
+
+    async def found(self) -> None: ...                    # returns once the lost server answers again
+
+
 class WeightSource(Protocol):
     """The engine's end of a bridge. An engine in another process builds its own from `link`: plain JSON, no pickle."""
 
@@ -99,7 +146,7 @@ class WeightSource(Protocol):
     def carries(self) -> WeightKind: ...                  # the form in which weights arrive
     @property
     def link(self) -> Mapping[str, Any]: ...              # how to connect; empty: in this process only
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # memory the engine should use
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None: ...   # to use by the engine
     def attached(self, reply: Mapping[str, Any]) -> None: ...        # takes each engine's reply: layout and handles
     def receive(self, version: int, rank: int = 0) -> Weights: ...   # waits for the version; SyncTimeout at a deadline
     def close(self) -> None: ...                          # disconnects

@@ -1,7 +1,7 @@
 """Publish a version to the engine and prove that it is served; otherwise the old version stays, with an error.
 
-consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt produces: proofs
-within `deadline_s` an attempt
+consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt
+produces: proofs                       within `deadline_s` an attempt
 
 A proof has three parts. Fingerprints: both ends compute them separately, of every tensor in the form in which it is
 served, and they are equal; if both ends share one memory, the fingerprints say which memory. The cache epoch: the
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, LogprobGap, SyncError, SyncTimeout, TandemError
 from tandem.ops.forwarding_source import Relay
-from tandem.protocols import Engine, WeightBridge
-from tandem.types import Completion, Fingerprints, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
+from tandem.protocols import Engine, WeightBridge, generate_each
+from tandem.types import Fingerprints, Group, Proof, Sampling, Sent, Served, WeightKind, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -331,7 +331,8 @@ class Publisher:
         the likely answer, scored in advance."""
         prompt, ours = list(prompt_ids), list[float]()
         asked = asyncio.ensure_future(
-            self._generate_each(prompt, Sampling(max_tokens=max_tokens, temperature=0.0, urgent=True))
+            # Each engine of a pool: one with the right weights may still compute another model.
+            generate_each(self._engine, prompt, Sampling(max_tokens=max_tokens, temperature=0.0, urgent=True))
         )
         try:
             if guess and self._call is not on_this_thread:
@@ -356,11 +357,6 @@ class Publisher:
             self._last_answer = answer.ids
         name, gap = max(gaps.items(), key=lambda each: (math.isnan(each[1]), each[1]))
         return name, gap, sum(len(answer.ids) for answer in answers.values())
-
-    async def _generate_each(self, prompt: list[int], sampling: Sampling) -> Mapping[str, Completion]:
-        """Ask each engine of a pool: with the right weights one may still compute another model."""
-        each: Callable[..., Awaitable[Mapping[str, Completion]]] | None = getattr(self._engine, "generate_each", None)
-        return await each(prompt, sampling) if each else {"": await self._engine.generate(prompt, sampling)}
 
     async def _call_engine(self, call: Awaitable[None], what: str) -> bool:
         """Await a call of the engine. Return False if the engine is lost and may be attached again."""

@@ -34,7 +34,7 @@ class LinkedSource:
         self.reply: Mapping[str, Any] = {}
         _MEETINGS[self.link["meeting"]] = self
 
-    def house(self, tensors: Mapping[str, Any]) -> None:
+    def memory_for(self, tensors: Mapping[str, Any]) -> None:
         return None
 
     def attached(self, reply: Mapping[str, Any]) -> None:

@@ -147,12 +147,11 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         bridge.close()
     allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker", ".io.bounded_json"}
     helpers = (
-        "batched_copy",
-        "cuda_graph",
+        "batched_launches",
         "device_names",
         "digest",
         "digest_layout",
-        "finite_check",
+        "named_tensors",
         "option_report",
         "phase_timer",
     )

@@ -10,7 +10,7 @@ from engines import KINDS, finish, llama, make_engine, prompts
 from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.named_tensors import live_tensors
 from tandem.types import Sampling, Weights
 
 TOKENS = 2000  # 40 s: it takes a fraction of them, on the slowest of days

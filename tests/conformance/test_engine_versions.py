@@ -29,7 +29,7 @@ from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
-from tandem.ops.module_tensors import live_tensors, whereabouts
+from tandem.ops.named_tensors import live_tensors, whereabouts
 from tandem.types import Completion, Sampling, Weights
 
 # --- versions

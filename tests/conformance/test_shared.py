@@ -48,7 +48,7 @@ for line in sys.stdin:
             source = open_source(argument)
             shapes = {"weight": (5, 7), "scalar": ()}
             mine = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
-            tensors = source.house(mine)
+            tensors = source.memory_for(mine)
             for name in mine:
                 tensors[name].copy_(mine[name])
             source.attached({"boot_id": "there"})
@@ -104,7 +104,7 @@ def here(deadline_s: float = 0.2, *, digest: bool = False) -> tuple[SharedBridge
     bridge = SharedBridge(deadline_s, digest=digest)
     source = bridge.source()
     end = SharedEnd(source.link)
-    for name, home in end.house(TENSORS).items():
+    for name, home in end.memory_for(TENSORS).items():
         home.copy_(TENSORS[name])
     end.attached({"boot_id": "here"})
     source.attached(json.loads(json.dumps(end.reply)))
@@ -294,4 +294,4 @@ def test_nothing_is_left_on_disk_and_the_memory_goes_with_its_last_user() -> Non
 def test_tensors_of_a_device_that_cannot_be_shared_are_refused() -> None:
     end = SharedEnd(SharedBridge().source().link)
     with pytest.raises(SyncError, match="tensors are on"):
-        end.house({"far": Tensor(torch.empty(2, device="meta"))})
+        end.memory_for({"far": Tensor(torch.empty(2, device="meta"))})

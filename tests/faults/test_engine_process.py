@@ -39,7 +39,7 @@ class Source:
         self.link: Mapping[str, Any] = {"mode": mode, "directory": str(directory), "deadline_s": 10.0}
         self.directory, self.replies = directory, list[Mapping[str, Any]]()
 
-    def house(self, tensors: Any) -> None:
+    def memory_for(self, tensors: Any) -> None:
         return None
 
     def attached(self, reply: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_a_killed_engine_is_lost_started_again_and_serves_what_is_loaded(tmp_pat
             assert (await early).versions == [8] * 5
             os.kill(pid_of(tmp_path), signal.SIGKILL)
             await engine.lost()
-            with pytest.raises(EngineError, match=r"max_restarts = 1 times.*signal 9"):
+            with pytest.raises(EngineError, match=r"max_restarts = 1 restarts.*signal 9"):
                 await engine.attach(source)
 
     play(work)
@@ -199,7 +199,7 @@ async def busy_standing(directory: Path, process: subprocess.Popen[bytes]) -> No
         assert source.replies[0]["boot_id"] == source.replies[-1]["boot_id"]
         assert (await engine.generate([1], SHORT)).versions == [7] * 5, "it has what was loaded into it"
         await engine.attach(Source(directory, "restart"))
-        with pytest.raises(SyncError, match="not ours to end"):
+        with pytest.raises(SyncError, match="did not start it"):
             await engine.load(8)
 
 
@@ -284,7 +284,7 @@ async def left_torn(directory: Path, lease_s: float) -> None:
         await engine._stop_renewing()  # as if this process had been stopped
         (directory / "torn").touch()
         await asyncio.wait_for(engine.lost(), 10 * lease_s)
-        with pytest.raises(EngineLost, match="cut short"):
+        with pytest.raises(EngineLost, match="interrupted"):
             await engine.generate([1], SHORT)
         await engine.attach(Source(directory))
         await engine.load(9)
@@ -435,7 +435,7 @@ def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(
             os.kill(programs[2], signal.SIGKILL)
             assert "of no use" not in caplog.text
             assert (await engine.load(2)).version == 2
-            assert "ahead is of no use" in caplog.text
+            assert "started early failed" in caplog.text
             assert "signal 9" in caplog.text
             programs.append(program_of(ours._next.child))
             assert (await engine.load(3)).version == 3

@@ -107,4 +107,4 @@ def test_a_run_that_is_resumed_and_fails_exits_by_its_class_too(tmp_path: Path) 
         code = process.wait(timeout=90)
     failure = json.loads((run / "status.json").read_text())["failure"]
     assert code == failure["exit_code"] > 1
-    assert f"by rule {failure['rule']}" in log.read_text()
+    assert f"rule {failure['rule']})" in log.read_text()

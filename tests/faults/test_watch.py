@@ -91,7 +91,7 @@ def test_once_tells_what_is_there_and_returns(home: Path):
     assert told[1:4] == [
         "failed, ended",
         "   OSError: [Errno 28] No space left on device",
-        "   infra_retriable, by rule disk-full: free space",
+        "   next: free space (failure class infra_retriable, rule disk-full)",
     ]
     assert told[4:] == ["event 1 boot"]
 

@@ -28,7 +28,7 @@ from tandem.errors import SyncError
 from tandem.model.policy import CausalPolicy
 from tandem.ops.byte_sizes import shares_never
 from tandem.ops.digest import fingerprints
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.named_tensors import live_tensors
 from tandem.optim import master_weights
 from tandem.optim.adamw import AdamW
 from tandem.optim.optimizer import Optimizer
@@ -124,7 +124,7 @@ class _BothEnds:
 
     def __init__(self, source: Any) -> None:
         self._source, self._end = source, SharedEnd(source.link)
-        self.link, self.house, self.receive = source.link, self._end.house, self._end.receive
+        self.link, self.memory_for, self.receive = source.link, self._end.memory_for, self._end.receive
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         self._end.attached(reply)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.ops import batched_copy
-from tandem.ops.batched_copy import copy_all
+from tandem.ops import batched_launches
+from tandem.ops.batched_launches import copy_all
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def test_every_pair_is_copied_whatever_its_size_type_and_layout() -> None:
         torch.randn(16, 48),
     ]
     pairs = [(whole[16 * n : 16 * n + 16], source) for n, source in enumerate(sources)]
-    large = torch.empty(batched_copy._SMALL_BYTES // 2, device=DEVICE)
+    large = torch.empty(batched_launches._SMALL_BYTES // 2, device=DEVICE)
     pairs.append((large, torch.arange(large.numel(), device=DEVICE, dtype=torch.float32)))
     pairs.append((torch.empty((), dtype=torch.bfloat16, device=DEVICE), torch.tensor(2.5, device=DEVICE)))
     copy_all(pairs)
@@ -32,9 +32,9 @@ def test_every_pair_is_copied_whatever_its_size_type_and_layout() -> None:
 
 def test_the_same_copies_again_have_the_values_of_then() -> None:
     """On a GPU by a graph, from the second time on."""
-    sources = [torch.zeros(300, 7, device=DEVICE), torch.zeros(2 * batched_copy._SMALL_BYTES, device=DEVICE)]
+    sources = [torch.zeros(300, 7, device=DEVICE), torch.zeros(2 * batched_launches._SMALL_BYTES, device=DEVICE)]
     targets = [torch.empty(300, 7, device=DEVICE, dtype=torch.bfloat16), torch.empty_like(sources[1])]
-    again = batched_copy.Copying(zip(targets, sources, strict=True))
+    again = batched_launches.Copying(zip(targets, sources, strict=True))
     for turn in range(4):
         for source in sources:
             source.fill_(turn + 1)
@@ -45,7 +45,7 @@ def test_the_same_copies_again_have_the_values_of_then() -> None:
 
 def test_copies_between_devices_are_made_one_by_one() -> None:
     source = torch.ones(8)
-    again = batched_copy.Copying([(into := torch.zeros(8, device=DEVICE), source)])
+    again = batched_launches.Copying([(into := torch.zeros(8, device=DEVICE), source)])
     for turn in range(3):
         source.fill_(turn)
         again.run()

@@ -106,7 +106,7 @@ def test_an_engine_that_talks_nonsense_from_now_on_is_lost(
     async def watched() -> None:
         engine = ServerEngine(ExistingServer(url, tmp_path / "token"))
         looking = asyncio.create_task(engine.lost())
-        await engine._meet()
+        await engine._connected()
         said[0] = body
         await asyncio.wait_for(looking, 15)
         await engine.close()

@@ -247,7 +247,7 @@ def test_weights_that_come_back_changed_serve_nothing_until_a_version_is_loaded(
         assert (await engine.generate([1], Sampling(max_tokens=1))).versions == [3]
         await engine.sleep()
         vllm.weights = "noise"
-        with pytest.raises(EngineError, match="not what they were before it slept"):
+        with pytest.raises(EngineError, match="changed while it slept"):
             await engine.wake()
         await engine.wake()
         with pytest.raises(EngineError, match="serves nothing until a version is loaded"):

@@ -256,7 +256,7 @@ class Folder:
             raise SyncError(f"version {version} was not sent")
         return self.sent[version]
 
-    def house(self, tensors: Any) -> None:
+    def memory_for(self, tensors: Any) -> None:
         return None
 
     def close(self) -> None: ...

@@ -52,7 +52,7 @@ def test_an_engine_of_another_kind_has_no_memory_to_lend():
 
 def test_a_run_says_once_whether_it_was_had():
     noted: list[Any] = []
-    run: Any = SimpleNamespace(met=lambda meeting: None, note_option=lambda *note: noted.append(note))
+    run: Any = SimpleNamespace(attached=lambda attachment: None, note_option=lambda *note: noted.append(note))
     rl = object.__new__(RlRun)
     rl.run, rl._noted = run, set()
     told = {"requested": "free", "engaged": False, "why_not": "no sleep mode"}

@@ -61,6 +61,21 @@ def test_every_class_has_its_own_exit_code_and_every_rule_its_own_name_and_a_nex
     assert all(re.fullmatch(r"[a-z][a-z-]+", name) for name in names)
 
 
+def test_a_process_of_ours_that_ended_without_a_word_is_of_the_class_of_its_exit_code():
+    ends = {name: classify_end("", kind.exit_code) for name, kind in kinds().items()}
+    assert {name: end.failure_class for name, end in ends.items()} == {name: name for name in kinds()}
+    assert {name: (end.next, end.retriable) for name, end in ends.items()} == {
+        name: (kind.next, kind.retriable) for name, kind in kinds().items()
+    }
+    assert classify_end("torch.OutOfMemoryError: CUDA out of memory", 6).failure_class == "out_of_memory"
+
+
+def test_any_key_of_a_rule_that_fits_is_enough():
+    killed = {classify_end("", 137).rule, classify_end("", -9).rule}
+    full = {classify_end(text, 1).rule for text in ("torch.OutOfMemoryError: x", "CUDA error: out of memory")}
+    assert (killed, full) == ({"killed"}, {"gpu-memory"})
+
+
 def test_what_a_user_must_change_is_never_retriable():
     assert not any(rule.retriable for rule in rules() if rule.failure_class in ("user", "data", "numerics"))
 
@@ -143,7 +158,8 @@ def test_a_run_that_fails_says_why_and_its_exit_code_is_its_class_s(tmp_path: Pa
     command = [sys.executable, "-m", "tandem", "train", str(spec), "--run-dir", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("tandem: data, by rule data: ")
+    assert done.stderr.splitlines()[-1].startswith("tandem: next: mend the rows that the message names")
+    assert done.stderr.splitlines()[-1].endswith("(failure class data, rule data)")
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["failure"]["class"], status["failure"]["rule"]) == ("failed", "data", "data")
     event = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])

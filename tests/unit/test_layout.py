@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tandem.errors import SyncError
-from tandem.vllm_worker.overwrite import ServedMemory
-from tandem.vllm_worker.tensor_layout import layout_of
+from tandem.vllm_worker.served_memory import ServedMemory, layout_of
 
 
 class Attention(torch.nn.Module):

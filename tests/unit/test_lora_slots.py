@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tandem.errors import SyncError
 from tandem.ops import digest
-from tandem.ops.batched_copy import Copying
+from tandem.ops.batched_launches import Copying
 from tandem.ops.digest import fingerprints
 from tandem.types import Weights
 from tandem.vllm_worker.lora_slots import SCHEME, LoraSlots
-from tandem.vllm_worker.tensor_layout import TensorLayout, TensorPiece
+from tandem.vllm_worker.served_memory import TensorLayout, TensorPiece
 from tandem.vllm_worker.worker import EngineWorker
 
 RANK, ROWS, COLS, MOST = 2, 5, 7, 4

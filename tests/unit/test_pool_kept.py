@@ -16,7 +16,7 @@ from tandem.engine import pool as pool_module
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.named_tensors import live_tensors
 from tandem.publish import Publisher
 from tandem.types import Completion, Proof, Sampling, Served, Weights
 

@@ -23,7 +23,7 @@ from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
 from tandem.obs.sync_report import status_text
 from tandem.obs.sync_status import sync_status
-from tandem.vllm_worker.tensor_layout import TensorLayout, TensorPiece
+from tandem.vllm_worker.served_memory import TensorLayout, TensorPiece
 from tandem.vllm_worker.worker import EngineWorker
 
 TANDEM = Path(sys.executable).with_name("tandem")

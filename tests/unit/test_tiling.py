@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.engine.vllm.shard_digests import Tiling
+from tandem.engine.vllm.weight_update import Tiling
 from tandem.errors import SyncError
 from tandem.ops import digest
 

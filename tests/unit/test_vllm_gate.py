@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.vllm.request_gate import RequestGate
+from tandem.engine.vllm.process import RequestGate
 from tandem.errors import EngineError, SyncTimeout
 from tandem.types import OnUpdate
 
@@ -121,7 +121,7 @@ def test_a_vllm_that_does_not_end_what_is_held_is_ended_itself():
 
 
 def test_a_vllm_that_never_says_whether_it_has_ended_what_is_held_is_ended_itself(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tandem.engine.vllm.request_gate.CONTROL_S", 0.05)
+    monkeypatch.setattr("tandem.engine.vllm.process.CONTROL_S", 0.05)
 
     async def play() -> None:
         gate, process = gate_of("continue")

@@ -70,7 +70,7 @@ def plant(llm: Any, code: str) -> str:
 def refusal(llm: Any, code: str) -> str:
     """What the layout says of the model after `code` has changed it; `undo`, which `code` may define, ends it."""
     from tandem.errors import SyncError
-    from tandem.vllm_worker.tensor_layout import layout_of
+    from tandem.vllm_worker.served_memory import layout_of
 
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     names: dict[str, Any] = {"model": model, "layer": model.model.layers[0]}

@@ -13,7 +13,7 @@ from vllm_cpu import Vllm, adapted, gap, small_model
 from tandem.bridge.collective.sender import AdapterBroadcastBridge
 from tandem.bridge.collective.shared_buffers import BufferWriter
 from tandem.bridge.files.adapter import AdapterBridge
-from tandem.engine.vllm.shard_digests import whole
+from tandem.engine.vllm.weight_update import whole
 from tandem.model import served_weights
 from tandem.types import Weights
 

@@ -10,7 +10,7 @@ import torch
 from vllm_cpu import Vllm, full, gap, small_model
 
 from tandem.bridge.files.checkpoint import DiskBridge
-from tandem.engine.vllm.shard_digests import whole
+from tandem.engine.vllm.weight_update import whole
 from tandem.types import Weights
 
 PROMPT = [5, 17, 33, 90, 121, 7, 64]
@@ -92,13 +92,13 @@ def test_new_weights_are_served_and_read_back(pair: Pair):
 def test_a_version_that_does_not_fit_is_refused_before_a_byte_is_written(pair: Pair, fault: str):
     pair.vllm.call("tandem_remember")
     plant = f"""
-from tandem.vllm_worker import overwrite
-whole_check = overwrite.check
+from tandem.vllm_worker import served_memory
+whole_check = served_memory.check
 def check(layout, arrived):
     {fault}
-    overwrite.check = whole_check
+    served_memory.check = whole_check
     whole_check(layout, arrived)
-overwrite.check = check
+served_memory.check = check
 """
     pair.vllm.do("plant", code=plant)
     _, answer = pair.send(
@@ -113,13 +113,13 @@ def test_a_write_that_breaks_off_leaves_the_engine_torn_until_a_whole_version_ca
     pair.vllm.do(
         "plant",
         code="""
-from tandem.vllm_worker import overwrite
-right = overwrite.write
+from tandem.vllm_worker import served_memory
+right = served_memory.write
 def write(layout, *_):
-    overwrite.write = right
+    served_memory.write = right
     next(iter(layout)).view.zero_()
     raise RuntimeError("the other end is gone")
-overwrite.write = write
+served_memory.write = write
 """,
     )
     _, answer = pair.send(full(pair.module, pair.next()))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tandem.errors import SyncError, SyncTimeout
-from tandem.ops.module_tensors import whereabouts
+from tandem.ops.named_tensors import whereabouts
 from tandem.types import Sent, WeightKind, Weights
 
 
@@ -53,7 +53,7 @@ class InprocSource:
     def attached(self, reply: Mapping[str, Any]) -> None:
         pass
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         return None
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class NullSource:
     def attached(self, reply: Mapping[str, Any]) -> None:
         pass
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         return None
 
     def receive(self, version: int, rank: int = 0) -> Weights:

@@ -1,1 +1,4 @@
-"""Build the objects that a spec asks for. Only this package names concrete classes (the composition root)."""
+"""Build the objects that a spec asks for (layer 8): the only package that names concrete classes.
+
+`recipes/` calls it. Heavy packages are imported inside its functions, so that a wrong spec is refused first.
+"""

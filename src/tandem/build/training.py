@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
+from tandem.protocols import Algorithm, Demonstrator, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
@@ -499,8 +499,7 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
 
 def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
     """Return `count` training tasks with the environment's demonstration of each, drawn from `seed`."""
-    demonstrate = getattr(environment, "demonstrate", None)
-    if demonstrate is None:
+    if not isinstance(environment, Demonstrator):
         raise SpecError(
             f"warmup.data.kind = 'demonstrations': environment '{name}' has no method demonstrate(task, rng); add "
             "it, or set warmup.data.kind = 'file'"
@@ -508,7 +507,7 @@ def demonstrations(environment: Environment, name: str, count: int, seed: int) -
     tasks: Sequence[Task] = environment.tasks("train")
     rng = random.Random(f"demonstrations:{seed}")
     chosen = rng.sample(range(len(tasks)), min(count, len(tasks)))
-    return [(tasks[index], demonstrate(tasks[index], rng)) for index in chosen]
+    return [(tasks[index], environment.demonstrate(tasks[index], rng)) for index in chosen]
 
 
 FileOrDataset = FileData | DatasetData
@@ -590,7 +589,7 @@ def load_weights(model: BuiltModel, directory: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from tandem.ops.module_tensors import check_alike
+    from tandem.ops.named_tensors import check_alike
 
     saved = load_file(directory / "weights.safetensors")
     check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")

@@ -1,12 +1,12 @@
 """Several engines that are one Engine: requests go to the least busy, versions to all of them.
 
-An engine that is lost, silent, or could not take a version is left out, and its requests are asked again elsewhere;
-when it was the only one, they wait. Sampling is a function of prompt, weights and seed, so asking again does no harm;
-a caller that reads token by token then gets the new tokens after the old ones.
+An engine that is lost, silent, or could not load a version is left out. The pool sends its requests to another
+engine; without another one, they wait. Sampling depends on prompt, weights and seed only, so a repeated request does
+no harm; a caller that reads token by token gets the new tokens after the old ones.
 
-    in ──(lost, silent, or refused a version that others took)──> out ──(found, or its time has come)──> due
-     ^                                                                                                    │
-     └──────────────────── load <── joined <── attach ────────────────────────────────────────────────────┘
+    in ──(lost, silent, or failed to load a version that others loaded)──> out ──(found, or its wait is over)──> due
+     ^                                                                                                            │
+     └──────────────────── load <── joined <── attach ────────────────────────────────────────────────────────────┘
 
 `lost` returns when an engine left or came back, so that the publisher attaches again.
 """
@@ -22,16 +22,16 @@ from typing import Any, Literal, TypeVar
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
 from tandem.ops.forwarding_source import Relay
-from tandem.protocols import Engine, OnToken, WeightSource
+from tandem.protocols import Engine, FindableEngine, OnToken, StartingEngine, WeightSource
 from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _SESSIONS_KEPT = 100_000
-_TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
-_MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
+_TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # until an excluded engine is tried again; doubles each time
+_MOST_ASKED = 8  # a prompt that crashes engines must not crash them all, again and again
 _GONE = (EngineLost, EngineSilent)
-# By attaching again. Nothing else is: another trainer has taken an engine over, say.
+# Attaching again can mend these, and nothing else: another trainer may have taken an engine over.
 _CURABLE = (EngineError, SyncError)
 
 
@@ -41,11 +41,11 @@ class _Member:
     name: str
     state: Literal["in", "out", "due", "joined"] = "in"
     life: int = 0
-    """How often it was left out: what is heard of an earlier life says nothing about this one."""
+    """How often it was left out. Results from an earlier life say nothing about this one."""
     failures: int = 0
-    """Since it last took a version."""
+    """Failures since it last loaded a version."""
     took: int | None = None
-    """The last version that it took."""
+    """The last version that it loaded."""
     asked: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
     search: asyncio.Task[None] | None = None
 
@@ -65,11 +65,11 @@ class EnginePool:
         self._changed = asyncio.Event()
         """Set when the set of watched engines changed."""
         self._meet_again = asyncio.Event()
-        """Who is here is no more who was attached."""
+        """Set when the present engines differ from those that were attached."""
 
     @property
     def version(self) -> int:
-        """The oldest that any of them serves."""
+        """The oldest version that any engine serves."""
         return min(member.engine.version for member in self._those("in") or self._members)
 
     @property
@@ -79,8 +79,10 @@ class EnginePool:
     @property
     def is_coming(self) -> bool:
         """True if no engine can sample now, but one is coming back."""
-        there = self._those("in")
-        return all(getattr(member.engine, "is_coming", False) for member in there) if there else self._attached
+        engines = [member.engine for member in self._those("in")]
+        if not engines:
+            return self._attached
+        return all(isinstance(engine, StartingEngine) and engine.is_coming for engine in engines)
 
     async def generate(
         self,
@@ -99,12 +101,10 @@ class EnginePool:
             except _GONE as error:
                 why = str(error)
                 self._leave_out(member, life, error)
-        raise EngineLost(
-            f"pool: a request was put to {_MOST_ASKED} engines, and all were lost over it; the last: {why}"
-        )
+        raise EngineLost(f"pool: {_MOST_ASKED} engines were lost while they answered this request; the last: {why}")
 
     async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Completion]:
-        """Of each of those that serve now."""
+        """Sample a completion from each engine that serves now; by engine name."""
         return await self._all(lambda member: self._ask(member, prompt_ids, sampling))
 
     async def _ask(self, member: _Member, prompt_ids: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
@@ -122,7 +122,7 @@ class EnginePool:
             raise EngineLost(f"engine {member.name} was left out meanwhile") from None
 
     async def attach(self, source: WeightSource) -> None:
-        """All that `receivers` counted, or an error; those that failed are then not counted for a while."""
+        """Attach all engines that `receivers` counted, or raise. Engines that failed are not counted for a while."""
         self._attached = True
         self._meet_again.clear()
         expected = self._expected()
@@ -142,20 +142,20 @@ class EnginePool:
             source.attached(reply)
 
     async def _attach(self, member: _Member, source: WeightSource) -> None:
-        """One that turns out to be new is asked nothing until it has a version, however long the others take."""
+        """Attach one engine. A restarted engine gets no request until it has loaded a version."""
         life = member.life
         await member.engine.attach(source)
         if member.life == life and (member.state != "in" or member.is_new):
             self._move(member, "joined")
 
     async def load(self, version: int) -> Served:
-        """What those say that took it. Who did not, though others did, is left out: no two versions serve as one."""
+        """Load a version on all engines. If some load it, leave out the others, so that all serve one version."""
         asked = [(member, member.life) for member in self._those("in", "joined")]
         if not asked:
             raise EngineLost("pool: no engine is left")
         loads = [asyncio.ensure_future(_load(member, version)) for member, _ in asked]
         try:
-            await asyncio.wait(loads)  # for all: one that still waited would take what is sent next
+            await asyncio.wait(loads)  # for all: an engine that still waited would receive the next version instead
         except asyncio.CancelledError:
             for load in loads:
                 load.cancel()
@@ -168,7 +168,7 @@ class EnginePool:
                 raise error
         if len({(each.version, *sorted(each.fingerprints.items())) for each in served}) > 1:
             for member, life in asked:
-                self._leave_out(member, life, SyncError("engines hold different weights, and say that they agree"))
+                self._leave_out(member, life, SyncError("engines hold different weights under one version"))
             raise SyncError(f"pool: asked for version {version}, and the engines hold different weights")
         self._came.set()
         return _merged(served)
@@ -179,13 +179,13 @@ class EnginePool:
         """Engines that took the version serve it. If none did, the remaining ones keep the version that they had."""
         served, failed = list[Served](), list[tuple[_Member, int, BaseException]]()
         for (member, life), load in zip(asked, loads, strict=True):
-            error = SyncError("it was not done in time") if load.cancelled() else load.exception()
+            error = SyncError("it did not load the version in time") if load.cancelled() else load.exception()
             if error is None and member.life == life:
                 served.append(load.result())
                 member.failures, member.took = 0, load.result().version
                 self._move(member, "in")
             else:
-                failed.append((member, life, error or EngineLost("it was lost as it took a version")))
+                failed.append((member, life, error or EngineLost("it was lost while it loaded a version")))
         for member, life, error in failed:
             if served or isinstance(error, _GONE):
                 self._leave_out(member, life, error)
@@ -214,7 +214,7 @@ class EnginePool:
                     wait.cancel()
                 await asyncio.gather(*watches, *events, return_exceptions=True)
             for member, life in ended:
-                self._leave_out(member, life, EngineLost("it does not answer, or is another than was attached"))
+                self._leave_out(member, life, EngineLost("it does not answer, or has restarted"))
 
     async def close(self) -> None:
         self._closed = True
@@ -225,7 +225,7 @@ class EnginePool:
         await asyncio.gather(*searches, return_exceptions=True)
         await asyncio.gather(*(member.engine.close() for member in self._members))
 
-    # --- who is here
+    # --- which engines serve
 
     def _those(self, *states: str) -> list[_Member]:
         return [member for member in self._members if member.state in states]
@@ -246,7 +246,7 @@ class EnginePool:
             home = min(self._those("in"), key=lambda member: len(member.asked))
         if session:
             self._home.pop(session, None)
-            self._home[session] = home  # last in: the ones not asked for longest are forgotten first
+            self._home[session] = home  # moves to the end: the least recently used session is forgotten first
             if len(self._home) > _SESSIONS_KEPT:
                 del self._home[next(iter(self._home))]
         return home
@@ -275,7 +275,7 @@ class EnginePool:
 
     @contextmanager
     def _unsought(self, members: Sequence[_Member]) -> Generator[None]:
-        """They are being attached: that one of them is there is no news."""
+        """Stop searching for these engines while they are being attached."""
         for member in members:
             if member.search is not None:
                 member.search.cancel()
@@ -291,23 +291,23 @@ class EnginePool:
         member.search = asyncio.create_task(self._search(member, at_once=at_once), name="pool search")
 
     async def _search(self, member: _Member, *, at_once: bool) -> None:
-        """Till it may be tried again. An engine can say itself when it is there: `found`."""
-        found: Callable[[], Coroutine[Any, Any, None]] | None = getattr(member.engine, "found", None)
-        waits = member.failures - 1 if found is not None and at_once else member.failures
-        if waits:  # one that fails over and over disturbs all others each time
+        """Wait until the engine may be tried again: until it is found, if it can look for its server."""
+        engine = member.engine
+        waits = member.failures - 1 if isinstance(engine, FindableEngine) and at_once else member.failures
+        if waits:  # an engine that fails again and again would disturb the others each time
             await asyncio.sleep(min(_TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
-        if found is not None:
-            await found()
+        if isinstance(engine, FindableEngine):
+            await engine.found()
         _log.info("pool: engine %s is tried again", member.name)
         if self._attached:
             self._move(member, "due")
             self._meet_again.set()
-        else:  # no publisher: it keeps its version
+        else:  # without a publisher it keeps its version
             self._move(member, "in")
             self._came.set()
 
     async def _all(self, ask: Callable[[_Member], Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """What each says, by its name. Who is lost over it is left out."""
+        """Ask each serving engine; return the answers by engine name. Leave out engines that are lost."""
         there = [(member, member.life) for member in self._those("in")]
         if not there:
             raise EngineLost("pool: no engine is left")
@@ -346,7 +346,7 @@ def _merged(served: Sequence[Served]) -> Served:
 
 
 class _Rank(Relay):
-    """One engine's share of a source that expects several receivers. What it says is kept until all have spoken."""
+    """One engine's part of a source that expects several receivers. It keeps the reply until all have replied."""
 
     def __init__(self, source: WeightSource, rank: int) -> None:
         super().__init__(source)

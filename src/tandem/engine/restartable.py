@@ -1,7 +1,8 @@
 """An engine that restarts after it was lost; callers keep using the same object.
 
-consumes: what an Engine does            waits for: a start, when it is asked for one
-produces: the same; `start_again` after `lost`. What it then has are its first weights, until a version is loaded
+consumes: calls of an Engine             waits for: a start, when `start_again` is called
+produces: the same calls, to the engine that runs now. After `lost`, the caller calls `start_again`; the new engine has
+its first weights until a version is loaded.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 
 Under = Callable[[Callable[[], None]], None]
-"""Hears, as soon as there is something to end, how a start that is under way is ended before its time."""
+"""Called with a function that aborts the start, as soon as there is something to abort."""
 
 
 class RestartableEngine:
     def __init__(self, first: DigestedEngine, start: Callable[[Under], DigestedEngine]) -> None:
-        """`start` blocks until another one is ready, or until it is ended."""
+        """`start` blocks until a new engine is ready or the start is aborted."""
         self._now, self._start = first, start
         self._is_new = False
-        """Started again, and no version loaded yet."""
+        """Whether it restarted and no version is loaded yet."""
         self._end_start: Callable[[], None] = lambda: None
         self._closed = False
 
@@ -40,7 +41,7 @@ class RestartableEngine:
         return self._now.receivers
 
     async def start_again(self) -> None:
-        """In place of the one before, which is ended first: it may hang, and hold memory that is needed."""
+        """Close the old engine and start a new one. The old one may hang and hold memory that the new one needs."""
         with suppress(TandemError, OSError):
             await self._now.close()
         self._is_new = True
@@ -92,7 +93,7 @@ class RestartableEngine:
         await self._now.lost()
 
     async def close(self) -> None:
-        """A start takes a minute, and its thread cannot be ended: so what it waits for is."""
+        """Close the engine. The thread of a start cannot be stopped, so abort the start that it waits for."""
         self._closed = True
         self._end_start()
         await self._now.close()

@@ -28,6 +28,7 @@ from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
 from tandem.io import json_frames, leash
+from tandem.protocols import Demonstrator
 
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
@@ -257,7 +258,9 @@ def main() -> None:
         json_frames.send(control, {"op": "refused", "kind": kind, "text": str(error)[:MAX_TEXT]})
         return
     threads = threading.active_count() - 1
-    json_frames.send(control, {"op": "loaded", "demonstrates": hasattr(environment, "demonstrate"), "threads": threads})
+    json_frames.send(
+        control, {"op": "loaded", "demonstrates": isinstance(environment, Demonstrator), "threads": threads}
+    )
     ForkServer(control, loaded, order["memory_bytes"]).run()
 
 

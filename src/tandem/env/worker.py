@@ -14,14 +14,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from tandem.env import resource_limits
 from tandem.env.outcome_check import checked
 from tandem.env.worker_messages import FAILURE_KINDS, MAX_TEXT
 from tandem.errors import EpisodeFailed, TemplateError
 from tandem.io import json_frames
-from tandem.protocols import Environment
+from tandem.protocols import Demonstrator, Environment
 from tandem.types import Message, Task, ToolCall
 
 _PAGE_CHARS = 2**20
@@ -207,8 +207,9 @@ def _send_demonstration(loaded: LoadedEnvironment, writer: asyncio.StreamWriter,
     version, state, gauss = message["state"]
     rng.setstate((version, tuple(state), gauss))
     try:
-        demonstrate = cast(Any, loaded.environment).demonstrate
-        messages = demonstrate(loaded.task(message["split"], message["index"], message["id"]), rng)
+        environment = loaded.environment
+        assert isinstance(environment, Demonstrator)  # the fork server has said so
+        messages = environment.demonstrate(loaded.task(message["split"], message["index"], message["id"]), rng)
         plain_messages = [dict(each) for each in messages]
         writer.write(json_frames.pack({"op": "demonstrated", "messages": plain_messages, "state": rng.getstate()}))
     except Exception as error:  # noqa: BLE001 - as above

@@ -75,11 +75,13 @@ class Child:
         try:
             while time.monotonic() < until:
                 if self.exit_code is not None:
-                    raise EngineError(f"{self.name}: '{self._program}' ended while it started: {self.epitaph()}")
+                    raise EngineError(f"{self.name}: '{self._program}' ended while it started: {self.exit_report()}")
                 if (ready := self._read_ready()) is not None:
                     return ready
                 time.sleep(_POLL_S)
-            raise EngineError(f"{self.name}: '{self._program}' was not ready within {deadline_s:g} s: {self.epitaph()}")
+            raise EngineError(
+                f"{self.name}: '{self._program}' was not ready within {deadline_s:g} s: {self.exit_report()}"
+            )
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -96,7 +98,7 @@ class Child:
             self._leash.kill()  # it is stopped itself; the kernel takes the program along
             self._leash.wait()
 
-    def epitaph(self) -> str:
+    def exit_report(self) -> str:
         """How it ended, if it has, and its last words."""
         code = self.exit_code
         how = "still running" if code is None else f"exit code {code}" if code <= 128 else f"signal {code - 128}"

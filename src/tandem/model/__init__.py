@@ -1,1 +1,5 @@
-"""Policies: the model as the trainer sees it."""
+"""Policies (layer 3): a transformers model as the trainer sees it.
+
+Import `CausalPolicy` from policy.py; `build/training.py` makes it. The other files load checkpoints, run the forward
+pass, add LoRA and list the weights as engines serve them.
+"""

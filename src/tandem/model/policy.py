@@ -25,13 +25,13 @@ from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
-from tandem.ops.module_tensors import live_tensors, move_in, stand_on
+from tandem.ops.named_tensors import live_tensors, move_in, stand_on
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
 
 class CausalPolicy:
-    """`module` is the transformers model itself; LoRA layers, if any, sit inside it."""
+    """A policy over `module`, the transformers model itself; LoRA layers, if any, are inside it."""
 
     def __init__(
         self,
@@ -44,22 +44,23 @@ class CausalPolicy:
         packed: bool = False,
         compiled: bool = False,
     ) -> None:
-        """`adapter`: a saved one that `lora` begins with. `packed`, `compiled`: as model/forward.py says."""
+        """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py."""
         attention_masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
+        self._derived_names = served_weights.derived_names(module)
         self._served_adapter = served_weights.StableAdapter(served_weights.adapted(module))
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
         self.context_grad = True
-        """False: no gradient through what stands before a sequence's first trained token."""
-        # Compiled layers choose by themselves what is cheap to compute again.
+        """False: no gradient flows through tokens before a sequence's first trained token."""
+        # Compiled layers decide themselves which activations to recompute.
         by_compiler = compiled and activations == "selective"
         self.activations = Activations(module, "keep" if by_compiler else activations)
         self.head = Head(module, len(tokenizer))
-        module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
+        module.eval()  # also while training: with dropout it would not be the policy that the engine samples from
         why_not = _why_not_compiled(module, activations)
         self.forward = Forward(
             module, packed=packed, compiled=compiled, selective=by_compiler, why_not_compiled=why_not
@@ -78,11 +79,11 @@ class CausalPolicy:
 
     @torch.no_grad()
     def score(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> Tensor:
-        """Logprobs without a gradient."""
+        """Return logprobs without a gradient."""
         return self._score(self.head, micro, temperature, top_p).logprobs_N
 
     def keep_reference(self) -> None:
-        """From now on, `reference_logprobs` speaks for the weights as they are at this moment."""
+        """Make the present weights the reference of `reference_logprobs`."""
         self._reference, self._adapter_then = None, []
         if self._adapter is None:
             frozen = copy.deepcopy(self.module).requires_grad_(False)
@@ -91,7 +92,7 @@ class CausalPolicy:
             self._adapter_then = [tensor.detach().clone() for _, tensor in self.trainable()]  # the base never moves
 
     def follow(self, teacher: Any) -> None:
-        """From now on, `reference_logprobs` speaks for another model with the same vocabulary."""
+        """Make another model with the same vocabulary the reference of `reference_logprobs`."""
         attention_masks.check_attention(teacher.config)
         if self.forward.shares_freely and not packed_attention.why_not(teacher):
             packed_attention.engage(teacher)
@@ -99,7 +100,7 @@ class CausalPolicy:
         self._reference.check(teacher)
 
     def reference_bytes(self) -> int:
-        """Of weights that are there for the reference alone."""
+        """Return the size of the weights that only the reference uses."""
         tensors: Iterable[Tensor] = self._adapter_then
         if self._reference is not None:
             parts = torch.nn.ModuleList([self._reference.body, self._reference.linear])  # a tied weight counts once
@@ -114,7 +115,7 @@ class CausalPolicy:
             return self._score(self.head, micro, temperature, top_p).logprobs_N
 
     def divergence(self, micro: MicroBatch) -> Tensor:
-        """KL(reference || policy) at each trained token, over the whole vocabulary, with a gradient."""
+        """Return KL(reference || policy) at each trained token, over the whole vocabulary, with a gradient."""
         reference = self._reference or self.head
         with torch.no_grad(), nullcontext() if self._reference else self._as_it_was():
             then_TH, source_N = self.forward.hidden(reference, micro)
@@ -123,17 +124,17 @@ class CausalPolicy:
         return self.head.divergence(now_TH[source_N], reference, then_TH[source_N])
 
     def drop_reference(self) -> None:
-        """Free what `keep_reference` kept."""
+        """Free the reference."""
         self._reference, self._adapter_then = None, []
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """The model with the adapter that was kept; with none, if it was zero then."""
+        """Use the reference adapter meanwhile; no adapter if it was zero when the reference was set."""
         if not self._adapter_then:
             with self._adapter.disable_adapter() if self._adapter is not None else nullcontext():
                 yield
             return
-        # By storage: a graph that waits for its backward notices a tensor that was written to.
+        # Swap the storage: autograd would notice a write to a tensor that a pending backward needs.
         trained = [tensor for _, tensor in self.trainable()]
         now = [tensor.data for tensor in trained]
         try:
@@ -162,7 +163,7 @@ class CausalPolicy:
         return [(name, tensor) for name, tensor in self.module.named_parameters() if tensor.requires_grad]
 
     def tables(self) -> set[str]:
-        """Names of what holds a row a token: embeddings and the head."""
+        """Return the names of parameters with one row a token: embeddings and the head."""
         named = self.module.named_modules(remove_duplicate=False)
         owners = {name for name, part in named if isinstance(part, torch.nn.Embedding) or part is self.head.linear}
         return {name for name, _ in self.module.named_parameters() if name.rpartition(".")[0] in owners}
@@ -171,13 +172,13 @@ class CausalPolicy:
         if kind == "live":
             return Weights(version, kind, lambda: live_tensors(self.module))
         if kind == "full":
-            return Weights(version, kind, lambda: served_weights.whole(self.module))
+            return Weights(version, kind, lambda: served_weights.whole(self.module, self._derived_names))
         if self._adapter is None:
             raise SyncError("this policy has no adapter to send; set [model.lora], or choose another sync.bridge")
         return Weights(version, kind, self._served_adapter.tensors, served_weights.adapter_config(self._adapter))
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """What the adapters stand upon: it must be the engine's, too, and is never sent."""
+        """Yield the frozen weights under the adapters. The engine must have the same; they are never sent."""
         return served_weights.base(self.module)
 
     def base_in(self, storage: Mapping[str, Tensor]) -> int:
@@ -188,7 +189,7 @@ class CausalPolicy:
         move_in(live_tensors(self.module), storage)
 
     def export(self, path: Path) -> None:
-        """What transformers, vLLM and `tandem serve` load; adapters are merged into a copy, and also saved apart."""
+        """Write a checkpoint for transformers, vLLM and `tandem serve`. Adapters are merged and also saved apart."""
         if self._adapter is None:
             self.module.save_pretrained(path)
         else:
@@ -199,11 +200,11 @@ class CausalPolicy:
         self.tokenizer.save_pretrained(path)
 
     def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]:
-        """Writes such a copy with the values that it is given, adapters apart from the whole; on any thread."""
+        """Return a function that writes such a checkpoint with given values, on any thread."""
         return Deployer(self.module, self._adapter, self.tokenizer).write
 
 
 def _why_not_compiled(module: Any, activations: ActivationPolicy) -> str:
     if activations == "offload":
-        return "model.activations = 'offload' moves single tensors, which compiled layers keep to themselves"
-    return "few-bit weights are computed by kernels of their own" if quantized_parts(module) else ""
+        return "model.activations = 'offload' moves single tensors, and compiled layers do not expose them"
+    return "quantized weights use kernels that cannot be compiled" if quantized_parts(module) else ""

@@ -1,45 +1,51 @@
-"""A trained module's weights as an engine is to serve them."""
+"""List a trained module's weights as engines serve them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.model.quantized_base import exact, quantized_parts
-from tandem.ops.cuda_graph import Replay
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.batched_launches import Replay
+from tandem.ops.named_tensors import live_tensors
 
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _foreach_mul: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
 
 
-@torch.no_grad()
-def whole(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names of a checkpoint of the plain model. Adapters are merged and few bits widened, one tensor at a time."""
+def derived_names(module: Any) -> set[str]:
+    """Return the names of weights that `whole` must compute: those under an adapter, and quantized ones."""
     few_bits = {id(part) for part in quantized_parts(module)}
-    changed = {
+    return {
         f"{name}.weight"
         for name, part in module.named_modules()
         if id(part) in few_bits or hasattr(type(part), "get_base_layer")
     }
+
+
+@torch.no_grad()
+def whole(module: Any, derived: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a plain checkpoint: adapters merged, quantized weights widened, one tensor at a time.
+    `derived`: what `derived_names` returned for this module."""
+    derived = derived_names(module) if derived is None else derived
     for name, tensor in live_tensors(module):
         plain = name.replace(".base_layer.", ".")
         if ".lora_" not in name:
-            yield plain, exact(module, plain) if plain in changed or name in changed else tensor.detach()
+            yield plain, exact(module, plain) if plain in derived or name in derived else tensor.detach()
 
 
 def base(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain model under the adapters."""
+    """Yield the tensors of the plain model under the adapters."""
     for name, tensor in live_tensors(module):
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor.detach()
 
 
 def base_parameters(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """The same without buffers: the parameters themselves."""
+    """Yield the same without buffers: the parameters themselves."""
     for name, tensor in module.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
@@ -56,15 +62,15 @@ class Adapted(NamedTuple):
 
 
 class StableAdapter:
-    """An adapter under PEFT's names, as the very same tensors each time that it is asked for, with the values of then.
+    """An adapter under PEFT's names: always the same tensor objects, with the values at the last call.
 
-    B is scaled already, so that every engine computes with the very same numbers: in float32, in memory that is kept.
-    Hundreds of tensors made for each version take longer than their bytes; and every call of torch lets go of the
-    interpreter, which a thread gets back only when the others let it. So there are two, and on a GPU one.
+    B is already scaled, in float32, so that every engine computes with the same numbers. Creating hundreds of tensors
+    for each version would take longer than moving their bytes, and every call of torch releases the interpreter and may
+    wait to get it back. So the tensors are kept and updated by two calls, on a GPU by one.
     """
 
     def __init__(self, found: Sequence[Adapted]) -> None:
-        """`found`: what `adapted` has."""
+        """`found`: the result of `adapted`."""
         self._trained = [tensor for each in found for tensor in (each.a, each.b)]
         self._names = [name for each in found for name in (each.a_name, each.b_name)]
         self._scales = [each.scale for each in found]
@@ -75,7 +81,7 @@ class StableAdapter:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What came of it before has these values, too."""
+        """Return the tensors with the present values. Tensors that were returned before get these values, too."""
         where = [tensor.data_ptr() for tensor in self._trained]
         if where != self._where:
             self._make()
@@ -89,7 +95,7 @@ class StableAdapter:
         _foreach_mul(self._scaled, self._scales)
 
     def _make(self) -> None:
-        """Parameters lie elsewhere than they did."""
+        """Create the tensors; called again when the parameters have moved to other memory."""
         self._scaled = [torch.empty_like(tensor, dtype=torch.float32) for tensor in self._trained[1::2]]
         pairs = zip(self._trained[::2], self._scaled, strict=True)
         tensors = [tensor for a, scaled in pairs for tensor in (a.detach(), scaled)]
@@ -99,12 +105,12 @@ class StableAdapter:
 
 
 def adapter(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Once, of any module with adapters in it."""
+    """Return the adapter of a module once."""
     return StableAdapter(adapted(module)).tensors()
 
 
 def adapted(module: Any) -> list[Adapted]:
-    """The layers that an adapter was put on."""
+    """Return the layers that have an adapter."""
     return [
         Adapted(
             f"base_model.model.{name}.lora_A.weight",
@@ -119,7 +125,7 @@ def adapted(module: Any) -> list[Adapted]:
 
 
 def adapter_config(adapted: Any) -> dict[str, Any]:
-    """What PEFT writes beside such tensors. alpha = r: the scale is in B."""
+    """Return the config that PEFT stores with these tensors. alpha = r, because B contains the scale."""
     config = adapted.peft_config["default"]
     return {
         "peft_type": "LORA",

@@ -6,12 +6,11 @@ The trainer's thread only stores numbers (microseconds); a thread of rich's draw
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -24,6 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.obs.claims import figure_of, printable
+from tandem.obs.readings import clock, count, readings
+from tandem.obs.run_history import number
 from tandem.obs.text_charts import sparkline
 from tandem.types import Measure
 
@@ -75,7 +76,7 @@ class LiveView:
         """A stage begins; `done` steps of it were taken before a resume."""
         self._say_how_the_stage_went()
         self._reset(name, total_steps, done)
-        self.say(f"── {self._title()}: {_count(total_steps, 'step')}{' · ' + note if note else ''}")
+        self.say(f"── {self._title()}: {count(total_steps, 'step')}{' · ' + note if note else ''}")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A row of metrics.jsonl."""
@@ -83,7 +84,7 @@ class LiveView:
         self._row = row
         self._times.append(self._clock())
         for name, (key, _) in _TRACED.items():
-            if (value := _number(row.get(key))) is not None:
+            if (value := number(row.get(key))) is not None:
                 self._traces[name].append(value)
         if not self._has_panel and self._plain_line_due():
             self._print_step()
@@ -104,7 +105,7 @@ class LiveView:
 
     def panel(self) -> RenderableType:
         """The panel as of now."""
-        total, elapsed = max(self._total, self._done, 1), _clock_text(self._clock() - self._started)
+        total, elapsed = max(self._total, self._done, 1), clock(self._clock() - self._started)
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -134,7 +135,7 @@ class LiveView:
         """One line that stays in the scrollback when the panel moves on."""
         if self._done > self._first:
             self._first, first = self._done, self._first
-            steps, took = _count(self._done - first, "step"), _clock_text(self._clock() - self._stage_started)
+            steps, took = count(self._done - first, "step"), clock(self._clock() - self._stage_started)
             moves = [_moved(name, values) for name, trace in self._traces.items() if (values := list(trace))]
             self.say(" · ".join([f"   {self._title()}: {steps} in {took}", *moves]))
 
@@ -151,7 +152,7 @@ class LiveView:
         return grid if grid.row_count else Text("waiting for the first step", style="dim")
 
     def _numbers(self) -> Text:
-        return Text("   ".join(f"{label} {text}" for label, text in _readings(self._row)), style="dim")
+        return Text("   ".join(f"{label} {text}" for label, text in readings(self._row, without=_TRACED)), style="dim")
 
     def _eta(self) -> str:
         left = self._total - self._done
@@ -159,7 +160,7 @@ class LiveView:
             return "done"
         if len(self._times) < 3:
             return "– left"
-        return f"{_clock_text((self._times[-1] - self._times[0]) / (len(self._times) - 1) * left)} left"
+        return f"{clock((self._times[-1] - self._times[0]) / (len(self._times) - 1) * left)} left"
 
     def _plain_line_due(self) -> bool:
         every = max(1, self._total // 10)
@@ -169,37 +170,25 @@ class LiveView:
 
     def _print_step(self) -> None:
         self._last_print = self._clock()
-        readings = [f"{name} {trace[-1]:.4g}" for name, trace in self._traces.items() if trace]
-        readings += [f"{label} {text}" for label, text in _readings(self._row)]
-        self.say(f"   {self._stage or 'step'} {self._done}/{self._total} · {' · '.join(readings)} · {self._eta()}")
-
-
-def _readings(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, label, form in (
-        ("time/tokens_per_s", "tokens/s", "{:,.0f}"),
-        ("lag/max", "lag", "{:.0f}"),
-        ("loss/clip_fraction", "clipped", "{:.1%}"),
-        ("policy/entropy", "entropy", "{:.3f}"),
-        ("grad/norm", "grad", "{:.3g}"),
-        ("lr", "lr", "{:.2g}"),
-    ):
-        if (value := _number(row.get(key))) is not None:
-            yield label, form.format(value).replace("%", " %")
+        numbers = [f"{name} {trace[-1]:.4g}" for name, trace in self._traces.items() if trace]
+        numbers += [f"{label} {text}" for label, text in readings(self._row, without=_TRACED)]
+        self.say(f"   {self._stage or 'step'} {self._done}/{self._total} · {' · '.join(numbers)} · {self._eta()}")
 
 
 @contextmanager
 def _logging_above_the_panel() -> Generator[None]:
-    """A handler made earlier holds the bare stream and would write into the panel; rich's stream prints above it."""
+    """Send log lines to rich's stream, which prints above the panel. A handler that was made earlier holds the bare
+    stream and would write into the panel."""
     names = [name for name, logger in logging.Logger.manager.loggerDict.items() if isinstance(logger, logging.Logger)]
-    lent: list[tuple[logging.StreamHandler[Any], Any]] = []
+    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     for logger in [logging.getLogger(), *map(logging.getLogger, names)]:
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__):
-                lent.append((handler, handler.setStream(sys.stderr)))
+                moved.append((handler, handler.setStream(sys.stderr)))
     try:
         yield
     finally:
-        for handler, stream in lent:
+        for handler, stream in moved:
             handler.setStream(stream)
 
 
@@ -207,16 +196,3 @@ def _moved(name: str, values: list[float]) -> str:
     """From the mean of the first tenth to that of the last: a single step is noise."""
     part = max(1, len(values) // 10)
     return f"{name} {sum(values[:part]) / part:.3g} → {sum(values[-part:]) / part:.3g}"
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _clock_text(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

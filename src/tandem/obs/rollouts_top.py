@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.errors import TandemError
-from tandem.obs.claims import printable
+from tandem.obs.readings import clock, count, one_line
 from tandem.obs.rollouts_status import ServicePoller
 from tandem.obs.sync_report import size
 from tandem.obs.text_charts import sparkline
@@ -68,8 +68,8 @@ class TopView:
         if self.trouble:
             gone_s = time.monotonic() - self._lost_at
             gone = f"no answer for {gone_s:.0f} s, and the numbers are from before: {self.trouble}"
-            parts.insert(0, Text(_flat(gone), style="bold red"))
-        title = Text(_flat(f"tandem rollouts · {self.told['url']} · up {_duration(self.told['uptime_s'])}"))
+            parts.insert(0, Text(one_line(gone), style="bold red"))
+        title = Text(one_line(f"tandem rollouts · {self.told['url']} · up {clock(self.told['uptime_s'])}"))
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
 
     def line(self) -> str:
@@ -125,7 +125,7 @@ def _go_on(asking: ServicePoller, view: TopView, every_s: float, *, as_lines: bo
         except TandemError as error:
             news = view.lost(error, time.monotonic())
         for each in [*news, *([view.line()] if as_lines and not view.trouble else [])]:
-            view.console.print(Text(_flat(each)), soft_wrap=True)
+            view.console.print(Text(one_line(each)), soft_wrap=True)
 
 
 # --- the frame
@@ -134,7 +134,7 @@ def _go_on(asking: ServicePoller, view: TopView, every_s: float, *, as_lines: bo
 def _parts(told: Mapping[str, Any], traces: Mapping[str, Sequence[float]], most: int) -> Iterator[RenderableType]:
     yield _trainer(told)
     if broken := told["stored"].get("broken"):
-        yield Text(_flat(f"nothing more is acknowledged until a restart: {broken}"), style="bold red")
+        yield Text(one_line(f"nothing more is acknowledged until a restart: {broken}"), style="bold red")
     yield _queue(told)
     yield Text()
     yield _lags(told)
@@ -150,12 +150,12 @@ def _trainer(told: Mapping[str, Any]) -> Text:
     trainer = told["trainer"]
     lag = "any lag" if trainer["max_lag"] < 0 else f"max_lag {trainer['max_lag']}"
     text = f"run {trainer['run_id']} · version {trainer['version']:,} · {lag} · epoch {trainer['epoch']}"
-    return Text(_flat(text), style="bold")
+    return Text(one_line(text), style="bold")
 
 
 def _queue(told: Mapping[str, Any]) -> Table:
     queue = told["queue"]
-    leases = f"{_count(queue['leases'], 'lease')} with {_count(queue['leased'], 'group')}"
+    leases = f"{count(queue['leases'], 'lease')} with {count(queue['leased'], 'group')}"
     grid = _grid()
     grid.add_row("slots", _bar(queue["held"], queue["slots"]), f"{queue['held']:,} of {queue['slots']:,} held")
     grid.add_row("playing", _bar(queue["playing"], queue["slots"]), f"{queue['playing']:,}")
@@ -215,8 +215,8 @@ def _environments(rows: Sequence[Mapping[str, Any]], most: int) -> RenderableTyp
         had = f"{row['taken'] / everything:.1%}" if everything else "–"
         drops = {reason: number for reason, number in row["counts"].items() if reason != "put"}
         state = "" if row["connected"] else "  left"
-        state = f"  silent {_duration(row['silent_s'])}" if row["silent"] else state
-        name = Text(_flat(row["name"]), style="dim" if state else "")
+        state = f"  silent {clock(row['silent_s'])}" if row["silent"] else state
+        name = Text(one_line(row["name"]), style="dim" if state else "")
         table.add_row(
             name.append(state, style="yellow"), f"{row['weight']:g}", f"{row['share']:.1%}", had, f"{row['queued']:,}",
             f"{row['playing']:,}", Text(_reasons(drops)),
@@ -243,7 +243,7 @@ def _below(told: Mapping[str, Any], traces: Mapping[str, Sequence[float]]) -> Ta
     for row in told["quarantine"][:_REFUSED]:
         who = names.get(row["environment"], "unknown")
         at = time.strftime("%H:%M:%S", time.localtime(row["at"]))
-        why = _flat(f"refused  {at} {who}: {row['field']}: {row['reason'].removeprefix(row['field'] + ': ')}")
+        why = one_line(f"refused  {at} {who}: {row['field']}: {row['reason'].removeprefix(row['field'] + ': ')}")
         table.add_row(Text(why, style="red", overflow="ellipsis", no_wrap=True))
     return table
 
@@ -260,18 +260,4 @@ def _bar(part: float, whole: float) -> Text:
 
 
 def _reasons(counts: Mapping[str, int]) -> str:
-    return _flat(", ".join(f"{reason} {number:,}" for reason, number in sorted(counts.items(), key=lambda e: -e[1])))
-
-
-def _flat(text: str) -> str:
-    """On one line: what others wrote must not draw lines of its own."""
-    return printable(" ".join(text.split()))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+    return one_line(", ".join(f"{reason} {number:,}" for reason, number in sorted(counts.items(), key=lambda e: -e[1])))

@@ -47,7 +47,7 @@ from tandem.online.messages import (
 from tandem.online.self_distillation import JudgedAnswers
 from tandem.online.version_store import VersionStore
 from tandem.online.weight_deltas import HeldVersion, size_of_change
-from tandem.ops.module_tensors import Copies
+from tandem.ops.named_tensors import Copies
 from tandem.protocols import Algorithm, Optimizer, Policy, Trainer
 from tandem.publish import Publisher
 from tandem.spec.online import OnlineSpec

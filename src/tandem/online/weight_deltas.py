@@ -22,8 +22,7 @@ from tandem.errors import CheckpointDamaged, CheckpointError
 from tandem.online.bit_planes import Planes
 from tandem.online.delta_codec import UNKNOWN, DeltaBlock, apply_block, encode, find_changes, side_by_side
 from tandem.ops import digest
-from tandem.ops.finite_check import Finite
-from tandem.ops.module_tensors import Copies, check_alike
+from tandem.ops.named_tensors import Copies, Finite, check_alike
 
 T = TypeVar("T")
 R = TypeVar("R")

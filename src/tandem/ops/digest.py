@@ -1,4 +1,4 @@
-"""A 64-bit digest of a tensor that slices and shards can be summed to.
+"""A 64-bit digest of a tensor; digests of its slices and shards sum to it.
 
 Every element's bits, read as a number, are multiplied by a weight that depends on the tensor's name and the element's
 row and column, and summed modulo 2**64. So a permutation, a transposition, a flipped bit or a shard in the wrong place
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops.digest_layout import DigestMatrix, Plain
-from tandem.ops.finite_check import Finite
+from tandem.ops.named_tensors import Finite
 from tandem.ops.option_report import requested
 from tandem.ops.phase_timer import Phases
 
@@ -75,12 +75,12 @@ def pieces(parts: Iterable[Piece]) -> list[int]:
 
 
 def piece(tensor: Tensor, name: str, row_start: int = 0, col_start: int = 0) -> int:
-    """Of the part of tensor `name` that begins at this row and column."""
+    """Return the digest of the part of tensor `name` that begins at this row and column."""
     return pieces([(name, tensor, row_start, col_start)])[0]
 
 
 def combine(pieces: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The digests of whole tensors, from those of disjoint pieces."""
+    """Return digests of whole tensors from those of disjoint pieces."""
     whole: dict[str, int] = {}
     for name, digest in pieces:
         whole[name] = (whole.get(name, 0) + digest) & _MASK
@@ -89,8 +89,8 @@ def combine(pieces: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 @torch.no_grad()
 def changes(parts: Sequence[ElementChange]) -> list[int]:
-    """What is to be added to the digests of whole tensors when some of their elements change: in O(those elements).
-    All parts lie on one device."""
+    """Return what changed elements add to the digests of whole tensors, in time proportional to the changes. All parts
+    lie on one device."""
     if not parts:
         return []
     device = parts[0].index_N.device
@@ -106,7 +106,7 @@ def changes(parts: Sequence[ElementChange]) -> list[int]:
 
 
 def text(number: int) -> str:
-    """A digest as a fingerprint."""
+    """Return a digest as text: a fingerprint."""
     return format(number, _TEXT)
 
 
@@ -115,16 +115,16 @@ def texts(numbers: Iterable[int]) -> list[str]:
 
 
 def parted(joined: str) -> list[str]:
-    """Of texts that were sent as one: hundreds of numbers of JSON take longer."""
+    """Split fingerprints that were joined into one text, which is faster in JSON than hundreds of numbers."""
     return [joined[at : at + 16] for at in range(0, len(joined), 16)]
 
 
 class RepeatedDigest:
-    """Digests of tensors that stay where they are, taken again and again, by one thread at a time: on a GPU one launch
-    and one wait, after a table that was made once."""
+    """Digests the same tensors again and again, by one thread at a time. On a GPU that is one launch and one wait, with
+    a table that is built once. The tensors must not move."""
 
     def __init__(self, parts: Iterable[Piece], *, checked: bool = False, alone: bool = False) -> None:
-        """`checked`: `look` will be asked. `alone`: as ops/cuda_graph.py has it."""
+        """`checked`: `look` will be called. `alone`: see Replay in ops/batched_launches.py."""
         self._parts = list(parts)
         self._checked = checked
         self._again: Any = None
@@ -142,7 +142,7 @@ class RepeatedDigest:
 
     @torch.no_grad()
     def look(self) -> tuple[list[int], list[str]]:
-        """And the names of those that hold what is no number."""
+        """Return the digests, and the names of tensors with values that are not finite."""
         finite = Finite()
         for name, tensor, *_ in self._looked_at:
             finite.add(name, tensor)
@@ -161,8 +161,8 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def fingerprinted(
     tensors: Iterable[tuple[str, Tensor]], phases: Phases | None = None
 ) -> Iterator[tuple[str, Tensor, str]]:
-    """Of tensors that are made while they are gone through: of so many at a time as may be held. In `phases`, to make
-    them is `gather`, and to digest them `hash`."""
+    """Yield tensors with their fingerprints. Tensors that are created during iteration are held in batches of limited
+    size. In `phases`, creating them counts as `gather`, digesting them as `hash`."""
     held: list[tuple[str, Tensor]] = []
     held_bytes = 0
     for name, tensor in tensors:
@@ -187,7 +187,7 @@ def all_at_once(
 
     def launch() -> None:
         launched.append(([name for name, *_ in held], _table_of(held, checked=True).launch()))
-        held.clear()  # memory that is free again is written by nothing that was not enqueued later
+        held.clear()  # freed memory is only reused by work that is enqueued later
 
     held_bytes = 0
     for name, tensor in tensors:
@@ -216,7 +216,7 @@ def all_at_once(
 
 
 def fused(device: torch.device) -> dict[str, Any]:
-    """Whether the digests of tensors there are computed all at once, as an option of a run; nothing on a CPU."""
+    """Report whether digests on this device use one fused kernel; empty on a CPU."""
     if device.type != "cuda":
         return {}
     return requested(True, why_not_fused())
@@ -224,7 +224,7 @@ def fused(device: torch.device) -> dict[str, Any]:
 
 @cache
 def why_not_fused() -> str:
-    """Why the digests of tensors on a GPU are computed one by one; empty if they are not."""
+    """Return why digests on a GPU cannot use the fused kernel; empty if they can."""
     probe = _matrix(("probe", torch.arange(-8, 8, dtype=torch.int16, device="cuda").view(2, 8), 5, 7))
     try:
         why_not = (
@@ -244,7 +244,7 @@ def _fused(matrices: Sequence[DigestMatrix | Plain], device: torch.device) -> li
 
 
 def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
-    """`checked`: it looks for what is no number, too. All on one GPU."""
+    """`checked`: also look for values that are not finite. All parts are on one GPU."""
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in parts] if checked else None
@@ -252,7 +252,7 @@ def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
 
 
 def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
-    """None where any of it is a copy: that is of now."""
+    """Return a repeatable table; None if any part had to be copied, because the copy would not follow the tensor."""
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     table, theirs = _table_of(parts, checked=checked), {part[1].untyped_storage().data_ptr() for part in parts}
@@ -283,7 +283,7 @@ def _matrix(part: Piece) -> DigestMatrix:
 
 
 def _for_kernel(part: Piece) -> DigestMatrix | Plain:
-    """Of hundreds of tensors, making views takes longer than reading the bytes."""
+    """Describe a tensor without creating views, which for hundreds of tensors takes longer than reading the bytes."""
     name, tensor, row_start, col_start = part
     width, shape, seed = tensor.element_size(), tensor.shape, _seed_of(name)
     if width not in _AS_INTEGER or not shape:
@@ -309,12 +309,12 @@ def _seed_of(name: str) -> int:
 
 
 def _unsigned(integers: Tensor) -> Tensor:
-    """Wide: -1 and 1 must not be each other's negation."""
+    """Widen to 64 bits without sign: -1 and 1 must not cancel each other."""
     return integers.view(_WITHOUT_SIGN[integers.element_size()]).to(torch.int64)
 
 
 def _sum(matrix: DigestMatrix) -> int:
-    """In plain torch: on a CPU, and what the kernel is compared with."""
+    """Compute a digest in plain torch: used on a CPU, and as the reference of the kernel."""
     integers_RC = matrix.integers_RC
     num_rows, num_cols = integers_RC.shape
     device = integers_RC.device
@@ -332,7 +332,7 @@ def _sum(matrix: DigestMatrix) -> int:
 
 @lru_cache(4096)  # a few numbers of each tensor; making them took longer than the sums of a small model
 def _weights(seed: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers: splitmix64 of the position, begun at the seed."""
+    """Return odd 64-bit weights: splitmix64 of the position, started at the seed."""
     return _mixed(torch.arange(start, start + count, dtype=torch.int64, device=device), seed)
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.ops.cuda_graph import Replay
+from tandem.ops.batched_launches import Replay
 from tandem.ops.digest_layout import DigestMatrix, Plain
 
 _LANES = 1024  # elements at a time, of one row or of many
@@ -84,7 +84,7 @@ class Again:
     """The sums of one table, as often as they are asked for, by one caller at a time."""
 
     def __init__(self, table: Table, *, alone: bool) -> None:
-        """`alone`: as ops/cuda_graph.py has it."""
+        """`alone`: as ops/batched_launches.py has it."""
         self._table = table
         self._out = torch.empty((2, table.num), dtype=torch.int64, device=table.device)
         self._here = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=True)

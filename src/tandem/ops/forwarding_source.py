@@ -27,8 +27,8 @@ class Relay:
     def link(self) -> Mapping[str, Any]:
         return self._source.link
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        return self._source.house(tensors)
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        return self._source.memory_for(tensors)
 
     def attached(self, reply: Mapping[str, Any]) -> None:
         self.replies.append(reply)

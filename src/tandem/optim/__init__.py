@@ -1,1 +1,1 @@
-"""Optimizers and schedules: one file each."""
+"""Optimizers and schedules (layer 3): one file each, over the base in optimizer.py. `build/training.py` picks one."""

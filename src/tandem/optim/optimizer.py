@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops import byte_sizes
-from tandem.ops.module_tensors import check_alike
+from tandem.ops.named_tensors import check_alike
 from tandem.optim.master_weights import Master, Rows
 from tandem.optim.update_rule import Slot, UpdateRule, Whole
 from tandem.types import Metrics

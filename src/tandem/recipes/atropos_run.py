@@ -254,7 +254,7 @@ class RunProcesses:
         return any(each.startswith("environment-") and each != name for each in self._children)
 
     def _ended(self, name: str, child: Child) -> ProcessEnded:
-        return ProcessEnded(f"{name} ended before the run did, so all processes were stopped: {child.epitaph()}")
+        return ProcessEnded(f"{name} ended before the run did, so all processes were stopped: {child.exit_report()}")
 
     def begin(self, name: str, command: Sequence[str]) -> None:
         try:

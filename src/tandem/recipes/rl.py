@@ -130,7 +130,7 @@ class RlRun:
 
     def attached(self, attachment: Mapping[str, Any]) -> None:
         """Record what the engines reported when the bridge attached them; note each of their options once."""
-        self.run.met(attachment)
+        self.run.attached(attachment)
         for part, name in TOLD.items():
             option = next((engine[part] for engine in attachment["engines"] if engine.get(part)), None)
             if option is not None and part not in self._noted:

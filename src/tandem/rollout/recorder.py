@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
-from tandem.protocols import Engine
+from tandem.protocols import Engine, StartingEngine
 from tandem.rollout.deadlines import Blocked, Clock
 from tandem.rollout.judge import Judge
 from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Thought, ToolCall, Trajectory
@@ -191,11 +190,13 @@ class Recorder:
             with suppress(RuntimeError):  # the episode has ended; a leftover task of the environment asked
                 deadline.reschedule(due + asyncio.get_running_loop().time() - started)
 
+    def _engine_is_coming(self) -> bool:
+        return isinstance(self._engine, StartingEngine) and self._engine.is_coming
+
     async def _generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         try:
             with self.off_the_clock():
-                coming = partial(getattr, self._engine, "is_coming", False)  # only some engines have it
-                async with self._clock.engine_deadline(self._deadline_s, coming):
+                async with self._clock.engine_deadline(self._deadline_s, self._engine_is_coming):
                     return await self._engine.generate(
                         prompt_ids, sampling, session=self._task.id, on_token=self._clock.token
                     )

@@ -8,7 +8,7 @@ import signal
 import sys
 import tomllib
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,6 +32,8 @@ class Kind:
     exit_code: int
     retriable: bool
     about: str
+    next: str
+    """What to do after a process of Tandem ended with this exit code, if no rule knows more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,11 @@ class FailureRule:
     weak: bool = False
 
     def fits(self, case: Case) -> bool:
-        return all(
-            (
-                not self.types or bool(self.types & case.types),
-                not self.text or any(pattern.search(case.text) for pattern in self.text),
-                not self.exit_codes or case.exit_code in self.exit_codes,
-                not self.signals or case.signal in self.signals,
-            )
+        return (
+            bool(self.types & case.types)
+            or case.exit_code in self.exit_codes
+            or case.signal in self.signals
+            or any(pattern.search(case.text) for pattern in self.text)
         )
 
 
@@ -122,9 +122,14 @@ def exits_by_class() -> Generator[None]:
         else:
             traceback.print_exception(error)
         if not isinstance(error, SpecError | MissingExtra):  # which says itself what to change
-            why = f"{failure.failure_class}, by rule {failure.rule or 'none'}: {failure.next}"
-            print(f"tandem: {why}", file=sys.stderr)
+            print(f"tandem: {what_to_do(failure.row())}", file=sys.stderr)
         raise SystemExit(failure.exit_code) from error
+
+
+def what_to_do(row: Mapping[str, Any]) -> str:
+    """Return the next step after a failure as a sentence. `row`: as in status.json."""
+    rule = f", rule {row['rule']}" if row.get("rule") else ""
+    return f"next: {row.get('next')} (failure class {row.get('class')}{rule})"
 
 
 def told_by_the_system(error: BaseException) -> str:
@@ -150,14 +155,18 @@ def rules() -> tuple[FailureRule, ...]:
 
 
 def _classify(cases: Sequence[Case]) -> Failure:
-    """The first rule that fits any of them, weak ones last. What is unknown and raised by code is not tried again."""
+    """Return the failure by the first rule that fits any case, weak rules last; then by the exit code of a class. An
+    unknown failure that code raised is not retried."""
     for rule in sorted(rules(), key=lambda rule: rule.weak):
         if any(rule.fits(case) for case in cases):
             code = kinds()[rule.failure_class].exit_code
             again = rule.retriable and (rule.failure_class != "unknown" or not _raised_by_code(cases))
             return Failure(rule.failure_class, rule.id, rule.next, again, code)
-    unknown, again = kinds()["unknown"], not _raised_by_code(cases)
-    return Failure("unknown", "", "read log.txt, and report what no rule knows", again, unknown.exit_code)
+    ended_with = {case.exit_code for case in cases}
+    name = _class(next((name for name, kind in kinds().items() if kind.exit_code in ended_with), "unknown"))
+    kind = kinds()[name]
+    again = kind.retriable and (name != "unknown" or not _raised_by_code(cases))
+    return Failure(name, "", kind.next, again, kind.exit_code)
 
 
 def _raised_by_code(cases: Sequence[Case]) -> bool:

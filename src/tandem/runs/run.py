@@ -175,9 +175,9 @@ class Run:
         """A row of the ledger."""
         self._ledger.write(asdict(proof))
 
-    def met(self, meeting: Mapping[str, Any]) -> None:
-        """What the engines said of themselves when they were attached."""
-        atomic_write.write_json(self.directory / "sync-map.json", meeting)
+    def attached(self, attachment: Mapping[str, Any]) -> None:
+        """Write what the attached engines reported."""
+        atomic_write.write_json(self.directory / "sync-map.json", attachment)
 
     def sample(self, when: str, version: int, task: str, messages: Sequence[Message], reward: float) -> None:
         turns = [dict(message) for message in messages]

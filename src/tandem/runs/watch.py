@@ -12,23 +12,14 @@ from typing import Any, cast
 from tandem.io.bounded_json import parsed
 from tandem.io.process_identity import is_there
 from tandem.obs.claims import printable
+from tandem.obs.readings import readings
 from tandem.obs.run_history import number, read_status
+from tandem.runs.failure_diagnosis import what_to_do
 from tandem.runs.liveness import Observer, read_sign
 from tandem.runs.supervise import ATTEMPTS, supervisor_of
 
 _TAIL_BYTES = 1 << 16
 _EVENTS_SHOWN = 8
-_SHOWN = {
-    "reward/mean": "reward",
-    "loss/total": "loss",
-    "eval/accuracy": "accuracy",
-    "eval/reward": "held-out reward",
-    "eval/loss": "held-out loss",
-    "grad/norm": "grad",
-    "lag/max": "lag",
-    "time/tokens_per_s": "tokens/s",
-    "time/step_s": "s/step",
-}
 _ENDED = ("succeeded", "failed", "cancelled", "stopped")
 
 Row = dict[str, Any]
@@ -137,9 +128,8 @@ def _text(sight: Row) -> Iterator[str]:
 
 def _place(sight: Row) -> str:
     total = f"/{sight['steps_total']:,}" if sight["steps_total"] else ""
-    values = {label: number(sight["metrics"].get(key)) for key, label in _SHOWN.items()}
-    readings = [f"{label} {value:,.4g}" for label, value in values.items() if value is not None]
-    return " · ".join([f"{sight['stage'] or 'not begun'} step {sight['step']:,}{total}", *readings])
+    numbers = [f"{label} {text}" for label, text in readings(sight["metrics"])]
+    return " · ".join([f"{sight['stage'] or 'not begun'} step {sight['step']:,}{total}", *numbers])
 
 
 def _state(sight: Row) -> Iterator[str]:
@@ -153,8 +143,7 @@ def _state(sight: Row) -> Iterator[str]:
     if sight["error"] and sight["state"] != "running":
         yield f"   {sight['error']}"
     if isinstance(failure := sight["failure"], dict):
-        told = cast("Row", failure)
-        yield f"   {told.get('class')}, by rule {told.get('rule') or 'none'}: {told.get('next')}"
+        yield f"   {what_to_do(cast('Row', failure))}"
 
 
 def _event(event: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.errors import LogprobGap, SpecError
 from tandem.io import atomic_write
-from tandem.ops.module_tensors import Copies, check_alike
+from tandem.ops.named_tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm

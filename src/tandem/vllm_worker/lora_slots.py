@@ -20,10 +20,9 @@ from torch import Tensor
 
 from tandem.errors import SyncError
 from tandem.ops import digest
-from tandem.ops.batched_copy import Copying, same
+from tandem.ops.batched_launches import Copying, same
 from tandem.types import Fingerprints
-from tandem.vllm_worker.overwrite import PieceDigest
-from tandem.vllm_worker.tensor_layout import TensorLayout, TensorPiece
+from tandem.vllm_worker.served_memory import PieceDigest, TensorLayout, TensorPiece
 
 SCHEME = "tandem:"
 _PREFIX = "base_model.model."

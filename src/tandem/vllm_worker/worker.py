@@ -30,9 +30,9 @@ from tandem.ops.phase_timer import Phases
 from tandem.protocols import WeightSource
 from tandem.spec.bridges import traits_of
 from tandem.types import Weights
-from tandem.vllm_worker import overwrite
+from tandem.vllm_worker import served_memory
 from tandem.vllm_worker.lora_slots import LoraSlots
-from tandem.vllm_worker.tensor_layout import TensorLayout, layout_of
+from tandem.vllm_worker.served_memory import TensorLayout, layout_of
 from tandem.vllm_worker.weight_sources import EngineEnd, open_source
 
 Answer = dict[str, Any]
@@ -44,12 +44,12 @@ class Arrived:
 
     weights: Weights
     tensors: Mapping[str, Tensor]
-    moves: overwrite.Moves
+    moves: served_memory.Moves
     """Of a full version: the copies that apply it."""
     seconds: Mapping[str, float]
 
 
-Look: TypeAlias = Callable[[Weights, Mapping[str, Tensor]], overwrite.Moves]
+Look: TypeAlias = Callable[[Weights, Mapping[str, Tensor]], served_memory.Moves]
 
 
 class Incoming:
@@ -113,10 +113,10 @@ class EngineWorker:
         """Adapters arrive unchecked; this worker compares each with what was sent."""
         self._incoming: Incoming | None = None
         self._proof: Answer = {}
-        self._served = overwrite.ServedMemory(self._layout)
+        self._served = served_memory.ServedMemory(self._layout)
         self._shared_params: dict[str, str] = {}
         self._version, self._torn = -1, ""
-        self._remembered: list[overwrite.PieceDigest] = []
+        self._remembered: list[served_memory.PieceDigest] = []
 
     def vocabulary(self, num_ids: int) -> Answer:
         """Mask ids from `num_ids` on: they pad the matrix, are no tokens and must never be sampled."""
@@ -201,7 +201,7 @@ class EngineWorker:
 
     def _expected(self, version: int) -> Incoming:
         if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         if self._incoming is None or self._incoming.version != version:
             device = self._theirs.device
             self._incoming = Incoming(self._source, version, self._rank, device, self._look)
@@ -214,11 +214,11 @@ class EngineWorker:
             self._incoming = None  # the next call starts to receive it again
             raise
 
-    def _look(self, weights: Weights, tensors: Mapping[str, Tensor]) -> overwrite.Moves:
+    def _look(self, weights: Weights, tensors: Mapping[str, Tensor]) -> served_memory.Moves:
         """Refuse a version that does not fit, on the thread that received it; return the copies that apply it."""
         if weights.kind == "full":
-            overwrite.check(self._layout, tensors)
-            return overwrite.moves(self._layout, tensors)
+            served_memory.check(self._layout, tensors)
+            return served_memory.moves(self._layout, tensors)
         if weights.kind == "adapter":
             self._slots().check(tensors, weights.adapter)
         return []
@@ -267,7 +267,7 @@ class EngineWorker:
             "adapters": [] if self._adapters is None else self._adapters.names(),
         }
 
-    def _all_served(self, adapters: Sequence[str]) -> list[overwrite.PieceDigest]:
+    def _all_served(self, adapters: Sequence[str]) -> list[served_memory.PieceDigest]:
         pieces = self._served.pieces()
         if self._adapters is not None:
             pieces += [piece for name in adapters for piece in self._adapters.served_pieces(name)]
@@ -280,10 +280,10 @@ class EngineWorker:
         if self._theirs.device.type == "cuda":
             torch.cuda.synchronize()  # a step that was given up may still read
         self._torn = f"version {weights.version} was not written completely"
-        overwrite.write(self._layout, arrived.tensors, arrived.moves)
+        served_memory.write(self._layout, arrived.tensors, arrived.moves)
         phases.end("apply")
         pieces = self._served.pieces()
-        overwrite.check_served(pieces, weights.expected, shapes)
+        served_memory.check_served(pieces, weights.expected, shapes)
         phases.end("digest")
         self._torn = ""
         self._proof = {"version": weights.version, "pieces": pieces}
@@ -316,7 +316,7 @@ class EngineWorker:
         if getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
             raise SyncError("shared: memory that vLLM may put to sleep cannot be shared; start it without sleep mode")
         tensors = self._views()
-        source.house(tensors)
+        source.memory_for(tensors)
         source.attached({})
         self._shared_params = self._parameters()
         return {"handles": source.reply["handles"]}

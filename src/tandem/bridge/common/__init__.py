@@ -1,1 +1,4 @@
-"""What all bridges share: deadlines, the manifest with the base of the engine's ends, and packing."""
+"""What bridges share: deadlines, the manifest of a version with the base of the engine's ends, and packing.
+
+Imported by bridges only; it knows no transport.
+"""

@@ -227,7 +227,7 @@ class EngineEndBase:
     def attached(self, reply: Mapping[str, Any]) -> None:
         self.replies.append(reply)
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Return None: weights are copied, and the engine's tensors stay where they are."""
         return None
 

@@ -20,8 +20,8 @@ from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import Places, TensorEntry, dtype_named, listed, name_of
 from tandem.errors import SyncError
 from tandem.ops import digest
-from tandem.ops.batched_copy import Copying, copy_all, same
-from tandem.ops.finite_check import Finite
+from tandem.ops.batched_launches import Copying, copy_all, same
+from tandem.ops.named_tensors import Finite
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, Weights
 
@@ -130,7 +130,7 @@ class Flat:
     hundreds of small tensors takes several times as long as their bytes take to travel."""
 
     def __init__(self, places: Places, size_bytes: int, device: torch.device, *, alone: bool = False) -> None:
-        """`size_bytes`: of the whole buffer, as the sender announced it. `alone`: as in ops/cuda_graph.py, if an
+        """`size_bytes`: of the whole buffer, as the sender announced it. `alone`: as in ops/batched_launches.py, if an
         engine samples while a version arrives."""
         self.places = places
         self.raw = torch.empty(size_bytes, dtype=torch.uint8, device=device)

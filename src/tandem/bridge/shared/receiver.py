@@ -40,7 +40,7 @@ class SharedEnd:
     def verify_where_served(self) -> bool:
         return False
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Share the engine's tensors. On a CPU they move into a segment; on a GPU they stay and are exported."""
         kinds = {tensor.device.type for tensor in tensors.values()}
         if kinds == {"cuda"}:
@@ -64,7 +64,7 @@ class SharedEnd:
     def receive(self, version: int, rank: int = 0) -> Weights:
         """Wait until the trainer announces the version: it has written the weights by then."""
         segment = self._segment
-        assert segment is not None, "house() comes first"
+        assert segment is not None, "memory_for() comes first"
         deadline = Deadline("shared", self.link["deadline_s"], self._closed)
         deadline.until(
             lambda: segment.version >= version,

@@ -93,7 +93,7 @@ class SharedSource:
         }
         self.rendezvous: SharedRendezvous | None = None
 
-    def house(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    def memory_for(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         raise SyncError("shared: an engine in this process needs no second mapping; use sync.bridge = 'inproc'")
 
     def attached(self, reply: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from tandem.ops import attention_masks, digest
 from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.device_names import device_name
 from tandem.ops.lm_head import Head
-from tandem.ops.module_tensors import live_tensors
+from tandem.ops.named_tensors import live_tensors
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served
@@ -138,9 +138,9 @@ class EmbeddedEngine:
 
     async def attach(self, source: WeightSource) -> None:
         self._source = source
-        if (home := source.house(dict(live_tensors(self._module)))) is not None:
+        if (home := source.memory_for(dict(live_tensors(self._module)))) is not None:
             await self.sleep()
-            self._holding.house(home)
+            self._holding.live_in(home)
             await self.wake()
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
         reply["devices"] = [device_name(self._device)]
@@ -151,7 +151,7 @@ class EmbeddedEngine:
 
     async def load(self, version: int) -> Served:
         if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         phases = Phases()
         if self._source.carries == "live":
             await self.sleep()  # the trainer may have written already

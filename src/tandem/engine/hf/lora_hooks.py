@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
-from tandem.ops.finite_check import Finite
+from tandem.ops.named_tensors import Finite
 
 _PREFIX = "base_model.model."
 

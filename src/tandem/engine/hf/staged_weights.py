@@ -15,7 +15,7 @@ from torch import Tensor
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.errors import SyncError
 from tandem.ops.digest import fingerprints
-from tandem.ops.module_tensors import live_tensors, move_in, whereabouts
+from tandem.ops.named_tensors import live_tensors, move_in, whereabouts
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
 
@@ -38,7 +38,7 @@ class StagedWeights:
     def layout(self) -> dict[str, tuple[str, list[int]]]:
         return {name: (_name_of(tensor.dtype), list(tensor.shape)) for name, tensor in self._live().items()}
 
-    def house(self, storage: Mapping[str, Tensor]) -> None:
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
         move_in(self._live().items(), storage)
 
     def stage(self, weights: Weights, phases: Phases) -> StagedVersion:

@@ -1,1 +1,1 @@
-"""Any OpenAI-compatible server with token ids as an engine."""
+"""The engine `remote`: any OpenAI-compatible server that returns token ids. Import `RemoteEngine` from engine.py."""

@@ -24,7 +24,7 @@ from tandem.engine.remote.client import RemoteServer
 from tandem.engine.remote.response import RemoteCompletion
 from tandem.errors import EngineError, EngineLost, EngineSilent, SpecError, SyncError
 from tandem.ops.digest import fingerprints
-from tandem.ops.finite_check import Finite
+from tandem.ops.named_tensors import Finite
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
 from tandem.spec.bridges import traits_of
@@ -143,7 +143,7 @@ class RemoteEngine:
 
     async def load(self, version: int) -> Served:
         if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         phases = Phases()
         weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
         phases.end("wait")

@@ -1,7 +1,7 @@
-"""The engine's process that is ours, whichever it is by now.
+"""Start, restart and end the engine process that this process owns.
 
-Where each version is a new start, the next process is started early: its imports take most of that time, and depend on
-nothing. It waits until a file names what it is to serve (io/prestart.py).
+If each version needs a new process, the next process is started early, because imports take most of a start and
+depend on nothing. It waits until a file names what it should serve (io/prestart.py).
 """
 
 from __future__ import annotations
@@ -18,65 +18,62 @@ from tandem.io.child_process import Child, Ready
 
 _log = logging.getLogger(__name__)
 
-_CLEANING_S = 3.0  # for one that waits, to take away what it has made
+_CLEANING_S = 3.0  # for a waiting process, to remove its files
 _FILES = (("ready", ".json"), ("log", ".txt"), ("next", ".json"))
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A process that is started here, and ends with this one."""
+    """How to start a process that ends with this one."""
 
     command: Callable[[str, int, Path], Sequence[str]]
-    """Of a model's directory, the version of what lies in it, and the ready file."""
+    """Returns the command line, from a model directory, its version and the ready file."""
     model: str
     directory: Path
-    """For its ready file and its log."""
+    """Holds its ready file and its log."""
     version: int = 0
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     start_deadline_s: float = 300.0
     stop_grace_s: float = 10.0
     max_restarts: int = 3
-    """After it died or hung; not those for a new version."""
+    """How often it may restart after it died or hung; starts with a new version do not count."""
     ahead: bool = False
-    """While one serves, the next one waits: for engines that start again with each version. `command` is then also
-    asked with "@FILE" for a model."""
+    """Keep the next process waiting while one serves: for engines that restart with each version. `command` is then
+    also called with "@FILE" as the model."""
 
 
 @dataclass(frozen=True)
 class _One:
-    """Of two at a time, the one that serves and the next one: each has files of its own."""
+    """One of two processes: the one that serves, or the next one. Each has its own files."""
 
     child: Child
     place: int
     told: Path
-    """What it is to serve, if it is not known yet."""
+    """The file that tells it what to serve, if that was unknown at its start."""
 
 
 class OwnedProcess:
-    """Every call blocks, and any thread may call `end` meanwhile."""
+    """Every call blocks; any thread may call `end` at any time."""
 
     def __init__(self, place: Owned) -> None:
         self._place = place
         self._model, self._version = place.model, place.version
-        self._lock = threading.Lock()  # around what is started, taken or ended; never while something is waited for
+        self._lock = threading.Lock()  # held while processes are started, taken or ended; never while waiting
         self._serving: _One | None = None
         self._next: _One | None = None
         self._ended = False
         self._restarts = 0
 
     def start_again(self) -> Ready:
-        """Ends what is left of the one before."""
+        """Stop what is left of the old process and start a new one."""
         if self._serving is not None:
-            how = self._serving.child.epitaph()
+            how = self._serving.child.exit_report()
             self._serving.child.stop(grace_s=0.0)
             if self._restarts >= self._place.max_restarts:
-                raise EngineError(
-                    f"engine: it was started again max_restarts = {self._place.max_restarts} times, and is lost once "
-                    f"more: {how}"
-                )
+                raise EngineError(f"engine: lost again after max_restarts = {self._place.max_restarts} restarts: {how}")
             self._restarts += 1
-            _log.warning("the engine is started again (%d of %d): %s", self._restarts, self._place.max_restarts, how)
-        if not Path(self._model).exists():  # versions are deleted as newer ones come
+            _log.warning("restarting the engine (%d of %d): %s", self._restarts, self._place.max_restarts, how)
+        if not Path(self._model).exists():  # old versions are deleted when newer ones come
             self._model, self._version = self._place.model, self._place.version
         return self._start()
 
@@ -98,10 +95,10 @@ class OwnedProcess:
         if serving is not None:
             serving.child.stop(self._place.stop_grace_s)
 
-    def epitaph(self) -> str:
-        """Empty while it runs."""
+    def exit_report(self) -> str:
+        """Return how the serving process ended; empty while it runs."""
         serving = self._serving
-        return serving.child.epitaph() if serving is not None and serving.child.exit_code is not None else ""
+        return serving.child.exit_report() if serving is not None and serving.child.exit_code is not None else ""
 
     def _start(self) -> Ready:
         self._place.directory.mkdir(parents=True, exist_ok=True)
@@ -109,13 +106,13 @@ class OwnedProcess:
             try:
                 return self._wait(self._go_on())
             except EngineError as error:
-                _log.warning("the engine that was started ahead is of no use, another is started: %s", error)
+                _log.warning("the engine that was started early failed; starting another: %s", error)
         with self._lock:
             one = self._serving = self._run(self._model, self._version, self._next)
         return self._wait(one)
 
     def _go_on(self) -> _One:
-        """The one that was started ahead. It may be dead by now: who waits for it finds out."""
+        """Return the process that was started early. It may be dead by now; waiting for it will show that."""
         with self._lock:
             following, self._next = self._next, None
             if following is None:
@@ -125,20 +122,20 @@ class OwnedProcess:
         return following
 
     def _wait(self, one: _One) -> Ready:
-        """The next one is started at once: what this one does from now on is mostly the GPU's."""
+        """Wait until it is ready. The next process starts meanwhile, because this one now mostly uses the GPU."""
         with self._lock:
             if self._place.ahead and self._next is None:
                 self._next = self._run("", 0, one)
         return one.child.wait_ready(self._place.start_deadline_s)
 
     def _run(self, model: str, version: int, beside: _One | None) -> _One:
-        """`model`: empty if it will be told."""
+        """Start a process. `model`: empty if a file will name it later."""
         if self._ended:
             raise EngineError("engine: it was closed while it was started")
         owned, place = self._place, 1 if beside is not None and beside.place == 0 else 0
         mark = f"-{place}" if owned.ahead else ""
         ready_file, log, told = (owned.directory / f"{name}{mark}{end}" for name, end in _FILES)
-        told.unlink(missing_ok=True)  # of one before
+        told.unlink(missing_ok=True)  # left by an earlier process
         command = owned.command(model or f"@{told}", version, ready_file)
         child = Child(command, ready_file=ready_file, log=log, environment=owned.environment)
         return _One(child, place, told)

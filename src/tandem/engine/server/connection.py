@@ -1,10 +1,10 @@
-"""One life of an engine's server, seen from the trainer: requests to it, and the watch over whether it is still there.
+"""A connection to one run of an engine's server: requests to it, and a watch that notices when it is gone.
 
-consumes: requests                       waits for: answers; how long is said with each, or the watch ends it
-produces: completions, and `gone`        an engine that ended, hangs or is another one by now: within 10 s
+consumes: requests                       waits for: answers, within a deadline for each or until the watch ends it
+produces: completions, and `gone`        set within 10 s after the engine ended, hung or restarted
 
-The watch runs on a thread and a connection of its own: an event loop that stands still while a trainer computes on it
-must not be taken for an engine that does.
+The watch has its own thread and connection, so that a trainer that blocks the event loop is not taken for an engine
+that hangs.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tandem.types import Completion, Sampling, Span
 _log = logging.getLogger(__name__)
 
 _BEAT_S, _BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
-_STREAMS = 512  # files are not without end; who comes later waits for one of these
+_STREAMS = 512  # open files are limited; later requests wait for a stream
 _STATUS_S = 5.0
 _TRIES = 3
-_LAST_WORDS_S = 0.2  # how a process ended is known a moment after its connections broke
+_LAST_WORDS_S = 0.2  # the exit code is known a moment after the connections broke
 
 T = TypeVar("T")
 
 
 class Connection:
-    def __init__(self, url: str, token: str, epitaph: Callable[[], str] = lambda: "") -> None:
-        """`epitaph`: how the engine's process ended, if it is ours and has."""
+    def __init__(self, url: str, token: str, exit_report: Callable[[], str] = lambda: "") -> None:
+        """`exit_report`: returns how the engine's process ended, if this process owns it and it ended."""
         self.url = url
         self.boot_id = ""
         self.gone, self.why = asyncio.Event(), ""
         self.left = False
-        """By us: nothing was lost."""
+        """Closed by this process on purpose: the engine is not lost."""
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._epitaph = epitaph
+        self._exit_report = exit_report
         self._http = HttpClient(url, headers=self._headers, most=_STREAMS)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
@@ -55,7 +55,7 @@ class Connection:
         """Return its status; raise EngineLost if it does not answer."""
         status = await self.status()
         if not isinstance(status.get("boot_id"), str):
-            raise EngineError(f"engine: what answers at {self.url} is no engine of `tandem engine serve`")
+            raise EngineError(f"engine: the server at {self.url} is no engine of `tandem engine serve`")
         self.boot_id = status["boot_id"]
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="engine watch", daemon=True).start()
@@ -69,21 +69,23 @@ class Connection:
         return await self._ask("GET", "/engine/status", None, _STATUS_S)
 
     async def post(self, route: str, body: Mapping[str, Any], read_s: float) -> Mapping[str, Any]:
-        """Its answer, or the error that it tells of."""
+        """Return the answer, or raise the error that it contains."""
         return await self._unless_gone(self._ask("POST", route, body, read_s))
 
     async def complete(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None, on_token: OnToken | None
     ) -> Completion:
-        """EngineLost once the engine is. Where only the connection broke, it is asked again from the beginning."""
+        """Sample one completion. EngineLost if the engine is lost; after a broken connection, ask from the start."""
         asked = asdict(sampling)
-        if wish := asked.pop("on_update"):
-            raise EngineError(f"engine: on_update = '{wish}': {self.url} treats all requests alike when weights come")
+        if on_update := asked.pop("on_update"):
+            raise EngineError(
+                f"engine: on_update = '{on_update}': {self.url} treats all requests alike when weights come"
+            )
         body = {
             "prompt_ids": list(prompt_ids),
             "sampling": asked,
             "session": session,
-            "boot_id": self.boot_id,  # a restarted engine has other weights, and the watch sees that late
+            "boot_id": self.boot_id,  # a restarted engine has other weights, and the watch notices late
         }
         content = encoded(body)
         for _ in range(_TRIES):
@@ -94,7 +96,7 @@ class Connection:
         raise EngineLost(f"engine: {self.url} breaks every connection")
 
     async def leave(self, why: str) -> None:
-        """As `close`, for another one to take its place: who asks it now asks that one again."""
+        """Close, because another connection replaces this one: callers ask that one again."""
         self.left = True
         await self.close(why)
 
@@ -116,7 +118,7 @@ class Connection:
         return _checked(self.url + route, answer)
 
     async def _stream(self, content: bytes, on_token: OnToken | None, *, urgent: bool) -> Completion:
-        # Tokens are the sign of life, and who waits for them may have to queue: no limit but the watch's.
+        # A request may queue for long, so only the watch limits the wait.
         growing, route = _Growing(on_token), "/engine/generate"
         async with self._http.stream(route, content, urgent=urgent) as answer:
             if answer.status != 200:
@@ -157,7 +159,7 @@ class Connection:
             raise EngineLost(self.why) from error
 
     def _describe(self, error: Exception) -> str:
-        how = self._epitaph() or (str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
+        how = self._exit_report() or (str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}")
         return f"engine: {self.url} is gone: {how}"
 
     # --- the watch
@@ -172,7 +174,7 @@ class Connection:
                     why, missed = self._look(client), 0
                 except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # no JSON, or not what it says
                     missed += 1
-                    why = self._describe(error) if missed == _BEATS_MISSED or self._epitaph() else ""
+                    why = self._describe(error) if missed == _BEATS_MISSED or self._exit_report() else ""
                 if why:
                     with suppress(RuntimeError):  # the loop is closed: the news has no reader
                         loop.call_soon_threadsafe(self._set_gone, why)

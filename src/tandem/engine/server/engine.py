@@ -1,11 +1,15 @@
-"""An engine in a process of its own, as an Engine of this one. It owns that process, or attaches to a running one.
+"""An Engine whose weights and sampling are in another process. It owns that process, or uses a running server.
 
-consumes: prompts; a source's link         waits for: the process to be ready, its answers, the watch over it
-produces: completions, `lost`              an engine that went away is an EngineLost; `attach` and `load` take it back
+consumes: prompts; a source's link         waits for: the process to be ready, its answers, the watch thread
+produces: completions, `lost`              a vanished engine raises EngineLost; `attach` and `load` recover it
 
-A process of ours is started by `attach`, or by the first prompt, and again after it died or hung. A process that
-Tandem did not start is never signalled. After a new start no prompt goes to it before a version was loaded: what it
-has then are other weights.
+`attach` or the first prompt starts an owned process, and starts it again after it died or hung. A process that Tandem
+did not start gets no signals. After a restart the process has other weights, so no prompt goes to it before a version
+is loaded.
+
+Order of messages for a version: POST /engine/attach with the source's link (once a connection), whose reply has the
+layout; then, for each version, POST /engine/load while the trainer sends it over the bridge; the reply has the digests.
+/engine/sleep and /engine/wake pause the engine between versions, with a lease that this process renews.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from tandem.types import Completion, Sampling, Served
 
 _log = logging.getLogger(__name__)
 
-_LOAD_GRACE_S = 5.0  # beyond the deadline that the server itself keeps
+_LOAD_GRACE_S = 5.0  # added to the deadline that the server itself keeps
 _LOOK_AGAIN_S = 0.3
 
 
@@ -53,7 +57,7 @@ class ExistingServer:
     url: str
     token_file: Path
     patience_s: float = 20.0
-    """For it to come back, if it is not there."""
+    """How long to wait for it to come back."""
 
 
 class ServerEngine:
@@ -68,16 +72,18 @@ class ServerEngine:
         lease_s: float = 60.0,
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`shares_memory`: the trainer writes where this engine reads. `shares_device`: it computes where this engine
-        computes. Either makes `sleep` a pause, which ends by itself `lease_s` after this process stops renewing it.
-        `make_room`: called before the engine starts or wakes, which may need the memory that is kept here for later."""
+        """`shares_memory`: the trainer writes the memory that this engine reads. `shares_device`: both use one GPU.
+        Either makes `sleep` a pause, which ends `lease_s` after this process stops renewing it. `make_room`: frees
+        cached memory of this process; called before the engine starts or wakes."""
         self._place, self._receivers, self._deadline_s = place, receivers, deadline_s
         self._shares_memory, self._pauses, self._lease_s = shares_memory, shares_memory or shares_device, lease_s
         self._make_room = make_room
         self._process = OwnedProcess(place) if isinstance(place, Owned) else None
         self._connection: Connection | None = None
-        self._meeting, self._met = asyncio.Lock(), asyncio.Event()
+        self._connecting, self._is_connected = asyncio.Lock(), asyncio.Event()
         self._source: WeightSource | None = None
+        self._restarts = False
+        """The bridge of `_source` starts a new engine with each version."""
         self._attachment, self._owner = 0, uuid.uuid4().hex
         self._version, self._loaded_boot = -1, ""
         self._serving = asyncio.Event()
@@ -94,8 +100,8 @@ class ServerEngine:
 
     @property
     def is_coming(self) -> bool:
-        """It is being started or sought, or is yet to load what it shall serve: each within a deadline of its own."""
-        return self._meeting.locked() or not self._serving.is_set()
+        """Whether it is starting, being connected to, or loading its first version; each has its own deadline."""
+        return self._connecting.locked() or not self._serving.is_set()
 
     async def generate(
         self,
@@ -118,7 +124,7 @@ class ServerEngine:
             raise SyncError("engine: this bridge works within one process, and the engine is in another")
         await self._stop_renewing()
         self._make_room()
-        connection = await self._meet()
+        connection = await self._connected()
         if connection.boot_id != self._loaded_boot:
             self._serving.clear()
         reply = await self._take(connection, source)
@@ -131,13 +137,14 @@ class ServerEngine:
         if self._shares_memory:
             self._keep_renewing()
         source.attached(reply)
-        self._source = source
+        traits = traits_of(source.link)
+        self._source, self._restarts = source, traits is not None and traits.restarts_engine
 
     async def load(self, version: int) -> Served:
         connection, source = self._attached()
         await self._stop_renewing()
         self._make_room()
-        if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
+        if self._restarts:
             served = await self._load_by_restart(source, version)
         else:
             body = {**self._caller(), "version": version, "deadline_s": self._deadline_s}
@@ -164,7 +171,7 @@ class ServerEngine:
 
     async def lost(self) -> None:
         while True:
-            await self._met.wait()
+            await self._is_connected.wait()
             connection = self._connection
             assert connection is not None
             await connection.gone.wait()
@@ -178,12 +185,12 @@ class ServerEngine:
         if self._process is not None:
             await asyncio.to_thread(self._process.end)
 
-    # --- who is there
+    # --- the connection
 
     async def _ready(self) -> Connection:
-        """The engine, once it serves what was loaded. EngineLost if it is lost meanwhile."""
+        """Return the connection once the engine serves the loaded version. EngineLost if it is lost before that."""
         if self._connection is None:
-            await self._meet()
+            await self._connected()
         while not self._serving.is_set():
             connection = self._connection
             assert connection is not None
@@ -195,13 +202,13 @@ class ServerEngine:
                     wait.cancel()
             if connection.gone.is_set() and not connection.left:
                 raise EngineLost(connection.why)
-            await self._met.wait()
+            await self._is_connected.wait()
         assert self._connection is not None
         return self._connection
 
-    async def _meet(self) -> Connection:
-        """The engine as it is now; started (again), if it is ours and has to be."""
-        async with self._meeting:
+    async def _connected(self) -> Connection:
+        """Return a live connection. Start an owned process if it does not run."""
+        async with self._connecting:
             if self._connection is not None and await self._is_well(self._connection):
                 return self._connection
             if self._connection is not None:
@@ -229,13 +236,13 @@ class ServerEngine:
                 return await self._connect(Ready(self._place.url, 0, token))
             except (EngineError, OSError) as error:
                 if time.monotonic() > until:
-                    if self._connection is None and isinstance(error, NotLetIn | OSError):  # a typing error, then
+                    if self._connection is None and isinstance(error, NotLetIn | OSError):  # probably a wrong setting
                         raise SpecError(f"engine.token_file = '{self._place.token_file}': {error}") from error
                     raise EngineLost(f"engine: none answers at {self._place.url}: {error}") from error
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _connect(self, ready: Ready) -> Connection:
-        connection = Connection(ready.url, ready.token, self._process.epitaph if self._process else lambda: "")
+        connection = Connection(ready.url, ready.token, self._process.exit_report if self._process else lambda: "")
         try:
             status = await connection.open()
         except BaseException:
@@ -244,12 +251,12 @@ class ServerEngine:
         if self._loaded_boot not in ("", connection.boot_id):
             self._serving.clear()
         self._connection, self._version = connection, int(status["version"])
-        self._met.set()
+        self._is_connected.set()
         return connection
 
     def _attached(self) -> tuple[Connection, WeightSource]:
         if self._connection is None or self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         return self._connection, self._source
 
     async def _take(self, connection: Connection, source: WeightSource) -> dict[str, Any]:
@@ -294,28 +301,31 @@ class ServerEngine:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
 
-    # --- by a new start
+    # --- a version by a restart
 
     async def _load_by_restart(self, source: WeightSource, version: int) -> Served:
         if self._process is None:
             raise SyncError(
-                "engine: sync.bridge = 'restart' ends the engine's process, and this one is not ours to end"
+                "engine: sync.bridge = 'restart' must end the engine's process, and this run did not start it; leave "
+                "engine.url out"
             )
         phases = Phases()
         weights = await asyncio.to_thread(source.receive, version)
         phases.end("wait")
         if not weights.path:
-            raise SyncError(f"engine: version {version} lies in no directory that a process could be started from")
-        async with self._meeting:
+            raise SyncError(
+                f"engine: version {version} was not written to a directory, so no process can start from it"
+            )
+        async with self._connecting:
             self._serving.clear()
-            self._met.clear()
+            self._is_connected.clear()
             if self._connection is not None:
-                await self._connection.leave("engine: it is started again with the next version")
+                await self._connection.leave("engine: it restarts with the next version")
             ready = await asyncio.to_thread(self._process.start_with, weights.path, version)
             connection = await self._connect(ready)
         phases.end("apply")
         if self._pauses:
-            await self._take(connection, source)  # who is not attached may not send it to sleep
+            await self._take(connection, source)  # only an attached caller may send it to sleep
         served = served_of(await connection.post("/engine/digest", {"version": version}, self._deadline_s))
         phases.end("prove")
         return replace(served, seconds=phases.seconds)

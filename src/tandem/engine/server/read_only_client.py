@@ -1,7 +1,7 @@
 """A client of an engine whose weights another process updates: it samples and never changes weights.
 
-consumes: prompts                waits for: the engine, a while also for one that is started again
-produces: completions            each token with the version that the engine had when it made it
+consumes: prompts                waits for: the engine; also for a restarting one, up to `patience_s`
+produces: completions            each token with the version that sampled it
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _OPTION = "--engine-token-file"
 
 class ReadOnlyClient:
     def __init__(self, url: str, token_file: Path, *, patience_s: float = 20.0) -> None:
-        """`patience_s`: for it to come back, if it is not there."""
+        """`patience_s`: how long to wait for the engine to come back."""
         self._url, self._token_file, self._patience_s = url.rstrip("/"), token_file, patience_s
         self._connection: Connection | None = None
-        self._meeting = asyncio.Lock()
+        self._connecting = asyncio.Lock()
         self.version = -1
 
     def tell(self, route: str) -> Mapping[str, Any]:
-        """What it says of itself; blocks."""
+        """Return the engine's answer to a GET of `route`; blocks."""
         try:
             headers = {"Authorization": f"Bearer {read_token(self._token_file, _OPTION)}"}
             answer = httpx.get(self._url + route, headers=headers, timeout=_TELL_S, trust_env=False)
@@ -52,7 +52,7 @@ class ReadOnlyClient:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
-        connection = await self._meet()
+        connection = await self._connected()
         completion = await connection.complete(prompt_ids, sampling, session, on_token)
         if completion.spans:
             self.version = completion.spans[-1].version
@@ -62,8 +62,8 @@ class ReadOnlyClient:
         if self._connection is not None:
             await self._connection.close()
 
-    async def _meet(self) -> Connection:
-        async with self._meeting:
+    async def _connected(self) -> Connection:
+        async with self._connecting:
             if self._connection is not None:
                 if not self._connection.gone.is_set():
                     return self._connection

@@ -1,7 +1,14 @@
-"""vLLM as a child process: in a Python environment of its own, behind a socket file that only this user can open.
+"""Run vLLM as a child process, in its own Python environment, and bring it to a halt for a new version.
 
-What Tandem runs inside it is put on its path as one directory that holds a link to this package and nothing else: the
-trainer's own packages must not become vLLM's.
+It listens on a socket file that only this user can open. Its path gets one directory with a link to this package and
+nothing else, because the trainer's other packages must not become vLLM's.
+
+RequestGate: consumes requests                waits for: the gate to be opened again
+             produces a vLLM that is idle     waits for: admitted requests to end, to be aborted, or to be held
+
+All requests go through the gate. So once it is shut and the admitted requests have ended, vLLM is idle and need not be
+paused, which would take 20 ms. A held request keeps its place in vLLM and its tokens. It loses its keys and values;
+vLLM recomputes them when it continues.
 """
 
 from __future__ import annotations
@@ -12,27 +19,30 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from tandem.engine.http.client import Broken, HttpClient, IncomingBody, Silent
 from tandem.engine.vllm.compile_cache import ModelLink, package_path
 from tandem.engine.vllm.tested_versions import is_since, refuse_unknown_version, version_of
-from tandem.errors import EngineError, EngineLost
+from tandem.errors import EngineError, EngineLost, SyncTimeout
 from tandem.io import prestart
 from tandem.io.child_process import Child
 from tandem.io.engine_messages import decoded, encoded
 from tandem.ops.vllm_token_protocol import SCHEDULER_TOLD, URGENT_PLACES
+from tandem.types import OnUpdate
 
 _log = logging.getLogger(__name__)
 
 CONTROL_S = 60.0  # for a call that moves no weights
 _POLL_S = 0.2
+_ABORT_AGAIN_S = 0.1
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
 # GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -175,7 +185,7 @@ class VllmProcess:
             while time.monotonic() < until:
                 if not self.running:
                     self.kill()
-                    raise EngineError(f"engine: vLLM ended while it started: {self._child.epitaph()}")
+                    raise EngineError(f"engine: vLLM ended while it started: {self._child.exit_report()}")
                 try:
                     if _listens(self.socket) and client.get("/health", timeout=5.0).status_code == 200:
                         return
@@ -183,7 +193,7 @@ class VllmProcess:
                     pass  # not yet
                 time.sleep(_POLL_S)
         self.kill()
-        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.epitaph()}")
+        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.exit_report()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         """The answer's JSON. EngineLost if the process is gone, EngineError for a refusal."""
@@ -193,7 +203,7 @@ class VllmProcess:
         except Silent as error:
             raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
         except Broken as error:
-            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.epitaph()}") from error
+            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.exit_report()}") from error
         if answer.status != 200:
             raise EngineError(f"engine: vLLM answers {path} with {answer.status}: {answer.text[:500]}")
         return decoded(answer.content) if answer.kind == "application/json" else {}
@@ -252,3 +262,85 @@ def _listens(path: Path) -> bool:
         except OSError:
             return False
         return True
+
+
+class RequestGate:
+    def __init__(self, process: VllmProcess, on_update: OnUpdate) -> None:
+        """`on_update`: what happens to requests in flight when the gate shuts. It waits for them (finish), aborts them
+        for the caller to ask again (restart), or holds them (continue)."""
+        self.on_update: OnUpdate = on_update
+        self._process = process
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._vllm_paused = False
+        self._running: Counter[str] = Counter()
+        self._may_be_held = 0
+        """How many of the running requests may be held."""
+
+    async def opened(self) -> None:
+        while not self._is_open.is_set():  # the gate may have shut again since this task was woken
+            await self._is_open.wait()
+
+    @contextmanager
+    def running(self, model: str, *, may_be_held: bool) -> Iterator[None]:
+        """Count an admitted request, by the model that it names."""
+        self._running[model] += 1
+        self._may_be_held += may_be_held
+        try:
+            yield
+        finally:
+            self._running[model] -= 1
+            self._may_be_held -= may_be_held
+
+    def is_asked(self, model: str) -> bool:
+        return bool(self._running[model])
+
+    async def shut(self, deadline_s: float, *, holds: bool = True) -> None:
+        """Bring vLLM to a halt: afterwards it computes no step, and requests that did not end have no keys and values.
+        A second call also halts requests that were admitted since. `holds`: whether requests may be held; otherwise
+        they are waited for."""
+        self._is_open.clear()
+        try:
+            async with asyncio.timeout(deadline_s):
+                match self.on_update:
+                    case "finish":
+                        await self._until_none_runs()
+                    case "restart":
+                        await self._end_all()
+                    case "continue":
+                        await self._until_none_runs(but_held=holds)
+        except TimeoutError as error:
+            raise SyncTimeout(f"engine: running requests did not end within {deadline_s:g} s") from error
+        if self._running.total():
+            await self._pause("keep")
+
+    async def _end_all(self) -> None:
+        """Abort until none runs: a request that reaches a paused vLLM waits there for the end of the pause."""
+        while self._running.total():
+            await self._pause("abort")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ABORT_AGAIN_S):
+                    await self._until_none_runs()
+
+    async def _pause(self, mode: Literal["abort", "keep"]) -> None:
+        self._vllm_paused = True  # even if the call fails
+        await self._process.post("/pause", deadline_s=CONTROL_S, mode=mode, clear_cache="true")
+
+    async def open(self) -> None:
+        if self._vllm_paused:
+            await self._process.post("/resume", deadline_s=CONTROL_S)
+            self._vllm_paused = False
+        self._is_open.set()
+
+    async def give_up(self) -> None:
+        """End the wait of all held requests with an error."""
+        self._is_open.set()
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                await self._end_all()
+        except (EngineError, TimeoutError):
+            await self._process.end()  # otherwise vLLM would continue them with whatever weights it has
+
+    async def _until_none_runs(self, *, but_held: bool = False) -> None:
+        while self._running.total() > (self._may_be_held if but_held else 0):
+            await asyncio.sleep(0.001)

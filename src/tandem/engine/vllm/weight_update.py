@@ -1,35 +1,38 @@
-"""Which version vLLM serves, and how the next one takes its place.
+"""Load versions into vLLM and know which one it serves.
 
-consumes: versions              waits for: their bytes; what runs, to have left the gate; asleep, room on the GPU
-produces: what requests name    and digests of what is served, read back
+consumes: versions       waits for: their bytes; running requests to end or be held; to wake, GPU memory
+produces: the model name for requests; digests of the served weights, read back
 
-A full version comes beside the one that is served, the gate shuts, what runs ends (`finish`), is ended and asked again
-(`restart`) or is held (`continue`), the workers copy the version over and read back what they serve, and the gate
-opens. vLLM itself does not say in every version of its own which weights made a token: so only those requests are held
-whose tokens the workers keep. An adapter comes into a slot that no request uses, and requests name it from then on, so
-those under way end with theirs. After a partial failure the engine refuses all requests rather than serve torn
-weights. Once begun, an update runs to its end even if its caller gives up: workers cannot be stopped.
+Order of messages for a full version, each a call of all workers (`/collective_rpc`): `tandem_stage` until the version
+has arrived beside the served one; the gate shuts, and running requests end (`finish`), are aborted and asked again
+(`restart`) or are held (`continue`); `tandem_load` copies the version over the served weights and reads them back; the
+gate opens; `tandem_proof` returns the digests. Some vLLM versions do not report which weights made a token, so only
+requests whose tokens the workers record can be held.
 
-Asleep, with `engine.sleep = "free"`, vLLM's weights are in the host's memory and its keys and values nowhere: nothing
-may touch the GPU before they are back, and they are not called back before there is room.
+An adapter goes into a slot that no request uses; from then on requests name it, and running requests end with their
+own adapter. After a partial failure the engine refuses all requests rather than serve torn weights. An update that has
+begun runs to its end even if its caller gives up, because workers cannot be stopped.
+
+While vLLM sleeps with `engine.sleep = "free"`, its weights are in host memory and its keys and values are gone. Nothing
+may use its GPU memory before it is awake, and it wakes only when there is room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tandem.engine.vllm.process import CONTROL_S, VllmProcess
-from tandem.engine.vllm.request_gate import RequestGate
-from tandem.engine.vllm.shard_digests import Tiling, digests_of, whole
+from tandem.engine.vllm.process import CONTROL_S, RequestGate, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.finish_anyway import to_its_end
-from tandem.ops.digest import parted
+from tandem.ops.digest import combine, parted, text, texts
 from tandem.ops.option_report import requested
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import WeightSource
@@ -37,8 +40,8 @@ from tandem.types import Fingerprints, OnUpdate, Served
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S, _LOOK_MOST_S = 0.002, 0.05  # between looks whether a version has come
-_STALL_S = 0.02  # that the engine's steps may wait for an adapter on its way
+_LOOK_S, _LOOK_MOST_S = 0.002, 0.05  # between two looks whether a version has arrived
+_STALL_S = 0.02  # how long the engine's steps may wait for an adapter in flight
 _BASE = "base"
 _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
 
@@ -49,18 +52,18 @@ class WeightUpdate:
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
         self.model = _BASE
-        """What requests name: the base, or the adapter of the version served."""
+        """The model that requests name: the base, or the adapter of the served version."""
         self._process, self._gate = process, RequestGate(process, on_update)
         self._source: WeightSource | None = None
         self._adapters: list[str] = []
         """Adapters that vLLM has loaded; a slot may be overwritten once no request uses it."""
         self._tilings: dict[str, Tiling] = {}
-        """How workers hold each of them."""
+        """How the workers hold each adapter."""
         self._held = -1
-        """The full version that the workers say they hold; -1: what they started with."""
+        """The full version that the workers hold; -1: the one that they started with."""
         self._torn = ""
         self._lent: list[int] = []
-        """Bytes that each worker gave back to sleep; empty: awake."""
+        """Bytes that each worker freed to sleep; empty: awake."""
         self._moving_memory = asyncio.Lock()
 
     @property
@@ -73,7 +76,7 @@ class WeightUpdate:
 
     @property
     def gives_memory(self) -> bool:
-        """To sleep."""
+        """Whether sleep frees its GPU memory."""
         return self._process.options.sleeps and not self._process.options.why_awake
 
     @property
@@ -91,19 +94,19 @@ class WeightUpdate:
 
     @asynccontextmanager
     async def admitted(self, *, may_be_held: bool) -> AsyncIterator[None]:
-        """A request, from when it may ask for what is served until its answer is there. `may_be_held`: if a version
-        comes meanwhile it is known afterwards which of its tokens are of which."""
+        """Admit a request until its answer is there. `may_be_held`: if a version is loaded meanwhile, the workers can
+        tell which version made each token."""
         await self._gate.opened()
         if self._torn:
             raise EngineLost(self.why_torn)
-        # An adapter stands upon the base that it was asked with.
+        # A request with an adapter must not continue on another base.
         with self._gate.running(self.model, may_be_held=may_be_held and self.serves_base):
             yield
 
     # --- versions
 
     async def attach(self, source: WeightSource, more: Mapping[str, Any]) -> None:
-        """`more`: what the engine tells of itself besides."""
+        """`more`: fields that the engine adds to the reply."""
         answers = await self.workers("tandem_attach", dict(source.link))
         first = answers[0]
         told = ("layout", "derived", "adapter_dtype", "copied", "handles", "base_memory", "versions", "digests")
@@ -124,14 +127,14 @@ class WeightUpdate:
 
     async def load(self, version: int) -> Served:
         if self._source is None:
-            raise SyncError("engine: load() before attach(): it does not know where weights come from")
+            raise SyncError("engine: load() before attach(): the source of weights is unknown")
         deadline_s = float(self._source.link["deadline_s"])
         if self._source.carries == "adapter":
             return await to_its_end(self._load_adapter(version, deadline_s))
         return await to_its_end(self._load_full(version, deadline_s, live=self._source.carries == "live"))
 
     async def _until_here(self, version: int, deadline_s: float) -> None:
-        """It comes while requests go on. Each look is a call between two steps, so they become rarer."""
+        """Wait until the version has arrived; requests continue. Each look interrupts vLLM, so looks become rarer."""
         pause_s = _LOOK_S
         while True:
             answers = await self.workers("tandem_stage", version, 0.0, deadline_s=deadline_s)
@@ -155,7 +158,7 @@ class WeightUpdate:
             await self._take_back()
             if lent_bytes:
                 phases.end("wake")
-            if self.receivers == 1 and not live:  # several could wait for each other, half in a step and half in this
+            if self.receivers == 1 and not live:  # several workers could deadlock, some in a step and some in this call
                 await self._until_here(version, deadline_s)
                 phases.end("arrive")
             shut = time.perf_counter()
@@ -179,7 +182,7 @@ class WeightUpdate:
         return self._served(served, {**phases.seconds, **answers[0]["seconds"], "paused": paused_s}, lent_bytes)
 
     async def _forget_cached(self) -> None:
-        """Of a version that is over nothing is found any more; its room is free at once."""
+        """Drop cached keys and values of older versions; that also frees their memory at once."""
         await self._process.post("/reset_prefix_cache", deadline_s=CONTROL_S)
 
     async def _proven(self, version: int) -> dict[str, str]:
@@ -187,8 +190,8 @@ class WeightUpdate:
         return _whole(await self.workers("tandem_proof", version))
 
     async def _after_failed_load(self, why: str, *, live: bool) -> None:
-        """The version before goes on serving, if no worker has written over it. Asleep, it sleeps on; so it does where
-        the trainer may have written (`live`), until the caller has checked and wakes it."""
+        """Serve the old version again if no worker has overwritten any of it. A sleeping engine stays asleep, and so
+        does one that the trainer may have written into (`live`), until the caller has checked and wakes it."""
         if self._lent or live:
             return
         if not await self._untouched():
@@ -203,7 +206,7 @@ class WeightUpdate:
         await self._gate.give_up()
 
     async def _untouched(self) -> bool:
-        """Whether a load that failed left the version before as it was, in every worker."""
+        """Return whether the failed load left the old version untouched in every worker."""
         try:
             answers = await self.workers("tandem_status")
         except (SyncError, EngineError):
@@ -248,9 +251,9 @@ class WeightUpdate:
     async def _first_in_slot(
         self, name: str, slot: str, deadline_s: float, phases: Phases, *, loaded: bool
     ) -> dict[str, str]:
-        """Where vLLM puts it itself; and from now on it is known which pieces workers hold of it."""
+        """Let vLLM load the adapter, and learn which pieces of it the workers hold."""
         if not loaded:
-            if slot:  # it is of another form than what was there
+            if slot:  # the new adapter has another form than the one in the slot
                 await self._drop(slot)
             self._adapters.append(name)
             await self._process.post(
@@ -264,7 +267,7 @@ class WeightUpdate:
         return self._tilings[name].fingerprints(digests_of(pieces))
 
     async def _loaded_adapter(self, version: int, slot: str, deadline_s: float) -> list[dict[str, Any]]:
-        """It is let into a slot in the very call that finds it there; several workers first wait for each other."""
+        """Load the adapter in the same call that finds it arrived. Several workers first wait for each other."""
         if self.receivers > 1:
             await self._until_here(version, deadline_s)
         while True:
@@ -275,8 +278,8 @@ class WeightUpdate:
             await asyncio.sleep(_LOOK_S)
 
     async def _free_slot(self, deadline_s: float) -> str:
-        """The adapter whose slot may be written over; none while there are slots that nothing is in. Were vLLM asked
-        for one more than it has slots, it would move those in use in and out with every step."""
+        """Return the adapter whose slot may be overwritten; empty while there are free slots. With one more adapter
+        than slots, vLLM would swap adapters in use in and out at every step."""
         if len(self._adapters) < self._process.options.adapter_slots:
             return ""
         try:
@@ -305,7 +308,7 @@ class WeightUpdate:
     # --- what is served
 
     async def fingerprints(self) -> Fingerprints:
-        """Of what is served, computed now: the version's tensors, as its proof names them."""
+        """Compute the digests of the served tensors now, under the names of the version's proof."""
         what = ("tandem_digest",) if self.model == _BASE else ("tandem_adapter", self.model)
         return _whole(await self.workers(*what))
 
@@ -320,8 +323,8 @@ class WeightUpdate:
     # --- its memory
 
     async def sleep(self) -> None:
-        """What runs ends or is held, what comes waits; and if it was started for that, its GPU's memory is free. Then
-        no request is held: vLLM's sleep drops what it keeps of a request."""
+        """Halt all requests; new ones wait. Free the GPU memory if vLLM was started for that. Then no request is held,
+        because vLLM's sleep drops the state of requests."""
         await self._gate.shut(CONTROL_S, holds=not self.gives_memory)
         if self.gives_memory:
             await to_its_end(self._lend())
@@ -336,7 +339,7 @@ class WeightUpdate:
                 return
             await self.remember()
             before = await self._free_bytes()
-            self._lent = [0] * len(before)  # from here on it may be asleep, whatever is heard of it
+            self._lent = [0] * len(before)  # from here on it may be asleep, even if the call fails
             await self._process.post("/sleep", deadline_s=CONTROL_S, level="1")
             self._lent = [max(0, now - was) for now, was in zip(await self._free_bytes(), before, strict=True)]
             _log.info("asleep: %.2f GiB of GPU memory are free for others", self.lent_bytes / 2**30)
@@ -345,21 +348,22 @@ class WeightUpdate:
         await to_its_end(self._wake_up())
 
     async def _wake_up(self) -> None:
-        """EngineError while there is no room: it sleeps on, and may be asked again."""
+        """Wake vLLM. EngineError while there is no room: it stays asleep, and the caller may try again."""
         async with self._moving_memory:
             if not self._lent:
                 return
             for needed, free in zip(self._lent, await self._free_bytes(), strict=True):
                 if free < needed:
                     raise EngineError(
-                        f"engine: it gave {needed / 2**30:.2f} GiB of its GPU away to sleep, and of them "
-                        f"{free / 2**30:.2f} are free now; set a smaller engine.memory_share, or let the trainer keep "
+                        f"engine: to wake it needs {needed / 2**30:.2f} GiB of GPU memory, and {free / 2**30:.2f} "
+                        "are free; "
+                        "set a smaller engine.memory_share, or let the trainer keep "
                         "less between steps"
                     )
             try:
                 await self._process.post("/wake_up", deadline_s=CONTROL_S)
             except EngineError:
-                await self._process.end()  # half of its memory is there: no vLLM gets over that
+                await self._process.end()  # only part of its memory is back, and vLLM cannot recover from that
                 raise
             self._lent = []
             await self._look_after_sleep()
@@ -368,7 +372,7 @@ class WeightUpdate:
         """Raise unless the weights are known to be unchanged: vLLM is awake, but must not answer with others."""
         try:
             if not await self.intact():
-                raise EngineError("engine: its weights are not what they were before it slept; load a version")
+                raise EngineError("engine: its weights changed while it slept; load a version")
         except BaseException as error:
             await self._tear(self._torn or str(error) or type(error).__name__)
             raise
@@ -379,9 +383,9 @@ class WeightUpdate:
     # --- its workers
 
     async def workers(self, method: str, *args: Any, deadline_s: float = CONTROL_S) -> list[dict[str, Any]]:
-        """What each worker answers; the first error that one of them tells of."""
+        """Call a method of every worker. Return the answers, or raise the first error among them."""
         if self._lent and method not in ("tandem_free_bytes", "tandem_status"):
-            raise EngineError(f"engine: it is asleep, and its weights are not on the GPU; {method} has to wait")
+            raise EngineError(f"engine: it is asleep, and its weights are not on the GPU; wake it before {method}")
         body = {"method": method, "args": list(args), "timeout": deadline_s}
         answers = (await self._process.post("/collective_rpc", body, deadline_s=deadline_s))["results"]
         for answer in answers:
@@ -396,3 +400,61 @@ def _whole(answers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _pieces(answers: Sequence[Mapping[str, Any]]) -> list[Sequence[Any]]:
     return [piece for answer in answers for piece in answer["pieces"]]
+
+
+# --- digests of whole tensors, from those of the pieces that workers serve
+
+
+Range = tuple[int, int, int, int]
+"""Rows from and to, columns from and to."""
+
+
+class Tiling:
+    """Which pieces of which tensors the workers serve. Checked once; then used for every digest."""
+
+    def __init__(self, pieces: Iterable[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> None:
+        """`pieces`: name, row_start, row_stop, col_start, col_stop; more fields are ignored. Together they must cover
+        every element of every tensor in `shapes`."""
+        self._pieces = [(str(name), tuple(numbers[:4])) for name, *numbers in pieces]
+        found: defaultdict[str, set[Range]] = defaultdict(set)
+        for name, place in self._pieces:
+            found[name].add(place)
+        if odd := sorted(found.keys() ^ shapes.keys()):
+            raise SyncError(
+                f"engine: '{odd[0]}' is served by no worker, or by one that should not ({len(odd)} tensors)"
+            )
+        for name, parts in found.items():
+            _check_tiling(name, parts, shapes[name])
+        self._one_each = len(found) == len(self._pieces)
+
+    def fingerprints(self, digests: Iterable[str]) -> dict[str, str]:
+        """Return digests of whole tensors. `digests`: of each piece; workers with the same piece must agree."""
+        if self._one_each:
+            return {name: digest for (name, _), digest in zip(self._pieces, digests, strict=True)}
+        found: dict[tuple[str, Range], str] = {}
+        for piece, digest in zip(self._pieces, digests, strict=True):
+            if found.setdefault(piece, digest) != digest:
+                name, place = piece
+                raise SyncError(f"engine: its workers serve different weights as '{name}', in rows and columns {place}")
+        whole = combine((name, int(digest, 16)) for (name, _), digest in found.items())
+        return {name: text(number) for name, number in whole.items()}
+
+
+def whole(pieces: Sequence[Sequence[Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return digests of whole tensors. `pieces`: as for Tiling, then the digest."""
+    return Tiling(pieces, shapes).fingerprints(digests_of(pieces))
+
+
+def digests_of(pieces: Sequence[Sequence[Any]]) -> list[str]:
+    return texts(int(piece[5]) for piece in pieces)
+
+
+def _check_tiling(name: str, parts: Iterable[Range], shape: Sequence[int]) -> None:
+    rows, cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    placed = sorted(parts)
+    area = sum((bottom - top) * (right - left) for top, bottom, left, right in placed)
+    overlap = any(
+        a[0] < b[1] and b[0] < a[1] and a[2] < b[3] and b[2] < a[3] for i, a in enumerate(placed) for b in placed[:i]
+    )
+    if area != rows * cols or overlap:
+        raise SyncError(f"engine: its workers serve {area} elements of '{name}', which has {rows * cols}: {placed}")

@@ -1,1 +1,1 @@
-"""Adapters for environments of other libraries, one file each; their requirements are extras of the package."""
+"""Adapters for environments of other libraries, one file each; each library is an extra of the package."""

@@ -1,1 +1,1 @@
-"""The environments that come with Tandem: arithmetic, guess, sort."""
+"""The environments that come with Tandem: arithmetic, guess, sort. env/load.py names them."""

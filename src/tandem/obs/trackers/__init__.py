@@ -1,1 +1,1 @@
-"""Trackers: each in the file that is named after it, fed by feed.py."""
+"""Trackers: one file each, named after the service. tracker_queue.py feeds them in a process of their own."""

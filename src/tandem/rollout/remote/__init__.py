@@ -1,1 +1,1 @@
-"""Clients of a rollout service: the store of a trainer and the store of an environment."""
+"""Clients of a rollout service: the trainer's store (trainer_store.py) and an environment's (environment_store.py)."""

@@ -1,1 +1,1 @@
-"""The native wire format of groups: schema, validation, codec."""
+"""The native wire format of groups: schema.py, validation.py, codec.py. Both ends of the rollout service import it."""

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tandem.env.worker_messages import ENDED, FROM_EPISODE, AskJudge, AskReply, AskTools, Done, Failed, Forget
 from tandem.errors import EngineError, EnvironmentFailed, EpisodeFailed, TemplateError
 from tandem.io import json_frames
-from tandem.protocols import Chat
+from tandem.protocols import Chat, TimedChat
 from tandem.rollout.workers.forkserver_client import ForkServerClient, Order
 from tandem.types import Message, Outcome, Task
 
@@ -62,8 +62,7 @@ class WorkerEnvironment:
         return self._splits[split]
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
-        off_the_clock = getattr(chat, "off_the_clock", contextlib.nullcontext)
-        with off_the_clock():
+        with chat.off_the_clock() if isinstance(chat, TimedChat) else contextlib.nullcontext():
             worker = await self._pool.take()
         try:
             return await worker.play(task, chat)

@@ -1,1 +1,1 @@
-"""`tandem plan`: memory, time and cost of a run from its spec and the config of its model."""
+"""`tandem plan`: memory, time and cost of a run, from its spec and the config of its model. Import plan.py."""

@@ -1,1 +1,4 @@
-"""An engine as an HTTP service: its routes, and who may change its weights."""
+"""An engine as an HTTP service, the other side of `engine/server/`.
+
+service.py has the routes; weight_control.py decides which trainer may change the weights, and when.
+"""

@@ -1,13 +1,14 @@
-"""One engine and those who may change its weights: who is attached, who has it paused and until when, what is torn.
+"""Decide which trainer may change an engine's weights, how long it may pause the engine, and whether weights are torn.
 
 consumes: attach, load, sleep, wake, one at a time        waits for: the engine's end of a bridge, within a deadline
-produces: an Engine that refuses what it cannot answer    a pause ends by itself when its lease does
+produces: an Engine that refuses what it cannot answer    a pause ends when its lease does
 
-- The trainer that attached last is the only one: whatever an earlier one asks for is refused, also while it is done.
-- A pause without wake, load or renewal ends in the version that was served before; an engine that gave its memory back
-  and finds it taken tries again until it has it. Where the trainer writes into this
-  engine's memory, that memory is first compared with what was there when the pause began. If it is not the same any
-  more, nothing is answered until a load succeeds: never torn weights.
+- Only the trainer that attached last may change the weights. Requests of an earlier one are refused, and cancelled if
+  they are running.
+- A pause without wake, load or renewal ends, and the engine serves the old version again. An engine that freed its
+  memory and finds it taken tries again until it is free. If the trainer writes into this engine's memory, that memory
+  is first compared with its content at the start of the pause. If it has changed, the engine answers nothing until a
+  load succeeds: it never serves torn weights.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ State: TypeAlias = Literal["empty", "serving", "paused", "torn", "dead"]
 
 
 class LocalEngine(Engine, Protocol):
-    """An engine that this process can look into."""
+    """An engine whose memory this process can read."""
 
     @property
     def boot_id(self) -> str: ...
     @property
     def cache_epoch(self) -> int: ...
     @property
-    def lent_bytes(self) -> int: ...  # what sleep() gave back and wake() or load() takes; more than 0: asleep
+    def lent_bytes(self) -> int: ...  # freed by sleep(), taken back by wake() or load(); above 0: asleep
     @property
     def why_torn(self) -> str: ...  # empty, or why it refuses requests until a full version is loaded
     @property
-    def stays(self) -> bool: ...  # in its memory: a trainer that mapped it can write there as long as it lives
-    async def fingerprints(self) -> Fingerprints: ...  # of what is served, computed now
-    async def remember(self) -> None: ...  # a trainer is about to write into its memory
-    async def intact(self) -> bool: ...  # nothing was written since
+    def stays(self) -> bool: ...  # its weights never move: a trainer that mapped them can always write there
+    async def fingerprints(self) -> Fingerprints: ...  # computes digests of the served weights now
+    async def remember(self) -> None: ...  # records its memory before a trainer writes into it
+    async def intact(self) -> bool: ...  # whether its memory is unchanged since remember()
 
 
 OpenSource: TypeAlias = Callable[[Mapping[str, Any]], EngineEnd]
-"""Makes the engine's end of a bridge from its link. May block."""
+"""Opens the engine's end of a bridge from its link. May block."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Whom a request about the weights comes from: which attachment, to which life of this engine."""
+    """The sender of a request about weights: its attachment, and the engine process that it attached to."""
 
     attachment: int
     boot_id: str
@@ -85,7 +86,7 @@ class WeightControl:
         self._source: EngineEnd | None = None
         self._mapping: dict[str, Any] = {}
         self._pause: _Pause | None = None
-        self._abandoned = False  # by a trainer that may write at any moment: it has to attach again
+        self._abandoned = False  # by a trainer that may still write: it must attach again
         self._torn = self._dead = ""
         self._turn = asyncio.Lock()
         self._loading: asyncio.Task[Any] | None = None
@@ -149,7 +150,7 @@ class WeightControl:
         return self._torn or self._engine.why_torn
 
     def why_unfit(self) -> str:
-        """Empty if it answers, or will by itself."""
+        """Return why the engine cannot answer; empty if it can, or will without help."""
         self._watch_engine()
         return self._dead or self.why_torn
 
@@ -172,7 +173,7 @@ class WeightControl:
 
     def check_boot(self, boot_id: str) -> None:
         if boot_id != self._engine.boot_id:
-            text = "engine: this is another one than you attached to: it has restarted"
+            text = "engine: it has restarted since you attached; attach again"
             raise RequestRefused(409, text, field="boot_id", code="engine_lost")
 
     def _refuse_if_unfit(self) -> None:
@@ -180,23 +181,23 @@ class WeightControl:
         if self.why_torn:
             raise EngineLost(self.why_torn)
         if self.state == "empty":
-            raise EngineError("engine: it holds no weights yet; they come with the first load of a trainer")
+            raise EngineError("engine: it has no weights yet; a trainer must load a version first")
 
     # --- for the trainer
 
     async def attach(
         self, link: Mapping[str, Any], *, lease_s: float, writing: bool, owner: str = "", process: str = ""
     ) -> dict[str, Any]:
-        """`writing`: the trainer will write into this engine's memory at once, so the engine is left paused. `owner`:
-        who it is, and in which process. One that another has replaced does not come back: it was stopped, and knows
-        nothing of its heir."""
+        """Make the caller the only trainer that may change the weights. `writing`: the trainer will write into this
+        engine's memory at once, so the engine stays paused. `owner`, `process`: identify the trainer. A trainer that
+        was replaced is refused for good: it may have been stopped and not know that another one took over."""
         self._allowed.check(link)
         if owner in self._replaced:
             raise _fenced()
         self._check_writer(process)
         self._attachments += 1
         caller = Caller(self._attachments, self._engine.boot_id)
-        source = await self._open(link)  # first: who cannot be reached does not take the place of who can
+        source = await self._open(link)  # first: an unreachable trainer must not replace a reachable one
         try:
             if caller.attachment < self._attachment:
                 raise _fenced()
@@ -225,8 +226,8 @@ class WeightControl:
     def _check_writer(self, process: str) -> None:
         if self._engine.stays and self._writer not in ("", process) and is_there(self._writer):
             raise SyncError(
-                f"engine: process {self._writer.partition(':')[0]}, a trainer before this one, is still there and can "
-                "write into the memory that is served, although another trainer has attached since; end it first"
+                f"engine: process {self._writer.partition(':')[0]} of an earlier trainer still runs and can write into "
+                "the served memory; end it first"
             )
 
     async def _change_source(self, source: EngineEnd) -> None:
@@ -242,7 +243,7 @@ class WeightControl:
         async with self._turn_of(caller):
             carries = "" if self._source is None else self._source.carries
             if self.why_torn and carries == "adapter":
-                raise SyncError(f"{self.why_torn}; an adapter does not mend what it stands upon")
+                raise SyncError(f"{self.why_torn}; an adapter cannot repair its base")
             self._loading = asyncio.ensure_future(self._load(version, deadline_s))
             try:
                 served = await to_its_end(self._loading, given_up=self._cut_short)
@@ -261,8 +262,8 @@ class WeightControl:
             async with asyncio.timeout(deadline_s):
                 return await self._engine.load(version)
         except BaseException as error:
-            self._loading = None  # what comes now is not cut short by anybody
-            # Not a moment later: the engine has woken up, and may have been written into.
+            self._loading = None  # from here on it must not be cancelled
+            # At once: the engine is awake, and the trainer may have written into it.
             await self._after_failed_load()
             if isinstance(error, TimeoutError) and not isinstance(error, TandemError):
                 raise SyncTimeout(f"engine: version {version} was not loaded within {deadline_s:g} s") from None
@@ -273,7 +274,7 @@ class WeightControl:
             load.cancel()
 
     async def sleep(self, caller: Caller, *, lease_s: float, writing: bool) -> dict[str, int]:
-        """Again before the lease ends: renews it."""
+        """Pause the engine, or renew the lease of the pause."""
         async with self._turn_of(caller):
             await self._begin_pause(lease_s, writing=writing)
             return {"lent_bytes": self._engine.lent_bytes}
@@ -340,7 +341,9 @@ class WeightControl:
     async def _begin_pause(self, lease_s: float, *, writing: bool) -> None:
         now = asyncio.get_running_loop().time
         if self._pause is None:
-            self._pause = self._lease(_Pause(now() + lease_s, lease_s))  # first: who hangs up leaves it asleep for ever
+            self._pause = self._lease(
+                _Pause(now() + lease_s, lease_s)
+            )  # first: without a lease, a lost caller would leave it asleep for ever
         if not self._pause.asleep:
             await self._engine.sleep()
             self._pause.asleep = True
@@ -369,13 +372,13 @@ class WeightControl:
                         _log.warning("the pause is over, and the engine does not wake: %s", error)
 
     async def _end_pause(self, why: str) -> None:
-        """Into the version before; or into nothing, if its weights are not what they were."""
+        """Serve the old version again; or nothing, if the weights have changed."""
         intact = True
         if self._pause is not None and self._pause.writing:
             self._drop_pause()
             intact = await self._is_intact()
         if intact:
-            await self._wake()  # before it is dropped: until the engine has its memory back, the pause goes on
+            await self._wake()  # before the pause is dropped: it lasts until the engine has its memory back
             self._drop_pause()
         if self.why_torn:
             _log.error("the pause is over (%s), and the weights are torn", why)
@@ -383,7 +386,7 @@ class WeightControl:
             _log.info("the pause is over: %s", why)
 
     async def _wake(self) -> None:
-        """An engine that is awake and finds its weights torn is that from now on; nothing is left to try again."""
+        """Wake the engine. If it wakes with torn weights, it stays torn; another try would not help."""
         try:
             await self._engine.wake()
         except TandemError as error:
@@ -393,7 +396,7 @@ class WeightControl:
 
     async def _after_failed_load(self) -> None:
         if self._engine.lent_bytes:
-            return  # it did not even wake: the pause goes on, and so does its lease
+            return  # it did not wake: the pause and its lease continue
         written = self._drop_pause()
         try:
             if written:
@@ -406,10 +409,10 @@ class WeightControl:
                 until = asyncio.get_running_loop().time() + _WAKE_AGAIN_S
                 self._pause = self._lease(_Pause(until, _WAKE_AGAIN_S, asleep=True))
             elif not self._torn:
-                self._torn = f"engine: what its weights are after a load that failed is not known: {error}"
+                self._torn = f"engine: a load failed and its weights are unknown: {error}"
 
     def _drop_pause(self) -> bool:
-        """True if a trainer may have written meanwhile."""
+        """End the pause without waking. Return whether a trainer may have written during it."""
         pause, self._pause = self._pause, None
         if pause is None:
             return False
@@ -421,8 +424,8 @@ class WeightControl:
         if self._engine.why_torn and not self._torn:
             self._tear()
         if self._torn:
-            return False  # what was remembered since is torn too
-        self._torn = "engine: its weights are being looked at, after a write into them was cut short"
+            return False  # the recorded memory may be torn too
+        self._torn = "engine: it is checking its weights after an interrupted write"
         if intact := await self._engine.intact():
             self._torn = ""
         else:
@@ -430,7 +433,7 @@ class WeightControl:
         return intact
 
     async def _check_untouched(self) -> None:
-        """Raise EngineLost if a trainer that was given up has written after all."""
+        """Raise EngineLost if an abandoned trainer has written after all."""
         if not self._abandoned:
             return
         async with self._turn:
@@ -444,13 +447,13 @@ class WeightControl:
 
     def _tear(self) -> None:
         self._torn = (
-            f"engine: a write into its weights was cut short, and they are no version any more ({self.version} and "
-            "parts of another); it answers again when a trainer has loaded one"
+            f"engine: a write into its weights was interrupted; they mix version {self.version} with another. It "
+            "answers again when a trainer has loaded a version"
         )
         for answer in self._running:
             answer.cancel()
 
-    # --- what goes on beside
+    # --- in the background
 
     def _watch_engine(self) -> None:
         if self._watch is None:
@@ -463,5 +466,5 @@ class WeightControl:
 
 
 def _fenced() -> RequestRefused:
-    text = "engine: another trainer has attached since; this one may not change its weights any more"
+    text = "engine: another trainer has attached since; this one may no longer change its weights"
     return RequestRefused(409, text, field="attachment", code=FENCED)

@@ -1,1 +1,4 @@
-"""What every Tandem HTTP service shares: authentication, refusals, bounds, OpenAPI, start and stop."""
+"""What every service shares: access, refusals, bounds on requests, OpenAPI, start and stop.
+
+Import `create_app` from service.py and `Server` from run.py.
+"""

@@ -31,12 +31,12 @@ class _GivenUp(SystemExit):
 
 class OffLoop:
     def __init__(self, at_a_time: int = _AT_A_TIME) -> None:
-        self._seats = asyncio.Semaphore(at_a_time)
+        self._slots = asyncio.Semaphore(at_a_time)
 
     async def __call__(self, work: Callable[[Unpack[Ts]], T], *args: *Ts, deadline_s: float = 0.0) -> T:
         """Return what the work returns, or raise what it raises; Refused if it is not done in time."""
         loop, deadline_s = asyncio.get_running_loop(), deadline_s or _DEADLINE_S
-        await self._sit_down()
+        await self._take_slot()
         answers: list[asyncio.Future[T]] = [loop.create_future()]
         ended = False
 
@@ -45,7 +45,7 @@ class OffLoop:
             if ended:
                 return
             ended = True
-            self._seats.release()
+            self._slots.release()
             for answer in answers:  # none, if it was given up
                 answer.set_exception(error) if error else answer.set_result(result)  # type: ignore[arg-type]
 
@@ -77,11 +77,11 @@ class OffLoop:
             if not ended:
                 _give_up(thread)
 
-    async def _sit_down(self) -> None:
-        """The thread gives the seat back, when it ends."""
+    async def _take_slot(self) -> None:
+        """Wait for a slot; the thread frees it when it ends."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
-                await self._seats.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             raise RequestRefused(429, "other large requests are being read; send it again") from None
 

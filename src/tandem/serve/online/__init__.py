@@ -1,1 +1,1 @@
-"""The online learning server over HTTP: teaching, versions, rollback, keys."""
+"""The online learning server over HTTP: training requests, versions, rollback, keys. The learning is in `online/`."""

@@ -68,9 +68,9 @@ from tandem.serve.openai.routes import OpenAi, Stateless
 _KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _LESSON_S = 120.0  # a job may have a million tokens
 _MOST, _NO_BOUND = 1000, 10**18 - 1
-_NO_WISH = frozenset[str]()
+_NO_CHOICE = frozenset[str]()
 Number = Annotated[int, Path(ge=0, lt=2**53)]
-_WISHES = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
+_ON_UPDATE = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
 """Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
 
 
@@ -91,9 +91,9 @@ def online_service(
     """`context`: prompt and completion together. `num_ids`: ids below it exist."""
     renderer = renderer.within(context)
     embedded = conductor.spec.engine.kind == "server"
-    wishes = _WISHES.get(conductor.spec.engine.on_update, _NO_WISH) if embedded else _NO_WISH
+    on_update = _ON_UPDATE.get(conductor.spec.engine.on_update, _NO_CHOICE) if embedded else _NO_CHOICE
     sessions = Sessions(renderer, kept)
-    openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=wishes)
+    openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=on_update)
     api, router = _OnlineApi(conductor, SampleRequirements(renderer, context, num_ids), sessions), APIRouter()
     for prefix in ("/v1", "/sessions/{session}/v1"):
         router.include_router(openai.router(prefix))

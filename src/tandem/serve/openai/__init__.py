@@ -1,1 +1,4 @@
-"""OpenAI's API over any engine: routes, request parsing, response choices, streams."""
+"""OpenAI's API over any Engine: routes, request parsing, response choices, streams.
+
+Import `openai_service` from routes.py.
+"""

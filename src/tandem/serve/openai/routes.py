@@ -162,7 +162,7 @@ class OpenAi:
     num_ids: int
     max_requests: int = 4096
     on_update: frozenset[str] = frozenset()
-    """What a request may wish for when new weights come while it is answered."""
+    """The values of `on_update` that a request may choose."""
     running: int = 0
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -266,11 +266,11 @@ class OpenAi:
             raise RequestRefused(422, text, field="max_tokens", code="context_length_exceeded")
 
     def _check_on_update(self, job: SampleJob) -> None:
-        wish = job.sampling.on_update
-        if wish and wish not in self.on_update:
-            known = f"takes {', '.join(sorted(self.on_update))}" if self.on_update else "takes no wish"
-            raise RequestRefused(422, f"on_update = '{wish}': this service {known}", field="on_update")
-        if wish == "restart" and job.stream:
+        on_update = job.sampling.on_update
+        if on_update and on_update not in self.on_update:
+            known = f"takes {', '.join(sorted(self.on_update))}" if self.on_update else "takes none"
+            raise RequestRefused(422, f"on_update = '{on_update}': this service {known}", field="on_update")
+        if on_update == "restart" and job.stream:
             raise RequestRefused(
                 422, "on_update = 'restart': what was streamed cannot be taken back", field="on_update"
             )

@@ -1,4 +1,4 @@
-"""What a module consists of, by name."""
+"""List, place, compare and copy a module's tensors by name, and find those with values that are not finite."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tandem.errors import CheckpointError, SyncError
 
 
 def live_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones once. Buffers too: a rotary table that differs is another model."""
+    """Yield parameters and buffers, tied ones once. With another rotary table, it would be another model."""
     return chain(module.named_parameters(), module.named_buffers())
 
 
 def whereabouts(tensor: Tensor) -> str:
-    """Which memory of this process it is, and how it is read."""
+    """Return the address, shape, strides and type of a tensor as text."""
     return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
 
 
 def move_in(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -> None:
-    """Every tensor that `storage` has memory for continues there, with the value that it has."""
+    """Move each tensor that `storage` has memory for into that memory, with its value."""
     for name, tensor in ours:
         if (home := storage.get(name)) is None:
             continue
@@ -35,8 +35,8 @@ def move_in(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -
 
 
 def stand_on(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -> int:
-    """Every tensor that `storage` has memory for goes on there, where its values are already: nothing is written. All
-    of them or, with a SyncError, none; in all so many bytes, of which `ours` needs no memory any more."""
+    """Point each tensor at its memory in `storage`, which holds the same values already; nothing is written. Either all
+    tensors move or, with a SyncError, none. Return the bytes of memory that `ours` no longer needs."""
     found = [(name, tensor, storage[name]) for name, tensor in ours if name in storage]
     for name, tensor, home in found:
         if tensor.requires_grad:
@@ -50,7 +50,7 @@ def stand_on(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) 
 
 
 def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
-    """Before anything is copied: copying would broadcast shapes and cast types without a word."""
+    """Raise CheckpointError unless names, shapes and types agree: a copy would broadcast and cast silently."""
     if odd := sorted(ours.keys() ^ saved.keys()):
         raise CheckpointError(f"{what}: {len(odd)} entries are on one side only, as '{odd[0]}'")
     for name, tensor in ours.items():
@@ -60,14 +60,14 @@ def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: s
 
 
 class Copies:
-    """Copies on the host, in memory that is kept from one time to the next: fresh memory costs more than copying."""
+    """Copies tensors to the host, into memory that is reused: allocating it would cost more than the copy."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of the time before are overwritten."""
+        """Return copies of the tensors. They overwrite the copies of the last call."""
         self._rooms = {
             name: self._room(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()
         }
@@ -80,3 +80,24 @@ class Copies:
         if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
             room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return room
+
+
+class Finite:
+    """Finds tensors with values that are not finite. It asks their device once, because each answer is a wait."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._bounds: list[Tensor] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if tensor.is_floating_point() and tensor.numel():
+            comparable = tensor if tensor.element_size() > 1 else tensor.float()  # 8-bit types have no minimum
+            self._names.append(name)
+            self._bounds.append(torch.stack(comparable.detach().aminmax()).isfinite().all())  # a NaN is its own minimum
+
+    def odd(self) -> list[str]:
+        """Return the names of tensors that hold such a value."""
+        if not self._bounds:
+            return []
+        sound = torch.stack(self._bounds).tolist()
+        return [name for name, whole in zip(self._names, sound, strict=True) if not whole]
