@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from bridges import BUCKET_BYTES, COPYING, LENT, as_served, bits, carry, meet, weights_of
+from bridges import BUCKET_BYTES, COPYING, LENT, as_served, bits, carry, channel_of, meet, weights_of
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective import sender
+from tandem.bridge.collective import control_channel, sender
 from tandem.bridge.collective.control_channel import ControlChannel
 from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge, Transport
 from tandem.bridge.collective.shared_buffers import BufferReader, BufferWriter, MappedBuffers
@@ -240,10 +240,10 @@ class Slow:
 
 
 def test_an_announcement_that_comes_bit_by_bit_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixed = control_channel.PrefixStore
+    monkeypatch.setattr(control_channel, "PrefixStore", lambda prefix, store: Slow(prefixed(prefix, store)))
     bridge = AdapterBroadcastBridge(deadline_s=3, backend="ipc")
     source = meet(bridge)
-    host: Any = bridge._connection  # pyright: ignore[reportPrivateUsage]
-    host._channel.store = Slow(host._channel.store)
     for version in (1, 2):
         _, (received,) = carry(bridge, source, weights_of(version, "adapter"))
         assert received.version == version
@@ -333,8 +333,9 @@ def test_who_is_asked_for_another_version_reads_nothing_and_the_room_is_written_
         for version in (5, 6):
             with pytest.raises(SyncError, match=f"refused: receiver 0: asked for version 7, sent was {version}"):
                 bridge.send(weights_of(version, "adapter"))
-        host: Any = bridge._connection  # pyright: ignore[reportPrivateUsage]
-        assert not host._channel.store.check(["2/unclaimed"])  # another process with this link could not read it either
+        channel = channel_of(source.link)
+        assert channel.has("2/manifest")
+        assert not channel.has("2/unclaimed")  # another process with this link could not read it either
         bridge.send(weights_of(7, "adapter"))
         assert bits(answer.result(timeout=10).tensors()) == bits(as_served("adapter", 7))
     bridge.close()

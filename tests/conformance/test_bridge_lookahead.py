@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from bridges import as_served, bits, carry, meet, weights_of
+from bridges import as_served, bits, carry, channel_of, meet, weights_of
 
 from stopwatch import Stopwatch
+from tandem.bridge.collective.control_channel import ControlChannel
 from tandem.bridge.collective.sender import AdapterBroadcastBridge
 from tandem.bridge.collective.shared_buffers import BufferReader
 from tandem.errors import SyncError, SyncTimeout
@@ -25,7 +26,8 @@ class Pair:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deadline_s: float = 10.0) -> None:
         self.bridge = AdapterBroadcastBridge(deadline_s=deadline_s, backend="ipc")
-        self.engine: EngineEnd = open_source(dict(meet(self.bridge).link) | {"deadline_s": 20.0})
+        self.link = dict(meet(self.bridge).link)
+        self.engine: EngineEnd = open_source(self.link | {"deadline_s": 20.0})
         self.engine.reuse_buffer()
         self.copies: list[str] = []
         copy = BufferReader.broadcast
@@ -41,14 +43,6 @@ class Pair:
     def carry(self, version: int) -> dict[str, str]:
         _, (received,) = carry(self.bridge, self.engine, weights_of(version, "adapter"))
         return bits(received.tensors())
-
-    def has_looked(self) -> bool:
-        ahead = cast("Any", self.engine)._workers[0]._prefetched
-        return ahead is not None and ahead._ended.is_set()
-
-    def store(self) -> Any:
-        host: Any = self.bridge._connection
-        return host._channel.store
 
 
 @pytest.fixture
@@ -74,8 +68,8 @@ def test_a_prefetched_version_is_claimed_when_it_is_asked_for(pair: Pair, verify
         for version in (2, 3, 4):
             pair.engine.prefetch()
             sending = threads.submit(pair.bridge.send, weights_of(version, "adapter"))
-            until(pair.has_looked)
-            assert pair.store().check([f"{version}/unclaimed"])
+            until(lambda: pair.copies)
+            assert channel_of(pair.link).has(f"{version}/unclaimed")
             assert not sending.done()
             assert bits(pair.engine.receive(version).tensors()) == bits(as_served("adapter", version))
             sending.result(timeout=10)
@@ -171,13 +165,25 @@ def test_whoever_waits_for_what_does_not_come_is_told_so_and_may_ask_again(monke
 @pytest.mark.parametrize(
     ("whose", "why"), [("engine", "it was closed"), ("bridge", "the trainer closed this connection")]
 )
-def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str) -> None:
-    pair.engine.prefetch()
-    seat = cast("Any", pair.engine)._workers[0]
-    until(lambda: seat._listening)
-    ahead = seat._prefetched
-    getattr(pair, whose).close()
-    until(ahead._ended.is_set)
+def test_it_ends_when_either_end_closes(pair: Pair, whose: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest, began, ended = ControlChannel.newest, threading.Event(), threading.Event()
+
+    def watched(*args: Any) -> Any:
+        assert threading.current_thread().name == AHEAD
+        began.set()
+        try:
+            return newest(*args)
+        finally:
+            ended.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlChannel, "newest", watched)
+        pair.engine.prefetch()
+        until(began.is_set)
+        time.sleep(0.05)
+        assert not ended.is_set()
+        getattr(pair, whose).close()
+        until(ended.is_set)
     with pytest.raises(SyncError, match=why):
         pair.engine.receive(2)
 
@@ -199,7 +205,8 @@ def test_who_has_copied_nothing_yet_is_not_looked_for(pair: Pair) -> None:
     engine = open_source(dict(meet(pair.bridge).link))
     engine.reuse_buffer()
     engine.prefetch()
-    assert not cast("Any", engine)._workers
     _, (received,) = carry(pair.bridge, engine, weights_of(1, "adapter"))
+    assert pair.copies
+    assert AHEAD not in pair.copies
     assert bits(received.tensors()) == bits(as_served("adapter", 1))
     engine.close()

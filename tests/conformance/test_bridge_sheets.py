@@ -31,12 +31,13 @@ class Both:
 
     def __init__(self, *, copied: bool = True, directory: Path | None = None) -> None:
         self.bridge = AdapterBridge(directory, deadline_s=10)
-        source = self.bridge.source()
-        self.engine = FilesSource(dict(source.link), "adapter", "adapter", torch.device("cpu"))
+        self.source = self.bridge.source()
+        self.engine = FilesSource(dict(self.source.link), "adapter", "adapter", torch.device("cpu"))
+        self.home = Path(self.source.link["directory"]).parent
         if copied:
             self.engine.reuse_buffer()
             self.engine.verify_where_served()
-        source.attached(reply() | ({"copied": True} if copied else {}))
+        self.source.attached(reply() | ({"copied": True} if copied else {}))
 
     def send(self, version: int, scale: float = 1.0) -> Sent:
         tensors = {name: tensor * scale for name, tensor in tensors_for("adapter", version).items()}
@@ -112,7 +113,7 @@ def test_another_form_is_another_file(both: Both):
         weights = both.engine.receive(version)
         assert fingerprints(dict(weights.tensors())) == sent.fingerprints
     assert both.file(weights).st_size < size
-    assert len(both.bridge._reusable._held.of_versions) + len(both.bridge._reusable._held.spare) == 3
+    assert files_held(both.home) == 3
 
 
 def test_a_version_that_somebody_deleted_costs_no_other(both: Both):
@@ -123,7 +124,7 @@ def test_a_version_that_somebody_deleted_costs_no_other(both: Both):
     for version in range(5, 12):
         sent, weights = both.carry(version)
         assert fingerprints(dict(weights.tensors())) == sent.fingerprints
-    assert len(both.bridge._reusable._held.of_versions) + len(both.bridge._reusable._held.spare) == 3
+    assert files_held(both.home) == 3
 
 
 def test_a_version_that_is_refused_leaves_the_ones_before_and_the_next_is_well(both: Both):
@@ -153,7 +154,7 @@ def test_where_there_is_no_room_it_is_an_error_and_not_the_end(both: Both, monke
 
 def test_nothing_is_left_when_it_is_closed():
     both = Both()
-    home = Path(both.bridge.source().link["directory"]).parent
+    home = both.home
     assert home.parent == memory_backed()
     before = len(os.listdir("/proc/self/fd"))
     both.bridge.close()
@@ -190,34 +191,35 @@ def test_a_thread_that_was_left_behind_writes_beside_the_next_one(tmp_path: Path
         sheets.put(raw, tmp_path / "late")
 
 
-def files_open(under: Path) -> int:
-    """By this process. Its sockets come and go."""
+def files_held(under: Path) -> int:
+    """Files of adapters that this process has open, each twice: as itself and as its mapping."""
     links: list[str] = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(link.startswith(str(under)) for link in links)
+    found = [link for link in links if link.startswith(str(under)) and not link.endswith("/lock")]
+    assert sorted(found)[::2] == sorted(found)[1::2]
+    return len(found) // 2
 
 
-def test_what_is_dropped_without_being_closed_gives_its_memory_back(both: Both):
-    for version in range(1, 5):
-        both.carry(version)
-    before = files_open(both.bridge._home.path)
-    sheets = both.bridge._reusable
-    assert len(sheets._held.of_versions) + len(sheets._held.spare) == 3
-    both.bridge._reusable = ReusableFiles(both.bridge._home.path)
+def test_what_is_dropped_without_being_closed_gives_its_memory_back(tmp_path: Path):
+    sheets, raw = ReusableFiles(tmp_path), torch.arange(256, dtype=torch.uint8)
+    for number in range(3):
+        sheets.put(raw, tmp_path / f"{number}")
+    sheets.take_back(tmp_path / "0")
+    assert files_held(tmp_path) == 3
     del sheets
     gc.collect()
-    assert files_open(both.bridge._home.path) == before - 6  # a file's own and its mapping's
+    assert files_held(tmp_path) == 0
 
 
 def test_an_engine_that_joins_and_does_not_copy_ends_it(both: Both):
     for version in range(1, 5):
         both.carry(version)
-    both.bridge._source.attached(reply("engine-2"))  # pyright: ignore[reportOptionalMemberAccess]
+    assert files_held(both.home) == 3
+    both.source.attached(reply("engine-2"))
     assert both.carry(5)[0].transport["engaged"] == "new files"
     both.carry(6)
     both.carry(7)
     both.carry(8)
-    assert not both.bridge._reusable._held.of_versions
-    assert not both.bridge._reusable._held.spare
+    assert files_held(both.home) == 0

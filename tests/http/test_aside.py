@@ -55,7 +55,7 @@ def test_what_it_returns_and_raises_comes_back_and_nothing_of_it_stays() -> None
 
 
 def test_what_loops_is_ended_at_its_deadline_and_others_have_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_DEADLINE_S", 5.0)  # for a seat, too
+    monkeypatch.setattr(beside, "DEADLINE_S", 5.0)  # for a seat, too
 
     async def scenario() -> None:
         aside = OffLoop(at_a_time=1)
@@ -72,7 +72,7 @@ def test_what_loops_is_ended_at_its_deadline_and_others_have_its_seat(monkeypatc
 
 
 def test_where_all_seats_are_taken_a_request_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_DEADLINE_S", 0.1)
+    monkeypatch.setattr(beside, "DEADLINE_S", 0.1)
     go = threading.Event()
 
     async def scenario() -> None:

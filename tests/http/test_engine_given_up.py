@@ -33,7 +33,7 @@ def serving(engine: Any, tmp_path: Path, **options: Any) -> Any:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
-    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
+    monkeypatch.setattr(weight_control, "WAKE_AGAIN_S", 0.05)
     with serving(engine_on(Vllm()), tmp_path) as made:
         yield made
 
@@ -200,7 +200,7 @@ class WakesLate(FakeEngine):
 def test_whatever_keeps_an_engine_from_waking_is_tried_again(
     after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
+    monkeypatch.setattr(weight_control, "WAKE_AGAIN_S", 0.05)
     engine = WakesLate()
     with serving(engine, tmp_path) as served:
         caller = served.attach()

@@ -23,7 +23,7 @@ def test_it_is_lost_and_every_later_refusal_names_the_first_error() -> None:
         losing = asyncio.create_task(engine.lost())
         await engine.generate([1, 2], Sampling(max_tokens=1))
         assert not losing.done()
-        engine._head.hidden = broken  # pyright: ignore[reportAttributeAccessIssue]
+        module.get_input_embeddings().register_forward_pre_hook(broken)
         for _ in range(2):
             with pytest.raises(EngineError, match=r"stopped.*RuntimeError: out of memory"):
                 await engine.generate([1, 2], Sampling(max_tokens=1))

@@ -27,7 +27,7 @@ class Slow:
 
 
 def test_who_is_answered_is_not_cut_off_by_who_asks_for_a_third_version(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(past_versions, "_JUST_ASKED_S", 0.0)
+    monkeypatch.setattr(past_versions, "JUST_ASKED_S", 0.0)
     made: dict[int, Slow] = {}
 
     def load(version: int) -> Slow:
@@ -50,7 +50,7 @@ def test_who_is_answered_is_not_cut_off_by_who_asks_for_a_third_version(monkeypa
         assert [each.closed for each in made.values()] == [False, True, False]
         busy = asyncio.create_task((await past.engine(3)).generate([1], Sampling(max_tokens=1)))
         await asyncio.sleep(0)
-        monkeypatch.setattr(past_versions, "_PATIENCE_S", 0.05)
+        monkeypatch.setattr(past_versions, "PATIENCE_S", 0.05)
         with pytest.raises(RequestRefused, match="versions 1, 3 are answering"):
             await past.engine(4)
         made[1].go.set()

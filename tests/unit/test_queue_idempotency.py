@@ -215,7 +215,7 @@ def test_what_was_refused_is_kept_with_its_reason_up_to_a_bound(tmp_path: Path):
 def test_files_go_when_their_groups_are_trained_on_and_ids_are_never_used_twice(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin(dataclasses.replace(RUN, groups_per_step=50))
-        rig.queue.core.segments._roll_bytes = 1000
+        rig.queue.core.segments.roll_bytes = 1000
         await rig.queue.environments.put([group(environment=rig.environments["a"]) for _ in range(50)])
         many = rig.queue.status()["stored"]["bytes"]
         lease = await rig.take(50)

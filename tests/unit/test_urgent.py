@@ -9,12 +9,13 @@ import pytest
 
 import votes
 from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.ops import byte_sizes
 from tandem.types import Sampling
 
 
-def engine_of(max_running: int) -> EmbeddedEngine:
+def engine_of(max_running: int, kv_gib: float = 4.0) -> EmbeddedEngine:
     engine = EmbeddedEngine(
-        votes.make(), num_ids=256, end_ids=frozenset(), decode=lambda ids: "", max_running=max_running
+        votes.make(), num_ids=256, end_ids=frozenset(), decode=lambda ids: "", max_running=max_running, kv_gib=kv_gib
     )
     engine.version = 0
     return engine
@@ -28,8 +29,10 @@ def test_nobody_else_who_waits_is_let_in_before_it_has_ended(max_running: int, r
     order: list[str] = []
 
     async def work() -> None:
-        engine = engine_of(max_running)
-        engine._waiting._positions = room_for * 39
+        config = votes.make().config
+        head_dim = config.hidden_size // config.num_attention_heads
+        of_one = byte_sizes.position_bytes(config.num_hidden_layers, config.num_key_value_heads, head_dim, 4)
+        engine = engine_of(max_running, (room_for * 39 + 0.5) * of_one / 2**30)
 
         async def ask(name: str, tokens: int, *, urgent: bool = False) -> None:
             sampling = Sampling(max_tokens=tokens, urgent=urgent)

@@ -27,9 +27,9 @@ from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_SESSIONS_KEPT = 100_000
-_TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
-_MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
+SESSIONS_KEPT = 100_000
+TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # then an engine that was left out is tried again; doubles each time
+MOST_ASKED = 8  # a prompt that ends every engine it is put to must not end them for ever
 _GONE = (EngineLost, EngineSilent)
 # By attaching again. Nothing else is: another trainer has taken an engine over, say.
 _CURABLE = (EngineError, SyncError)
@@ -91,7 +91,7 @@ class EnginePool:
         on_token: OnToken | None = None,
     ) -> Completion:
         why = ""
-        for _ in range(_MOST_ASKED):
+        for _ in range(MOST_ASKED):
             member = await self._pick(session)
             life = member.life
             try:
@@ -99,9 +99,7 @@ class EnginePool:
             except _GONE as error:
                 why = str(error)
                 self._leave_out(member, life, error)
-        raise EngineLost(
-            f"pool: a request was put to {_MOST_ASKED} engines, and all were lost over it; the last: {why}"
-        )
+        raise EngineLost(f"pool: a request was put to {MOST_ASKED} engines, and all were lost over it; the last: {why}")
 
     async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Completion]:
         """Of each of those that serve now."""
@@ -247,7 +245,7 @@ class EnginePool:
         if session:
             self._home.pop(session, None)
             self._home[session] = home  # last in: the ones not asked for longest are forgotten first
-            if len(self._home) > _SESSIONS_KEPT:
+            if len(self._home) > SESSIONS_KEPT:
                 del self._home[next(iter(self._home))]
         return home
 
@@ -295,7 +293,7 @@ class EnginePool:
         found: Callable[[], Coroutine[Any, Any, None]] | None = getattr(member.engine, "found", None)
         waits = member.failures - 1 if found is not None and at_once else member.failures
         if waits:  # one that fails over and over disturbs all others each time
-            await asyncio.sleep(min(_TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
+            await asyncio.sleep(min(TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
         if found is not None:
             await found()
         _log.info("pool: engine %s is tried again", member.name)
