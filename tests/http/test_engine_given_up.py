@@ -1,4 +1,4 @@
-"""Loads that are given up, wakes that fail, and weights that vLLM knows to be torn: what is answered afterwards."""
+"""Loads that were given up, wakes that failed and torn weights in vLLM: what the engine answers afterwards."""
 
 from __future__ import annotations
 
