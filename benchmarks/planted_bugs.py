@@ -31,6 +31,7 @@ from common import table
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 TIMEOUT_S = 300
+IN_A_FORK = ("-p", "no:rerunfailures", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
 FAILED = 1
 """pytest's exit code where tests ran and some failed. A test that cannot be collected, or is not there, has another."""
@@ -162,7 +163,7 @@ def start(bug: PlantedBug) -> tuple[int, Trial]:
             os.dup2(os.open(trial.folder / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
         os.environ["PYTHONPATH"] = python_path(trial.folder / "src")  # of processes that the tests start
         sys.path.insert(0, str(trial.folder / "src"))
-        code = int(pytest.main([*OPTIONS, "-p", "no:rerunfailures", "-p", "no:xdist", *bug.tests]))
+        code = int(pytest.main([*OPTIONS, *IN_A_FORK, *bug.tests]))
         if "tandem" in sys.modules and not str(sys.modules["tandem"].__file__).startswith(str(trial.folder)):
             code = -1
     finally:
