@@ -152,7 +152,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
-from test_child import started
+from test_child_process import started
 ready = started(Path(sys.argv[1]), sys.argv[2]).wait_ready(20)
 print(ready.pid, flush=True)
 time.sleep(600)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_child import runs, wait_until
+from test_child_process import runs, wait_until
 
 from leashed import programs_below
 from stopwatch import Stopwatch

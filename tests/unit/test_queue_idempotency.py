@@ -70,6 +70,19 @@ def test_the_same_key_for_something_else_is_refused(tmp_path: Path):
     rigged(tmp_path, scenario)
 
 
+def test_the_key_of_a_version_that_changes_nothing_is_refused_for_another(tmp_path: Path):
+    async def scenario(rig: Rig) -> None:
+        await rig.begin()
+        await rig.queue.trainer.announce_version(rig.epoch, 1)
+        for _ in range(2):
+            await rig.queue.trainer.announce_version(rig.epoch, 1, once=RequestKey("k", b"1"))
+        with pytest.raises(KeyReused, match="'k'"):
+            await rig.queue.trainer.announce_version(rig.epoch, 2, once=RequestKey("k", b"2"))
+        assert rig.queue.version == 1
+
+    rigged(tmp_path, scenario)
+
+
 def test_a_release_that_comes_again_after_a_later_version_is_answered_as_before(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()

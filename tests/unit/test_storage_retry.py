@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from types import SimpleNamespace
 
@@ -17,9 +18,21 @@ TRIES = 3
 class Answered(Exception):
     """As HTTP clients raise it."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, **headers: str) -> None:
         super().__init__(f"{status}")
-        self.response = SimpleNamespace(status_code=status, headers={})
+        self.response = SimpleNamespace(status_code=status, headers=headers)
+
+
+class Waits(threading.Event):
+    """Records how long it is waited for, and lets no time pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return False
 
 
 def times_asked(error: Exception) -> int:
@@ -48,3 +61,15 @@ def test_what_is_refused_for_what_it_is_is_asked_once(error: Exception) -> None:
 )
 def test_what_may_pass_is_asked_as_often_as_allowed(error: Exception) -> None:
     assert times_asked(error) == TRIES
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("0", 0.0), ("100000", 60.0)])
+def test_it_waits_as_long_as_the_store_asks_and_no_longer_than_the_limit(asked: str, waited: float) -> None:
+    waits, error = Waits(), Answered(503, **{"Retry-After": asked})
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(ArtifactError, match="tried 3 times"):
+        tried(fail, Limits(tries=TRIES, backoff_s=0.5, longest_wait_s=60.0), time.monotonic() + 600, "a file", waits)
+    assert waits.seconds == [waited] * (TRIES - 1)
