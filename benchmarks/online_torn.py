@@ -1,5 +1,5 @@
-"""A server whose model votes on its version (tests/votes.py), taught hundreds of times while streams ask it: is any
-token made of two versions, or stamped with another version than made it?
+"""A server whose model votes on its version (tests/voting_model.py), taught hundreds of times while streams ask it: is
+any token made of two versions, or stamped with another version than made it?
 
 All is the server's own (HTTP, jobs, gates, files, bridge, engine); only the step of the trainer process is another: it
 writes the next version's votes. Beside the torn tokens: how long a stream waits at most for its next token where an
@@ -36,7 +36,7 @@ TOKENS = 200
 
 
 def trainer(fd: int) -> None:
-    import votes
+    import voting_model as votes
     from tandem.build import online as build_online
     from tandem.online.publishing import EngineProxy
     from tandem.online.rpc import RpcConnection
@@ -99,7 +99,7 @@ class Stream(Asking):
         self.waits_s: list[tuple[float, bool]] = []
 
     def ask(self) -> None:
-        import votes
+        import voting_model as votes
 
         prompt = [self.number + 1] * (4 + self.answers % 5)
         body: dict[str, Any] = {"model": "votes", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
@@ -125,7 +125,7 @@ class Stream(Asking):
 
 
 def measure(home: Path, publishes: int, streams: int, on_update: str = "") -> dict[str, Any]:
-    import votes
+    import voting_model as votes
 
     votes.save(home / "model")
     here = OnlineServer(home, "")

@@ -6,13 +6,14 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tandem.bridge.collective.control_channel import ChannelAddress, ControlChannel
 from tandem.bridge.collective.sender import AdapterBroadcastBridge, BroadcastBridge
 from tandem.bridge.common import packer
 from tandem.bridge.files.adapter import AdapterBridge
@@ -143,15 +144,15 @@ def while_sending(weights: Weights, name: str, change: Callable[[int, str, Tenso
 
 
 def _while_packing(weights: Weights, change: Callable[[int, str, Tensor], Tensor]) -> Weights:
-    plain = packer._AdapterTensors.hand_over
+    plain = packer.AdapterTensors.hand_over
 
     def hand_over(self: Any, *args: Any) -> None:
-        packer._AdapterTensors.hand_over = plain
+        packer.AdapterTensors.hand_over = plain
         for number, (name, tensor) in enumerate(self._flat):
             tensor.copy_(change(number, name, tensor.clone()))
         plain(self, *args)
 
-    packer._AdapterTensors.hand_over = hand_over
+    packer.AdapterTensors.hand_over = hand_over
     return weights
 
 
@@ -163,6 +164,12 @@ def struck_while_sending(weights: Weights, name: str, strike: Callable[[], objec
         return tensor
 
     return while_sending(weights, name, change)
+
+
+def channel_of(link: Mapping[str, Any]) -> ControlChannel:
+    """As any process with this link may open it."""
+    address = ChannelAddress(**{each.name: link[each.name] for each in fields(ChannelAddress)})
+    return ControlChannel(address, address.connect(), mine=False)
 
 
 def meet(bridge: WeightBridge, num_receivers: int = 1) -> WeightSource:

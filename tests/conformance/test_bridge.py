@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ from bridges import (
 )
 
 from stopwatch import Stopwatch
-from tandem.bridge.collective import receiver
+from tandem.bridge.collective import control_channel, receiver
 from tandem.bridge.collective.receiver import buckets_of
 from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.bridge.common import packer
 from tandem.bridge.common.manifest import Manifest, Places, TensorEntry
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import fingerprints
-from tandem.protocols import WeightBridge
+from tandem.protocols import WeightBridge, WeightSource
 from tandem.serve.engine.link_rules import Allowed
 from tandem.types import Weights
 from tandem.vllm_worker.weight_sources import open_source
@@ -346,8 +347,8 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
 
     with Stopwatch() as watch, monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
         if at_the == "trainer":
-            patch.setattr(packer._Packer, "finish", fails)
-            patch.setattr(packer._AdapterTensors, "hand_over", fails)
+            patch.setattr(packer.Packer, "finish", fails)
+            patch.setattr(packer.AdapterTensors, "hand_over", fails)
         else:
             patch.setattr(receiver, "buckets_of", fails_in_the_middle)
         answer = threads.submit(source.receive, 2)
@@ -366,11 +367,20 @@ def test_whatever_goes_wrong_in_the_middle_of_a_transfer_ends_the_meeting_at_bot
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_an_engine_is_told_that_a_meeting_is_over_even_if_its_store_lives_on(name: str, tmp_path: Path) -> None:
+def test_an_engine_is_told_that_a_meeting_is_over_even_if_its_store_lives_on(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Work that was left behind may hold the store for as long as it likes."""
+    held: list[Any] = []
+
+    class Held(control_channel.TCPStore):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            held.append(self)
+
+    monkeypatch.setattr(control_channel, "TCPStore", Held)
     bridge = COPYING[name](tmp_path, 20.0)
     theirs = open_source(dict(meet(bridge).link))
-    held = bridge._connection._channel.store  # pyright: ignore[reportAttributeAccessIssue]
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(theirs.receive, 1)
         time.sleep(0.2)
@@ -379,7 +389,7 @@ def test_an_engine_is_told_that_a_meeting_is_over_even_if_its_store_lives_on(nam
             with pytest.raises(SyncError, match="the trainer closed this connection"):
                 answer.result(timeout=10)
         assert watch.seconds < 5
-    assert held is not None
+    assert held
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -418,9 +428,8 @@ def test_a_closed_bridge_sends_nothing(copying: WeightBridge) -> None:
 # --- what is refused before anything moves
 
 
-def nothing_was_sent(bridge: WeightBridge, version: int) -> bool:
+def nothing_was_sent(bridge: WeightBridge, source: WeightSource, version: int) -> bool:
     """And the meeting goes on."""
-    source = bridge._source if bridge.mode in FILES else bridge._connection.source  # pyright: ignore
     _, (received,) = carry(bridge, source, weights_of(version + 1, bridge.carries))
     return received.version == version + 1
 
@@ -461,25 +470,25 @@ def test_weights_that_are_not_what_is_served_are_refused_before_a_byte_moves(
     name: str, fault: str, tmp_path: Path
 ) -> None:
     bridge = COPYING[name](tmp_path, 10.0)
-    meet(bridge)
+    source = meet(bridge)
     spoil, says = FULL_FAULTS[fault]
     tensors = full_tensors(1)
     spoil(tensors)
     with pytest.raises(SyncError, match=says):
         bridge.send(weights_of(1, "full", tensors))
     assert not list(tmp_path.rglob("v-000001*"))
-    assert nothing_was_sent(bridge, 1)
+    assert nothing_was_sent(bridge, source, 1)
     bridge.close()
 
 
 @pytest.mark.parametrize("name", ["adapter", "adapter_broadcast"])
 def test_an_adapter_of_another_model_is_refused(name: str, tmp_path: Path) -> None:
     bridge = COPYING[name](tmp_path, 10.0)
-    meet(bridge)
+    source = meet(bridge)
     tensors = {key.replace(".q.", ".query."): tensor for key, tensor in tensors_for("adapter").items()}
     with pytest.raises(SyncError, match=r"base_model\.model\.query\.lora_A\.weight.* adapt no layer"):
         bridge.send(weights_of(1, "adapter", tensors))
-    assert nothing_was_sent(bridge, 1)
+    assert nothing_was_sent(bridge, source, 1)
     bridge.close()
 
 
@@ -531,7 +540,7 @@ def test_a_difference_between_what_was_announced_and_what_arrived_is_found(name:
             bridge.send(lie)
         with pytest.raises(SyncError, match=f"'{spoiled}' is not what was sent"):
             answer.result(timeout=10)
-    assert nothing_was_sent(bridge, 1)
+    assert nothing_was_sent(bridge, source, 1)
     bridge.close()
 
 

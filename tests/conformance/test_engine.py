@@ -7,6 +7,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -112,13 +113,15 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(kind: str) -
         (prompt, Sampling(max_tokens=5 + i, temperature=min(0.1 * i, 2.0), top_k=i, seed=i))
         for i, prompt in enumerate(prompts(*range(1, 25), seed=5))
     ]
-    for max_running in (2, 7, 64):
-        for requests in ([*mine, *others], [*others, *mine], [*others[:9], *mine[::-1], *others[9:]]):
-            completions = complete(make_engine(kind, module, max_running=max_running), requests)
-            for request, expected in zip(mine, alone, strict=True):
-                found = completions[requests.index(request)]
-                assert found.ids == expected.ids
-                assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    orders, rows = ([*mine, *others], [*others, *mine], [*others[:9], *mine[::-1], *others[9:]]), (2, 7, 64)
+    # All pairs of both where the sampling is done; each once behind an engine that hands on what that one does.
+    pairs = product(orders, rows) if kind == "inline" else zip(orders, rows, strict=True)
+    for requests, max_running in pairs:
+        completions = complete(make_engine(kind, module, max_running=max_running), requests)
+        for request, expected in zip(mine, alone, strict=True):
+            found = completions[requests.index(request)]
+            assert found.ids == expected.ids
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_different_seeds_give_different_tokens() -> None:

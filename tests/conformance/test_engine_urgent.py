@@ -20,7 +20,7 @@ TOKENS = 2000  # 40 s: it takes a fraction of them, on the slowest of days
 def test_a_version_and_its_canary_come_past_a_full_engine_and_as_many_streams_as_there_may_be(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.engine.server.connection._STREAMS", 3)
+    monkeypatch.setattr("tandem.engine.server.connection.STREAMS", 3)
     module = llama(max_position_embeddings=2048)
     module.get_input_embeddings().register_forward_pre_hook(lambda *_: time.sleep(0.02))
     engine = make_engine(kind, module, max_running=2)

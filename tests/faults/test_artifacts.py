@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hub_store import hub_serving
 from object_server import ObjectServer, served
 
@@ -237,14 +238,14 @@ def test_a_full_disk_damages_no_artifact(tmp_path: Path, monkeypatch: pytest.Mon
     """The real thing is a small tmpfs, where one may be mounted; here the file system says so at the second file."""
     store = ArtifactStore(str(tmp_path / "store"), limits=Limits(tries=2, backoff_s=0.01))
     first = store.push("run", made(tmp_path / "a"))
-    opened, fs = store._fs.open, store._fs
+    opened = LocalFileSystem.open
 
-    def full(key: str, mode: str, **options: object) -> object:
+    def full(fs: LocalFileSystem, key: str, mode: str, **options: object) -> object:
         if mode == "wb" and key.endswith("model.safetensors"):
             raise OSError(28, "No space left on device")
-        return opened(key, mode, **options)
+        return opened(fs, key, mode, **options)
 
-    monkeypatch.setattr(fs, "open", full)
+    monkeypatch.setattr(LocalFileSystem, "open", full)
     with pytest.raises(ArtifactError, match="No space left"):
         store.push("run", made(tmp_path / "a", seed=1))
     monkeypatch.undo()

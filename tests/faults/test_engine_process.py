@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_child import runs, wait_until
+from test_child_process import runs, wait_until
 
-from leashed import program_of
+from leashed import programs_below
 from stopwatch import Stopwatch
 from tandem.engine.server import connection
 from tandem.engine.server.child_process import Owned, OwnedProcess
@@ -127,8 +127,8 @@ def test_a_killed_engine_is_lost_started_again_and_serves_what_is_loaded(tmp_pat
 
 
 def test_an_event_loop_that_stands_still_is_no_lost_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_BEAT_S", 0.4)
-    monkeypatch.setattr(connection, "_BEAT_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(connection, "BEAT_S", 0.4)
+    monkeypatch.setattr(connection, "BEAT_TIMEOUT_S", 0.6)
 
     async def work() -> None:
         async with closing(owned(tmp_path)) as engine:
@@ -419,29 +419,42 @@ def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(
     def command(*which: Any) -> list[str]:
         return [*real(*which), "--allow-dir", str(tmp_path)]
 
+    before = programs_below()
+
+    def serving() -> int:
+        newest = max(tmp_path.glob("ready-*.json"), key=lambda file: file.stat().st_mtime_ns)
+        return json.loads(newest.read_text())["pid"]
+
+    def waiting() -> int:
+        """The other program that this process has started, once its leash has."""
+        until = time.monotonic() + 20
+        while len(found := programs_below() - before - {serving()}) != 1:
+            assert time.monotonic() < until, found
+            time.sleep(0.02)
+        return found.pop()
+
     async def work() -> list[int]:
         place = Owned(command, str(model), tmp_path, environment={"OMP_NUM_THREADS": "1"}, ahead=True)
         async with closing(ServerEngine(place, deadline_s=60)) as engine:
-            source, ours = Source(tmp_path, "restart"), engine._process
-            assert ours is not None
+            source = Source(tmp_path, "restart")
             for version in (1, 2, 3):
                 (tmp_path / f"v{version}").symlink_to(model, target_is_directory=True)
             await engine.attach(source)
-            programs = [program_of(ours._serving.child), program_of(ours._next.child)]
+            programs = [serving(), waiting()]
             assert (await engine.load(1)).version == 1
-            assert program_of(ours._serving.child) == programs[1]
+            assert serving() == programs[1]
             assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [1] * 3
-            programs.append(program_of(ours._next.child))
+            programs.append(waiting())
             os.kill(programs[2], signal.SIGKILL)
             assert "of no use" not in caplog.text
             assert (await engine.load(2)).version == 2
             assert "started early failed" in caplog.text
             assert "signal 9" in caplog.text
-            programs.append(program_of(ours._next.child))
+            programs.append(waiting())
             assert (await engine.load(3)).version == 3
-            assert program_of(ours._serving.child) == programs[3]
+            assert serving() == programs[3]
             assert (await engine.generate([5, 6], Sampling(max_tokens=3))).versions == [3] * 3
-            return [*programs, program_of(ours._next.child)]
+            return [*programs, waiting()]
 
     programs: list[int] = play(work)
     assert len(set(programs)) == 5
@@ -451,7 +464,7 @@ def test_the_next_engine_waits_with_its_imports_done_and_is_replaced_if_it_dies(
 
 def test_who_closes_an_engine_while_it_starts_leaves_none_behind(tmp_path: Path) -> None:
     """The start is on a thread, which nobody can cancel."""
-    begun, go_on, pids = threading.Event(), threading.Event(), list[int]()
+    begun, go_on, pids, before = threading.Event(), threading.Event(), list[int](), programs_below()
 
     def slow(model: str, version: int, ready_file: Path) -> list[str]:
         begun.set()
@@ -474,5 +487,4 @@ def test_who_closes_an_engine_while_it_starts_leaves_none_behind(tmp_path: Path)
     ending.join(30)
     starting.join(30)
     assert pids == [0]
-    assert process._serving is None
-    assert process._next is None
+    assert programs_below() == before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,15 @@ from trap_rig import (
     make_group,
     make_trainer,
     saying,
-    served_memory,
 )
 
+from tandem.engine.hf import staged_weights
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineError, LogprobGap, SyncError, SyncTimeout
 from tandem.model import served_weights
+from tandem.ops.module_tensors import live_tensors
 from tandem.spec.model import LoraSpec
 from tandem.types import Completion, Served, Span
 
@@ -70,16 +71,16 @@ def plant_and_keep(rig: Rig, plant: Callable[[Rig], None], kind: type[Exception]
 
 
 @pytest.mark.parametrize("mode", ["disk", "broadcast"])
-def test_an_update_of_half_the_tensors_is_taken_back(mode: str, tmp_path: Path) -> None:
+def test_an_update_of_half_the_tensors_is_taken_back(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def half(rig: Rig) -> None:
-        holding = rig.engine._holding
-        right = holding._point_at
-        holding._point_at = lambda staged: right(
-            replace(staged, tensors={**dict(list(staged.tensors.items())[:8]), **dict(list(live(rig).items())[8:])})
-        )
+        def first_eight(module: Any) -> Iterator[tuple[str, Tensor]]:
+            """The others are aliases: what is pointed elsewhere is not what the module computes with."""
+            for number, (name, tensor) in enumerate(live_tensors(module)):
+                yield name, tensor if number < 8 else tensor.detach()
 
-    def live(rig: Rig) -> dict[str, Tensor]:
-        return {name: tensor.data for name, tensor in served_memory(rig).items()}
+        monkeypatch.setattr(staged_weights, "live_tensors", first_eight)
 
     rig = Rig(mode, tmp_path)
     words = ("would be served from other memory than was verified", "the version before goes on serving")
@@ -87,9 +88,15 @@ def test_an_update_of_half_the_tensors_is_taken_back(mode: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", STAGED)
-def test_a_version_that_was_received_and_never_put_in_place_is_refused(mode: str, tmp_path: Path) -> None:
+def test_a_version_that_was_received_and_never_put_in_place_is_refused(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(rig: Rig) -> None:
-        rig.engine._holding._point_at = lambda staged: None
+        def aliases(module: Any) -> Iterator[tuple[str, Tensor]]:
+            return ((name, tensor.detach()) for name, tensor in live_tensors(module))
+
+        monkeypatch.setattr(staged_weights, "live_tensors", aliases)
+        monkeypatch.setattr(HookedAdapter, "use", lambda adapter, tensors: None)
 
     plant_and_keep(Rig(mode, tmp_path), never, SyncError, "would be served from other memory than was verified")
 
@@ -101,7 +108,7 @@ class CountsOn(EmbeddedEngine):
         if version < 2:
             return await super().load(version)
         self.version, self.cache_epoch = version, self.cache_epoch + 1
-        return Served(version, self._holding.fingerprints(), (self.boot_id,), self.cache_epoch)
+        return Served(version, await self.fingerprints(), (self.boot_id,), self.cache_epoch)
 
 
 def test_an_engine_that_only_counts_is_refused(tmp_path: Path) -> None:
@@ -133,7 +140,7 @@ def test_a_receiver_that_never_comes_ends_the_send_by_its_deadline(tmp_path: Pat
             time.sleep(1.5)
             raise SyncError("it was stuck elsewhere")
 
-        rig.engine._source.receive = receive
+        rig.source.receive = receive
 
     plant_and_keep(Rig("broadcast", tmp_path, deadline_s=1.0), deaf, SyncTimeout, "version 2")
 
@@ -157,7 +164,15 @@ def test_an_answer_under_another_version_s_name_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("mode", ["disk", "adapter", "inproc"])
 def test_an_engine_that_does_not_forget_is_refused(mode: str, tmp_path: Path) -> None:
     def remembering(rig: Rig) -> None:
-        rig.engine._forget = lambda *_: None
+        forget = rig.engine.load
+
+        async def load(version: int) -> Served:
+            epoch = rig.engine.cache_epoch
+            served = await forget(version)
+            rig.engine.cache_epoch = epoch
+            return replace(served, cache_epoch=epoch)
+
+        rig.engine.load = load
 
     words = ("the engine's cache epoch is still 2", "older weights may be in use")
     plant_and_refuse(Rig(mode, tmp_path), remembering, SyncError, *words)
@@ -216,7 +231,9 @@ class PackedHead(torch.nn.Module):
 
 def test_a_packed_copy_of_the_tied_head_that_stays_old_is_noticed_by_the_canary(tmp_path: Path) -> None:
     def pack(rig: Rig) -> None:
-        rig.engine._head.linear = PackedHead(rig.engine._head.linear.weight)
+        head = rig.served.get_output_embeddings()
+        packed = PackedHead(head.weight)
+        head.register_forward_hook(lambda _, inputs, output: packed(inputs[0]))
 
     plant_and_refuse(Rig("disk", tmp_path), pack, LogprobGap, ANOTHER_MODEL)
 
@@ -253,7 +270,7 @@ def test_weights_that_sleep_dropped_are_noticed_by_the_canary(mode: str, tmp_pat
 
         async def wake() -> None:
             with torch.no_grad():
-                for tensor in rig.engine._module.parameters():
+                for tensor in rig.served.parameters():
                     tensor.zero_()
             await right()
 
@@ -265,29 +282,25 @@ def test_weights_that_sleep_dropped_are_noticed_by_the_canary(mode: str, tmp_pat
 # --- adapters
 
 
-def without_hooks(rig: Rig) -> None:
-    for hook in rig.engine._holding._adapter._hooks:
-        hook.remove()
+def added(rig: Rig, factor: float) -> None:
+    """Every linear layer adds `factor` times what its adapter adds."""
+
+    def again(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        plain = torch.nn.functional.linear(inputs[0], layer.weight, layer.bias)
+        return plain + factor * (output - plain)
+
+    for layer in rig.served.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(again)
 
 
-def hooked_twice(rig: Rig) -> None:
-    adapter: HookedAdapter = rig.engine._holding._adapter
-    held, adapter._held, adapter._hooks = adapter._held, {}, []
-    adapter.use(held)
+def not_added(rig: Rig) -> None:
+    added(rig, 0.0)
 
 
 def scaled_again(rig: Rig) -> None:
-    """As an engine does that multiplies by alpha / r what was multiplied already."""
-    adapter: HookedAdapter = rig.engine._holding._adapter
-    add = adapter._add
-
-    def again(owner: str, layer: Any, inputs: Any, output: Tensor) -> Tensor:
-        return output + SCALE * (add(owner, layer, inputs, output) - output)
-
-    adapter._add = again  # type: ignore[method-assign]
-    held = dict(adapter.serving())
-    adapter.use({})
-    adapter.use(held)
+    """As an engine does that multiplies by alpha / r what was multiplied already, or adds it twice: both are 2."""
+    added(rig, SCALE)
 
 
 def not_scaled(rig: Rig) -> None:
@@ -299,7 +312,7 @@ def zero(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("mode", ADAPTERS)
-@pytest.mark.parametrize("plant", [without_hooks, hooked_twice, scaled_again, not_scaled, zero])
+@pytest.mark.parametrize("plant", [not_added, scaled_again, not_scaled, zero])
 def test_an_adapter_that_is_not_applied_as_trained_is_noticed_by_the_canary(
     plant: Any, mode: str, tmp_path: Path
 ) -> None:
@@ -376,7 +389,9 @@ def test_an_adapter_is_not_put_on_another_base(theirs: str, mode: str, tmp_path:
     rig.play(scenario)
 
 
-def test_an_adapter_of_an_earlier_trainer_does_not_stay_on_whole_weights(tmp_path: Path) -> None:
+def test_an_adapter_of_an_earlier_trainer_does_not_stay_on_whole_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = Rig("adapter", tmp_path)
     second = Rig("broadcast", tmp_path, engine=first.engine)
     second.trainer = make_trainer(second.module, LoraSpec(rank=2))  # merged as it is sent
@@ -385,9 +400,8 @@ def test_an_adapter_of_an_earlier_trainer_does_not_stay_on_whole_weights(tmp_pat
         await first.begin()
         await second.begin()
         await second.serves_the_proven_one()
-        adapter: HookedAdapter = second.engine._holding._adapter
-        right, stays = adapter.use, first.trainer.export("adapter")
-        adapter.use = lambda tensors: right(dict(stays.tensors()))  # type: ignore[method-assign]
+        right, stays = HookedAdapter.use, first.trainer.export("adapter")
+        monkeypatch.setattr(HookedAdapter, "use", lambda adapter, tensors: right(adapter, dict(stays.tensors())))
         await second.refused(LogprobGap, ANOTHER_MODEL)
 
     second.play(scenario)
@@ -414,7 +428,7 @@ def test_a_version_that_arrives_does_not_change_the_one_that_is_served_or_staged
 
     async def scenario() -> None:
         await rig.begin()
-        source = rig.engine._source
+        source = rig.source
         right = source.receive
 
         def receive(version: int, rank: int = 0) -> Any:
@@ -437,7 +451,7 @@ def test_a_version_that_arrives_does_not_change_the_one_that_is_served_or_staged
 @pytest.mark.parametrize("mode", ["broadcast", "adapter_broadcast"])
 def test_a_receive_buffer_that_is_used_again_is_refused(mode: str, tmp_path: Path) -> None:
     def reuse(rig: Rig) -> None:
-        source = rig.engine._source
+        source = rig.source
         right = source.receive
         buffer: dict[str, Tensor] = {}
 
@@ -472,13 +486,17 @@ def test_an_engine_on_a_copy_of_the_trainer_s_module_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", ["shared", "inproc"])
-def test_a_tensor_that_left_the_single_copy_is_refused(mode: str, tmp_path: Path) -> None:
+def test_a_tensor_that_left_the_single_copy_is_refused(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine packs or moves a weight, as one that is compiled or quantised may."""
 
     def move(rig: Rig) -> None:
-        if mode == "inproc":
-            rig.engine._holding._module = copy.deepcopy(rig.module)
-        tensor = rig.engine._holding._module.get_parameter(Q)
+        if mode == "inproc":  # one module: what moves for the engine alone is in its own list
+            moved = dict(live_tensors(rig.module)) | {Q: rig.module.get_parameter(Q).data.clone()}
+            monkeypatch.setattr(staged_weights, "live_tensors", lambda module: moved.items())
+            return
+        tensor = rig.served.get_parameter(Q)
         tensor.data = tensor.data.clone()
 
     plant_and_refuse(Rig(mode, tmp_path), move, SyncError, "single copy", "it would serve old weights")
@@ -515,10 +533,12 @@ def test_weights_that_are_not_finite_in_the_single_copy_answer_nothing(mode: str
 
 
 class ReachesOne(EnginePool):
+    def __init__(self, engines: list[Any]) -> None:
+        super().__init__(engines)
+        self.reached = engines[0]
+
     async def load(self, version: int) -> Served:
-        if version < 2:
-            return await super().load(version)
-        return await self._members[0].engine.load(version)
+        return await (super() if version < 2 else self.reached).load(version)
 
 
 def test_a_load_that_reaches_one_replica_only_is_refused(tmp_path: Path) -> None:

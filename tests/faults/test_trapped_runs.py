@@ -208,7 +208,7 @@ def test_the_first_batch_of_an_engine_that_changed_after_its_sync_is_refused(pla
         await rig.publisher.rest(rig.trainer)
         if "weights" in plant or "adapter" in plant:
             with torch.no_grad():
-                for tensor in rig.engine._module.parameters():
+                for tensor in rig.served.parameters():
                     tensor.zero_()
         await rig.publisher.go_on()
         group = await sampled(rig, Sampling(max_tokens=6, temperature=0.7))

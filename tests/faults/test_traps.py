@@ -16,6 +16,9 @@ import pytest
 import torch
 from trap_rig import LAYER, MODES, STAGED, Rig, Tensors, arriving, leaving, llama, logprobs, saying
 
+from tandem.bridge.collective.control_channel import ControlChannel
+from tandem.bridge.files import reader
+from tandem.bridge.files.reader import opened
 from tandem.errors import SyncError
 from tandem.ops.digest import piece
 
@@ -141,16 +144,28 @@ def test_the_digest_sees_every_damage_and_leaves_what_it_reads_alone(dtype: str)
 # --- names
 
 
-def nothing_was_sent(rig: Rig) -> bool:
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The versions that were announced on a control channel, by their numbers there."""
+    announce, numbers = ControlChannel.announce, list[int]()
+
+    def watched(channel: ControlChannel, sequence: int, *args: Any, **options: Any) -> None:
+        numbers.append(sequence)
+        announce(channel, sequence, *args, **options)
+
+    monkeypatch.setattr(ControlChannel, "announce", watched)
+    return numbers
+
+
+def nothing_was_sent(rig: Rig, announced: list[int]) -> bool:
     """Not even announced."""
     if rig.mode in ("disk", "adapter"):
         return not (directory_of(rig) / f"v-{rig.trainer.version:06d}").exists()
-    bridge: Any = rig.bridge
-    return bridge._connection._sequence == rig.version + 1
+    return announced == [*range(1, rig.version + 2)]
 
 
 def directory_of(rig: Rig) -> Path:
-    return Path(rig.engine._source.link["directory"])
+    return Path(rig.source.link["directory"])
 
 
 def without(*parts: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -176,7 +191,9 @@ NAMES = {
 
 @pytest.mark.parametrize("mode", ["disk", "broadcast"])
 @pytest.mark.parametrize("which", NAMES)
-def test_names_that_do_not_match_are_refused_before_a_byte_moves(which: str, mode: str, tmp_path: Path) -> None:
+def test_names_that_do_not_match_are_refused_before_a_byte_moves(
+    which: str, mode: str, tmp_path: Path, announced: list[int]
+) -> None:
     rig = Rig(mode, tmp_path)
     change, *words = NAMES[which]
 
@@ -184,7 +201,7 @@ def test_names_that_do_not_match_are_refused_before_a_byte_moves(which: str, mod
         await rig.begin()
         leaving(rig, change)
         await rig.refused(SyncError, *words, "all must match, or none is sent")
-        assert nothing_was_sent(rig)
+        assert nothing_was_sent(rig, announced)
         await rig.serves_the_proven_one()
 
     rig.play(scenario)
@@ -245,16 +262,18 @@ def test_another_type_than_is_served_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", STAGED)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_before_a_byte_moves(value: float, mode: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_before_a_byte_moves(
+    value: float, mode: str, tmp_path: Path, announced: list[int]
+) -> None:
     rig = Rig(mode, tmp_path)
 
     async def scenario() -> None:
         await rig.begin()
-        name, tensor = list(rig.trainer._policy.trainable())[3]
+        name, tensor = [each for each in rig.module.named_parameters() if each[1].requires_grad][3]
         rig.step = spoiling(rig.step, tensor, value)
         said = await rig.refused(SyncError, "holds a value that is not finite")
         assert name.replace(".default", "").split(".lora_")[0] in said
-        assert nothing_was_sent(rig)
+        assert nothing_was_sent(rig, announced)
         await rig.serves_the_proven_one()
 
     rig.play(scenario)
@@ -325,26 +344,20 @@ FILES = {
 
 @pytest.mark.parametrize("mode", ["disk", "adapter"])
 @pytest.mark.parametrize("damage", FILES, ids=lambda damage: damage.__name__)
-def test_files_that_are_not_those_that_were_sent_are_refused(damage: Any, mode: str, tmp_path: Path) -> None:
+def test_files_that_are_not_those_that_were_sent_are_refused(
+    damage: Any, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(mode, tmp_path)
 
     async def scenario() -> None:
         await rig.begin()
-        source = rig.engine._source
-        right = source.receive
 
-        def receive(version: int, rank: int = 0) -> Any:
-            source._source._appeared = lambda version: struck(directory_of(rig), version)
-            return right(version, rank)
-
-        def struck(directory: Path, version: int) -> bool:
+        def struck(directory: Path, mode: str, version: int) -> Any:
             """As soon as it is there."""
-            path = directory / f"v-{version:06d}"
-            if there := path.exists():
-                damage(path)
-            return there
+            damage(directory)
+            return opened(directory, mode, version)
 
-        source.receive = receive
+        monkeypatch.setattr(reader, "opened", struck)
         await rig.refused(SyncError, FILES[damage])
         await rig.serves_the_proven_one()
 

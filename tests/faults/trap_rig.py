@@ -180,11 +180,25 @@ class Rig:
         self.mode, self.bridge = mode, make_bridge(mode, module, at, deadline_s)
         self.trainer = make_trainer(module, LORA if mode.startswith("adapter") else None, **trainer)
         self.engine = engine or make_engine(theirs)
+        self.served = theirs
+        """The module that the engine computes with, unless `engine` was given."""
+        self.source: Any = None
+        """The engine's end of the bridge, once it is attached."""
+        self._watch_attach()
         self.publisher = self.make_publisher(deadline_s=deadline_s, retries=retries, canary=canary)
         self.module = module
         self.proven: Any = None
         """The trainer's module as it was when it was published last."""
         self.version = -1
+
+    def _watch_attach(self) -> None:
+        attach = self.engine.attach
+
+        async def attached(source: Any) -> None:
+            self.source = source
+            await attach(source)
+
+        self.engine.attach = attached
 
     def make_publisher(self, **options: Any) -> Publisher:
         return Publisher(self.bridge, self.engine, **options)
@@ -253,7 +267,7 @@ def logprobs(module: Any, ids: list[int], prompt: Sequence[int] = PROMPT) -> lis
 
 def arriving(rig: Rig, change: Callable[[Tensors], Tensors], *, lying: bool = False) -> None:
     """What the engine's end hands on is changed. `lying`: and it says that it was sent so."""
-    source = rig.engine._source
+    source = rig.source
     right = source.receive
 
     def receive(version: int, rank: int = 0) -> Weights:
@@ -287,4 +301,4 @@ def saying(rig: Rig, change: Callable[[Served], Served]) -> None:
 
 
 def served_memory(rig: Rig) -> Tensors:
-    return dict(live_tensors(rig.engine._module))
+    return dict(live_tensors(rig.served))

@@ -54,9 +54,9 @@ class Says(ScriptedEngine):
         super().__init__(renderer)
         self.scripts = list(scripts)
 
-    async def _say(self, sampling: Sampling, on_token: Any) -> Completion:
+    async def say(self, sampling: Sampling, on_token: Any) -> Completion:
         self.script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
-        return await super()._say(sampling, on_token)
+        return await super().say(sampling, on_token)
 
 
 @dataclass

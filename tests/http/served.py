@@ -103,14 +103,14 @@ class ScriptedEngine:
     ) -> Completion:
         self.running += 1
         try:
-            return await self._say(sampling, on_token)
+            return await self.say(sampling, on_token)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.running -= 1
 
-    async def _say(self, sampling: Sampling, on_token: OnToken | None) -> Completion:
+    async def say(self, sampling: Sampling, on_token: OnToken | None) -> Completion:
         ids: list[int] = []
         for token_id in [*self.renderer.encode(self.script), self.renderer.end_id]:
             await asyncio.sleep(self.pause_s)

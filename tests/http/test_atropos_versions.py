@@ -151,7 +151,7 @@ def test_a_post_without_logprobs_gets_them_from_the_record_or_is_refused(both: B
 def test_a_gateway_that_does_not_answer_costs_the_versions_and_no_group(
     tmp_path: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(version_lookup, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(version_lookup, "PATIENCE_S", 0.2)
     (tmp_path / "token").write_text("none")
     silent = GatewayStamps("http://127.0.0.1:1", tmp_path / "token")
     with serving_atropos(tmp_path / "rollouts", gateway=silent) as client:

@@ -33,7 +33,7 @@ def sent_until_closed(client: socket.socket, piece: bytes, most: int) -> int:
 def test_a_large_body_that_is_refused_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...], fast: bool, token: str
 ) -> None:
-    monkeypatch.setattr(door, "_LINGER_BYTES", 2**20)
+    monkeypatch.setattr(door, "LINGER_BYTES", 2**20)
     piece = PIECE if headers is not CHUNKED else b"%x\r\n%s\r\n" % (len(PIECE), PIECE)
     with serving(tmp_path, fast=fast) as http:
         if token == "wrong":

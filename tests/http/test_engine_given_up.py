@@ -1,4 +1,4 @@
-"""Loads that are given up, wakes that fail, and weights that vLLM knows to be torn: what is answered afterwards."""
+"""Loads that were given up, wakes that failed and torn weights in vLLM: what the engine answers afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from engine_served import LINK, EngineServed, FakeEnd, FakeEngine, engine_serving
 from served import wait_until
-from test_engine_sleep import Vllm, end, engine_on, run, vllm_of
+from test_engine_sleep import Vllm, end, engine_on, run
 
 from tandem.errors import EngineError, EngineLost, SyncError
 from tandem.serve.engine import weight_control
@@ -32,15 +32,21 @@ def serving(engine: Any, tmp_path: Path, **options: Any) -> Any:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
-    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
-    with serving(engine_on(Vllm()), tmp_path) as made:
+def vllm() -> Vllm:
+    """The process below the engine that is `served`."""
+    return Vllm()
+
+
+@pytest.fixture
+def served(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
+    monkeypatch.setattr(weight_control, "WAKE_AGAIN_S", 0.05)
+    with serving(engine_on(vllm), tmp_path) as made:
         yield made
 
 
-def give_up(served: EngineServed, how: str) -> None:
+def give_up(served: EngineServed, vllm: Vllm, how: str) -> None:
     """A load of version 4, of which the worker has more to say when nobody waits for it any more."""
-    caller, vllm = served.attach(owner="a"), vllm_of(served)
+    caller = served.attach(owner="a")
     vllm.go_on.clear()
     load = {"version": 4, "deadline_s": 30} | caller
     if how == "hanging up":
@@ -62,20 +68,21 @@ def give_up(served: EngineServed, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_a_load_that_was_given_up_before_a_byte_was_written_leaves_the_version_before(served: EngineServed, how: str):
-    vllm_of(served).load_fails = "nobody came"
-    give_up(served, how)
+def test_a_load_that_was_given_up_before_a_byte_was_written_leaves_the_version_before(
+    served: EngineServed, vllm: Vllm, how: str
+):
+    vllm.load_fails = "nobody came"
+    give_up(served, vllm, how)
     assert '"version":3' in served.in_background("generate", ONE).wait().text
     assert served.status()["state"] == "serving"
 
 
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("found", [{"untouched": False}, {"held": 4}], ids=["in one worker", "by some of them"])
-def test_one_that_was_written_in_part_answers_nobody(served: EngineServed, how: str, found: dict[str, Any]):
-    vllm = vllm_of(served)
+def test_one_that_was_written_in_part_answers_nobody(served: EngineServed, vllm: Vllm, how: str, found: dict[str, Any]):
     vllm.load_fails = "the other end is gone"
     vars(vllm).update(found)
-    give_up(served, how)
+    give_up(served, vllm, how)
     wait_until(lambda: served.status()["state"] == "torn")
     assert "the other end is gone" in served.status()["why"]
     answer = served.post("generate", ONE)
@@ -87,14 +94,13 @@ def test_one_that_was_written_in_part_answers_nobody(served: EngineServed, how: 
     assert '"version":5' in served.post("generate", ONE).text
 
 
-def test_one_that_was_written_whole_is_served_under_its_number(served: EngineServed):
-    give_up(served, "hanging up")
+def test_one_that_was_written_whole_is_served_under_its_number(served: EngineServed, vllm: Vllm):
+    give_up(served, vllm, "hanging up")
     assert '"version":4' in served.post("generate", ONE).text
     assert served.status()["version"] == 4
 
 
-def test_requests_that_wait_for_a_load_that_tears_are_told_so(served: EngineServed):
-    vllm = vllm_of(served)
+def test_requests_that_wait_for_a_load_that_tears_are_told_so(served: EngineServed, vllm: Vllm):
     caller = served.attach()
     vllm.load_fails, vllm.untouched = "the other end is gone", False
     vllm.go_on.clear()
@@ -200,7 +206,7 @@ class WakesLate(FakeEngine):
 def test_whatever_keeps_an_engine_from_waking_is_tried_again(
     after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
+    monkeypatch.setattr(weight_control, "WAKE_AGAIN_S", 0.05)
     engine = WakesLate()
     with serving(engine, tmp_path) as served:
         caller = served.attach()
@@ -236,8 +242,8 @@ def test_weights_that_nobody_could_look_at_after_a_sleep_never_answer():
     run(work())
 
 
-def test_its_server_says_that_they_are_torn_and_its_lease_does_not_open_it(served: EngineServed):
-    vllm_of(served).unseen = "layout: derived cos_sin_cache is not what it was"
+def test_its_server_says_that_they_are_torn_and_its_lease_does_not_open_it(served: EngineServed, vllm: Vllm):
+    vllm.unseen = "layout: derived cos_sin_cache is not what it was"
     served.post("sleep", {"lease_s": 30} | served.attach())
     waiting = served.in_background("generate", ONE)
     wait_until(lambda: served.status()["running"] == 1)  # a body that is still on its way would be cut by the clock

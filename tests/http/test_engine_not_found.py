@@ -99,7 +99,7 @@ def test_nobody_there_is_a_lost_engine(tmp_path: Path):
 def test_an_engine_that_talks_nonsense_from_now_on_is_lost(
     tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connection, "_BEAT_S", 0.1)
+    monkeypatch.setattr(connection, "BEAT_S", 0.1)
     (tmp_path / "token").write_text("word")
     said = [json.dumps(STATUS).encode()]
 

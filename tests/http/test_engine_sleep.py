@@ -139,15 +139,17 @@ def end(carries: str = "full") -> Any:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
-    monkeypatch.setattr(weight_control, "_WAKE_AGAIN_S", 0.05)
+def served(vllm: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineServed]:
+    monkeypatch.setattr(weight_control, "WAKE_AGAIN_S", 0.05)
     renderer = Renderer(byte_tokenizer())
-    with engine_serving(engine_on(Vllm()), renderer, tmp_path) as made:
+    with engine_serving(engine_on(vllm), renderer, tmp_path) as made:
         yield made
 
 
-def vllm_of(served: EngineServed) -> Any:
-    return served.engine._process
+@pytest.fixture
+def vllm() -> Vllm:
+    """The process below the engine that is `served`."""
+    return Vllm()
 
 
 # --- the engine
@@ -354,19 +356,19 @@ def environment_of(options: VllmOptions, folder: Path) -> dict[str, str]:
     folder.mkdir()
     made = object.__new__(VllmProcess)
     made.options = options
-    return made._environment(folder)
+    return made.environment(folder)
 
 
 # --- its server
 
 
-def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed):
+def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed, vllm: Vllm):
     caller = served.attach()
     assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}
     assert served.post("sleep", {**caller, "lease_s": 30.0}).json() == {"lent_bytes": ENGINE}  # renewed
-    assert (vllm_of(served).calls.count("tandem_remember"), vllm_of(served).calls.count("/sleep")) == (1, 1)
+    assert (vllm.calls.count("tandem_remember"), vllm.calls.count("/sleep")) == (1, 1)
     assert not any(
-        call.startswith("/pause") for call in vllm_of(served).calls
+        call.startswith("/pause") for call in vllm.calls
     )  # nothing runs behind the gate, so nothing has to be ended
     assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
     loaded = served.post("load", {**caller, "version": 4}).json()
@@ -374,26 +376,25 @@ def test_the_answer_to_sleep_is_what_was_freed(served: EngineServed):
     assert served.status()["lent_bytes"] == 0
 
 
-def test_a_trainer_that_dies_does_not_leave_it_asleep_and_the_version_before_answers(served: EngineServed):
+def test_a_trainer_that_dies_does_not_leave_it_asleep_and_the_version_before_answers(served: EngineServed, vllm: Vllm):
     caller = served.attach()
     served.post("sleep", {**caller, "lease_s": 30})
-    vllm_of(served).taken = GPU - 10  # its process is dead, and the driver has not yet noticed
+    vllm.taken = GPU - 10  # its process is dead, and the driver has not yet noticed
     asking = served.in_background("generate", {"prompt_ids": [1], "sampling": {"max_tokens": 1}})
     wait_until(lambda: served.status()["running"] == 1)
-    looks = vllm_of(served).calls.count("tandem_free_bytes")
+    looks = vllm.calls.count("tandem_free_bytes")
     served.later(30)
-    wait_until(lambda: vllm_of(served).calls.count("tandem_free_bytes") >= looks + 3)
+    wait_until(lambda: vllm.calls.count("tandem_free_bytes") >= looks + 3)
     assert (served.status()["state"], served.status()["lent_bytes"]) == ("paused", ENGINE)
     assert asking.answer is None
-    vllm_of(served).taken = 0
+    vllm.taken = 0
     assert '"version":3' in asking.wait().text
     wait_until(lambda: served.status()["state"] == "serving")
-    assert vllm_of(served).running
+    assert vllm.running
 
 
-def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served: EngineServed):
+def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served: EngineServed, vllm: Vllm):
     caller = served.attach()
-    vllm = vllm_of(served)
     vllm.go_on.clear()
     served.hang_up("sleep", {**caller, "lease_s": 30}, when=lambda: "/sleep" in vllm.calls)
     served.soon(vllm.go_on.set)
@@ -401,23 +402,23 @@ def test_a_trainer_that_hangs_up_while_it_falls_asleep_leaves_it_a_lease(served:
     served.later(30)
     wait_until(lambda: "/wake_up" in vllm.calls)  # a vLLM that did not sleep would die of it
     wait_until(lambda: served.status()["state"] == "serving")
-    assert vllm_of(served).mapped == ENGINE
-    assert vllm_of(served).running
+    assert vllm.mapped == ENGINE
+    assert vllm.running
 
 
-def test_a_load_that_finds_no_room_leaves_it_asleep_under_its_lease(served: EngineServed):
+def test_a_load_that_finds_no_room_leaves_it_asleep_under_its_lease(served: EngineServed, vllm: Vllm):
     caller = served.attach()
     served.post("sleep", {**caller, "lease_s": 30})
-    vllm_of(served).taken = GPU
+    vllm.taken = GPU
     assert "memory_share" in served.post("load", {**caller, "version": 4}).text
     assert served.status()["state"] == "paused"
-    vllm_of(served).taken = 0
+    vllm.taken = 0
     served.later(30)
     wait_until(lambda: served.status()["state"] == "serving")
     assert served.status()["version"] == 3
 
 
-def test_whoever_attaches_next_finds_it_awake(served: EngineServed):
+def test_whoever_attaches_next_finds_it_awake(served: EngineServed, vllm: Vllm):
     served.post("sleep", {**served.attach(), "lease_s": 30.0})
     assert served.attach()["attachment"] == 2
-    assert (served.status()["state"], vllm_of(served).mapped) == ("serving", ENGINE)
+    assert (served.status()["state"], vllm.mapped) == ("serving", ENGINE)

@@ -392,7 +392,7 @@ def test_who_is_cancelled_is_cancelled():
 
 def test_a_request_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch):
     """A server that was stopped: what it has not taken is not said yet, and nothing waits for its answer."""
-    monkeypatch.setattr(http, "_TAKEN_S", 0.3)
+    monkeypatch.setattr(http, "TAKEN_S", 0.3)
 
     async def check() -> None:
         async def nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

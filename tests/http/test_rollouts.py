@@ -212,14 +212,14 @@ def test_a_full_queue_is_429_with_a_time_and_a_full_disk_507_and_reads_go_on(cli
     full = client.send("/v2/groups", GOOD_FRAME)
     assert (error(full), full.headers["retry-after"]) == ((429, "busy"), "1")
     assert client.queue is not None
-    client.queue.core.segments._reserve_bytes = 2**60
+    client.queue.core.segments.reserve_bytes = 2**60
     take(client)
     for _ in range(3):
         refused = client.send("/v2/groups", GOOD_FRAME)
         assert error(refused) == (507, "full")
         assert refused.headers["retry-after"]
     assert len(take(client).groups) == 1
-    client.queue.core.segments._reserve_bytes = 0
+    client.queue.core.segments.reserve_bytes = 0
     client.post("/v2/groups", GOOD_FRAME)
 
 

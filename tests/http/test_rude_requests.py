@@ -174,7 +174,7 @@ LOOPS = """{%- for message in messages -%}{%- if 'loop' in message.content -%}
 
 
 def test_a_template_that_loops_is_ended_and_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(beside, "DEADLINE_S", 1.0)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = LOOPS
     renderer = Renderer(tokenizer)

@@ -84,7 +84,7 @@ PLAIN = (f"Content-Length: {CAP}",)
 def test_stalled_bodies_do_not_keep_others_out_and_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: tuple[str, ...], body: bytes, fast: bool
 ):
-    monkeypatch.setattr(door, "_STALL_S", 2.0)
+    monkeypatch.setattr(door, "STALL_S", 2.0)
     with serving(tmp_path, fast=fast) as http, ExitStack() as open_until:
         stalled = [begun(http, path, body, *headers) for path in ("/native", "/theirs") for _ in range(16)]
         for client in stalled:
@@ -110,8 +110,8 @@ def test_what_comes_behind_a_body_has_a_bound(tmp_path: Path, trailer: bytes):
 
 
 def test_a_body_that_only_trickles_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(door, "_STALL_S", 1.8)
-    monkeypatch.setattr(door, "_SLOW_S", 3.0)
+    monkeypatch.setattr(door, "STALL_S", 1.8)
+    monkeypatch.setattr(door, "SLOW_S", 3.0)
     with serving(tmp_path) as http, begun(http, "/native", b"0", *GZIP) as client:
         client.settimeout(0.2)
         began, told = time.monotonic(), b""
@@ -127,7 +127,7 @@ def test_a_body_that_only_trickles_is_ended(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_slow_body_that_goes_on_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In less than what the parser collects before it hands on, and in more time than a stall may take."""
-    monkeypatch.setattr(door, "_STALL_S", 1.8)
+    monkeypatch.setattr(door, "STALL_S", 1.8)
     with serving(tmp_path) as http:
         pieces = (piece for piece in [b" " * 1000] * 20 if time.sleep(0.2) is None)
         assert http.post("/native", content=pieces).json() == {"size": 20_000}
@@ -152,14 +152,14 @@ def test_forty_packed_posts_at_a_time_over_a_slow_line_all_pass(tmp_path: Path, 
 
 
 def test_where_a_4xx_loses_groups_a_body_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(door, "_STALL_S", 5.0)
+    monkeypatch.setattr(door, "STALL_S", 5.0)
     with serving(tmp_path, fast=False) as http, ExitStack() as open_until:
         for _ in range(17):  # 15/16 of each
             open_until.enter_context(begun(http, "/native", b" " * (CAP - CAP // 16), *PLAIN))
         time.sleep(2.0)
         assert http.post("/native", content=b" " * CAP).status_code == 429
-        monkeypatch.setattr(door, "_ROOM_S", 0.2)
+        monkeypatch.setattr(door, "ROOM_S", 0.2)
         full = http.post("/theirs", content=b" " * CAP)
         assert (full.status_code, full.headers["retry-after"]) == (507, "5")
-        monkeypatch.setattr(door, "_ROOM_S", 10.0)
+        monkeypatch.setattr(door, "ROOM_S", 10.0)
         assert http.post("/theirs", content=b" " * CAP).status_code == 200  # once those are ended

@@ -31,6 +31,16 @@ def put(client: RolloutClient, *rewards: float) -> None:
         client.post("/v2/groups", {"groups": [group]})
 
 
+async def registered(store: RemoteStore, client: RolloutClient, run_id: str) -> int:
+    """Return its epoch, once the service knows of it."""
+    renewing = asyncio.create_task(store.run())
+    async with asyncio.timeout(5):
+        while (told := client.get("/v2/status")["trainer"]) is None or told["run_id"] != run_id:
+            await asyncio.sleep(0.01)
+    renewing.cancel()
+    return told["epoch"]
+
+
 def test_a_trainer_that_the_service_refuses_ends_with_the_reason(tmp_path: Path):
     async def scenario(client: RolloutClient) -> None:
         client.post("/v2/trainer", {"run_id": "first", "groups_per_step": 1})
@@ -49,7 +59,7 @@ def test_a_trainer_that_the_service_refuses_ends_with_the_reason(tmp_path: Path)
 def test_a_trainer_that_ends_gives_its_seat_and_its_groups_back_at_once(tmp_path: Path):
     async def scenario(client: RolloutClient) -> None:
         first = trainer(tmp_path, client, "first")
-        epoch = await first._registered()  # pyright: ignore[reportPrivateUsage]
+        epoch = await registered(first, client, "first")
         put(client, 1, 2)
         await first.take(1)
         early = trainer(tmp_path, client, "second", fresh=True)
@@ -65,7 +75,7 @@ def test_a_trainer_that_ends_gives_its_seat_and_its_groups_back_at_once(tmp_path
         assert [group[0].reward for _ in range(2) for group in await again.take(1)] == [1, 2]
         await again.close()
         second = trainer(tmp_path, client, "second", fresh=True)
-        await second._registered()  # pyright: ignore[reportPrivateUsage]
+        await registered(second, client, "second")
         await second.close()
 
     _served(tmp_path, scenario)

@@ -50,12 +50,12 @@ class Script:
             raise EngineLost(f"{self.name} was started anew")
         if on_token is not None:
             on_token(7, 0.0, version)
-        await self._unless_dead(self.answering.wait())
+        await self.unless_dead(self.answering.wait())
         assert version >= 0, f"{self.name} was asked before it had a version"
         return Completion([7], [0.0], [Span(version, 1)], "stop")
 
     async def attach(self, source: Any) -> None:
-        await self._unless_dead(asyncio.sleep(0))
+        await self.unless_dead(asyncio.sleep(0))
         self.attaches += 1
         self.ranks.append(source.link.get("rank"))
         self.gone.clear()
@@ -63,7 +63,7 @@ class Script:
 
     async def load(self, version: int) -> Served:
         self.loads += 1
-        await self._unless_dead(self.loading.wait())
+        await self.unless_dead(self.loading.wait())
         if self.gone.is_set():
             raise EngineLost(f"{self.name} was started anew")
         if self.refuses is not None:
@@ -72,7 +72,7 @@ class Script:
         return Served(version, {"a": f"{version}"}, (self.name,), self.loads)
 
     async def sleep(self) -> None:
-        await self._unless_dead(asyncio.sleep(0))
+        await self.unless_dead(asyncio.sleep(0))
 
     wake = sleep
 
@@ -81,7 +81,7 @@ class Script:
 
     async def close(self) -> None: ...
 
-    async def _unless_dead(self, wait: Awaitable[Any]) -> None:
+    async def unless_dead(self, wait: Awaitable[Any]) -> None:
         waits = [asyncio.ensure_future(wait), asyncio.ensure_future(self.dead.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The canary: the trainer scores what the engine says, and guesses it to save the wait."""
+"""The canary: the trainer scores the engine's answer, and scores the likely one in advance to save the wait."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from tandem.bridge.collective import control_channel
 
 @pytest.mark.parametrize("text", ["", "{}", "=", "ü" * 100, "x" * (2**16 - 1), "x" * 2**16, '{"a": 1}' * 100_000])
 def test_a_note_is_read_as_it_was_written(text: str) -> None:
-    packed = control_channel._packed(text)
-    assert control_channel._unpacked(packed.encode()) == text
+    packed = control_channel.packed(text)
+    assert control_channel.unpacked(packed.encode()) == text
     assert len(packed) < 2**17
 
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from said import WrittenChat
+from written_chat import WrittenChat
 
 from tandem.env.load import load_environment
 from tandem.errors import EpisodeFailed, SpecError

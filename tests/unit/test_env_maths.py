@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from said import WrittenChat
+from written_chat import WrittenChat
 
 from tandem.env.adapters.math_score import MathScore, MathScorer
 from tandem.env.adapters.maths import last_boxed

@@ -35,7 +35,7 @@ def made_up(rng: random.Random, depth: int = 0) -> Any:
 
 @pytest.mark.parametrize("piece_bytes", [5, 2**20])
 def test_the_count_is_never_too_small_and_never_far_too_large(piece_bytes: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(json_size, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(json_size, "PIECE_BYTES", piece_bytes)
     rng = random.Random(0)
     for _ in range(300):
         value = made_up(rng)

@@ -59,9 +59,9 @@ def test_as_an_operator_it_compiles_and_is_of_the_shape_that_it_says(monkeypatch
 
     ops = SimpleNamespace(lora_shrink=shrink, lora_expand=expand)
     name = "tandem_test::linear_beside"
-    torch.library.define(name, lora_layers._SCHEMA)
+    torch.library.define(name, lora_layers.SCHEMA)
     torch.library.impl(name, "CPU")(lambda *given: lora_layers.linear_beside(ops, *given))
-    torch.library.register_fake(name)(lora_layers._shaped_as)
+    torch.library.register_fake(name)(lora_layers.shaped_as)
     op = torch.ops.tandem_test.linear_beside.default
     for given in (x, x[None]):
         asked = (given, weight, bias, a, b, [torch.tensor(1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import votes
+import voting_model as votes
 from tandem.algo import self_distill
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.online.messages import Sequence1, groups_from_wire

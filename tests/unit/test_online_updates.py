@@ -208,8 +208,8 @@ def test_views_of_fused_memory_and_strided_ones_are_written_where_they_lie():
 
 def test_large_tensors_are_taken_in_parts_of_different_kinds(monkeypatch: pytest.MonkeyPatch):
     """Of each part another share changes: none, single elements, half of them, all."""
-    monkeypatch.setattr(delta_codec, "_PART", 500)
-    monkeypatch.setattr(delta_codec, "_BLOCK", 300)
+    monkeypatch.setattr(delta_codec, "PART", 500)
+    monkeypatch.setattr(delta_codec, "BLOCK", 300)
     start = {"a": torch.randn(4, 3, 500), "b": torch.randn(2000).to(torch.bfloat16), "c": torch.randn(30)}
 
     def nudge(live: Tensors, version: int) -> None:

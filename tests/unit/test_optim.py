@@ -69,7 +69,7 @@ def test_adamw_is_torchs_own_over_fifty_steps_with_gradients_missing_now_and_the
 def test_a_large_matrix_by_rows_is_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for chunk in (2**26, 8):
-        monkeypatch.setattr(optimizers, "_CHUNK", chunk)
+        monkeypatch.setattr(optimizers, "CHUNK", chunk)
         named = randoms(SHAPES, 2)
         optimizer = make(list(named.items()))
         for step in range(3):
@@ -84,7 +84,7 @@ def test_a_gradient_that_was_used_is_gone_while_the_next_ones_are(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """Else all of them and what an update needs beside them would be held together."""
-    monkeypatch.setattr(optimizers, "_CHUNK", 8)
+    monkeypatch.setattr(optimizers, "CHUNK", 8)
     named = {name: torch.zeros(2, 4, dtype=dtype) for name in "abc"}
     left: list[set[str]] = []
 

@@ -64,15 +64,24 @@ def test_a_session_stays_with_its_engine_until_that_is_lost_and_then_with_anothe
 
 
 def test_sessions_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_SESSIONS_KEPT", 10)
+    monkeypatch.setattr(pool_module, "SESSIONS_KEPT", 10)
 
     async def scenario() -> None:
-        pool = EnginePool([Script("one"), Script("other")])
-        for number in range(50):
+        one, other = Script("one"), Script("other")
+        pool = EnginePool([one, other])
+        for number in range(50):  # all of them where it is least busy: with the first one
             await pool.generate([1], Sampling(), session=f"{number}")
             await pool.generate([1], Sampling(), session="kept")
-        assert len(pool._home) == 10
-        assert "kept" in pool._home
+        assert (one.asked, other.asked) == (100, 0)
+        one.answering.clear()
+        waiting = [ask(pool, session=name) for name in ("kept", "49", "41")]
+        await settle()
+        assert (one.asked, other.asked) == (103, 0), "these stay, however busy it is"
+        waiting.append(ask(pool, session="39"))
+        await settle()
+        assert (one.asked, other.asked) == (103, 1), "this one was forgotten"
+        one.answering.set()
+        await asyncio.gather(*waiting)
         await pool.close()
 
     play(scenario)
@@ -113,7 +122,7 @@ def test_another_error_is_the_request_s_own() -> None:
         one.generate = fail  # pyright: ignore
         with pytest.raises(EngineError, match="too long"):
             await pool.generate([1], Sampling())
-        assert (other.asked, len(pool._those("in"))) == (0, 2)
+        assert (other.asked, pool.receivers) == (0, 2)
         await pool.close()
 
     play(scenario)
@@ -208,13 +217,13 @@ def test_an_engine_that_answers_again_is_told_by_lost_and_counts_at_the_next_mee
         assert pool.receivers == 2
         assert (await bring_up(pool, 2)).engines == ("one", "other")
         assert (one.ranks, other.ranks) == ([0, 0], [1, 0, 1])
-        slow, source = one._unless_dead, Source()
+        slow, source = one.unless_dead, Source()
 
         async def later(wait: Any) -> None:
             await asyncio.sleep(0.01)
             await slow(wait)
 
-        one._unless_dead = later
+        one.unless_dead = later
         await pool.attach(source)  # pyright: ignore
         assert source.replies == ["one", "other"], "in their order, whoever speaks first"
         await pool.close()
@@ -274,7 +283,7 @@ def test_an_attach_that_is_given_up_does_not_end_the_search() -> None:
 
 
 def test_an_engine_that_cannot_say_that_it_is_back_is_tried_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_TRY_AGAIN_S", 0.05)
+    monkeypatch.setattr(pool_module, "TRY_AGAIN_S", 0.05)
 
     async def scenario() -> None:
         one, other = Script("one"), Script("other")
@@ -296,7 +305,7 @@ def test_an_engine_that_cannot_say_that_it_is_back_is_tried_after_a_while(monkey
 
 
 def test_an_engine_that_fails_over_and_over_is_tried_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "_TRY_AGAIN_S", 0.02)
+    monkeypatch.setattr(pool_module, "TRY_AGAIN_S", 0.02)
 
     async def scenario() -> None:
         one, other = Tells("one"), Tells("other")
@@ -368,7 +377,7 @@ def test_what_is_heard_late_of_an_earlier_life_says_nothing_about_this_one() -> 
         await bring_up(pool, 2)
         slow.set()
         assert (await waiting).versions == [2]
-        assert [member.state for member in pool._members] == ["in"]
+        assert (await asyncio.wait_for(ask(pool), 1)).versions == [2], "it is not left out once more"
         await pool.close()
 
     play(scenario)
@@ -452,7 +461,7 @@ def test_sleep_leaves_out_who_is_gone_and_fails_when_nobody_is_left() -> None:
         one.die()
         await pool.sleep()
         await pool.wake()
-        assert len(pool._those("in")) == 1
+        assert pool.receivers == 1
         other.die()
         with pytest.raises(EngineLost, match="no engine is left"):
             await pool.sleep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -58,6 +59,20 @@ def test_a_file_that_is_written_whole_is_the_last_that_was_acknowledged_or_the_n
         assert found in ({"" if not there else f"{there}" * 5000, f"{there + 1}" * 5000})
 
     after_each_cut(disk, tmp_path, check, 12)
+
+
+def test_until_a_file_is_whole_its_name_holds_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reader in the middle of a write finds the old content, and so does the next process if this one dies."""
+    file, found, fsync = tmp_path / "file", list[str](), os.fsync
+    atomic_write.write_text(file, "old")
+
+    def looked(descriptor: int) -> None:
+        found.append(file.read_text())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", looked)
+    atomic_write.write_text(file, "new")
+    assert found == ["old", "new"], "before the file is renamed, and before its directory is on the disk"
 
 
 def test_a_directory_that_is_written_whole_is_there_with_all_that_is_in_it(disk: Disk, tmp_path: Path):

@@ -75,6 +75,8 @@ def test_an_index_that_an_earlier_release_left_to_the_umask_is_closed(shared: Pa
 def test_a_data_directory_that_a_service_makes_is_closed_and_those_above_it_are_not(shared: Path):
     Listen(shared / "deep" / "data").token()
     assert (mode_of(shared / "deep"), mode_of(shared / "deep" / "data")) == (0o755, 0o700)
+    SessionStore(shared / "another" / "sessions").close()
+    assert (mode_of(shared / "another"), mode_of(shared / "another" / "sessions")) == (0o755, 0o700)
 
 
 def test_a_run_s_directory_decides_and_what_is_in_it_follows_the_umask(shared: Path):

@@ -24,7 +24,11 @@ class AllAlike:
 class Says:
     version = 0
 
+    def __init__(self) -> None:
+        self.seeds: list[int | None] = []
+
     async def generate(self, prompt_ids, sampling, *, session=None, on_token=None) -> Completion:
+        self.seeds.append(sampling.seed)
         return Completion([7], [-0.5], [Span(0, 1)], "stop")
 
 
@@ -42,10 +46,10 @@ class Plain:
         return None
 
 
-def dropped_before_four_are_taken(max_replaced: int) -> float:
+def dropped_before_four_are_taken(max_replaced: int, says: Says | None = None) -> float:
     async def play() -> float:
         store = MemoryStore(4, take_timeout_s=5)
-        setting = Setting(AllAlike(), Says(), Plain(), Sampling(), 64, 5.0, 5.0)
+        setting = Setting(AllAlike(), says or Says(), Plain(), Sampling(), 64, 5.0, 5.0)
         producer = EnvironmentProducer(
             setting, store, has_signal, group_size=2, seed=0, max_failed_share=0.0, max_replaced=max_replaced
         )
@@ -66,3 +70,10 @@ def test_equal_groups_count_where_nobody_asked_to_replace_them():
 
 def test_after_so_many_replaced_in_a_row_equal_groups_count_until_one_teaches():
     assert dropped_before_four_are_taken(9) == 9
+
+
+def test_every_sibling_of_every_group_has_a_seed_of_its_own():
+    says = Says()
+    dropped_before_four_are_taken(0, says)
+    assert len(says.seeds) >= 8
+    assert len(set(says.seeds)) == len(says.seeds)

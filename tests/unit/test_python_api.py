@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import re
@@ -17,7 +18,7 @@ import pytest
 import tandem
 from tandem.errors import TandemError
 
-FUNCTIONS = {name: value for name in tandem._API if inspect.isfunction(value := getattr(tandem, name))}
+FUNCTIONS = {name: value for name in tandem.__all__ if inspect.isfunction(value := getattr(tandem, name))}
 SPEC = {
     "recipe": "rl",
     "model": {"preset": "tiny"},
@@ -38,7 +39,9 @@ def test_what_type_checkers_see_is_what_python_imports():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tandem.")
         for alias in node.names
     }
-    assert seen == tandem._API
+    assert seen.keys() == {*tandem.__all__} - {"__version__"}
+    for name, module in seen.items():
+        assert getattr(tandem, name) is getattr(importlib.import_module(str(module)), name)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

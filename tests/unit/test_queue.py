@@ -475,11 +475,11 @@ def test_a_full_disk_changes_nothing_and_the_queue_goes_on(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
         (ticket,) = await rig.admit()
-        rig.queue.core.segments._reserve_bytes = 2**60
+        rig.queue.core.segments.reserve_bytes = 2**60
         for options in ({}, {"ticket": ticket}):
             with pytest.raises(StoreFull):
                 await rig.put(**options, once=RequestKey(f"k{len(options)}", b""))
-        rig.queue.core.segments._reserve_bytes = 0
+        rig.queue.core.segments.reserve_bytes = 0
         assert rig.queue.queued == 0
         await rig.put("late", ticket=ticket, once=RequestKey("k1", b""))
         assert names(await rig.take(1)) == ["late"]

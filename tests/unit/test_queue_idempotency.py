@@ -70,6 +70,19 @@ def test_the_same_key_for_something_else_is_refused(tmp_path: Path):
     rigged(tmp_path, scenario)
 
 
+def test_the_key_of_a_version_that_changes_nothing_is_refused_for_another(tmp_path: Path):
+    async def scenario(rig: Rig) -> None:
+        await rig.begin()
+        await rig.queue.trainer.announce_version(rig.epoch, 1)
+        for _ in range(2):
+            await rig.queue.trainer.announce_version(rig.epoch, 1, once=RequestKey("k", b"1"))
+        with pytest.raises(KeyReused, match="'k'"):
+            await rig.queue.trainer.announce_version(rig.epoch, 2, once=RequestKey("k", b"2"))
+        assert rig.queue.version == 1
+
+    rigged(tmp_path, scenario)
+
+
 def test_a_release_that_comes_again_after_a_later_version_is_answered_as_before(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin()
@@ -215,7 +228,7 @@ def test_what_was_refused_is_kept_with_its_reason_up_to_a_bound(tmp_path: Path):
 def test_files_go_when_their_groups_are_trained_on_and_ids_are_never_used_twice(tmp_path: Path):
     async def scenario(rig: Rig) -> None:
         await rig.begin(dataclasses.replace(RUN, groups_per_step=50))
-        rig.queue.core.segments._roll_bytes = 1000
+        rig.queue.core.segments.roll_bytes = 1000
         await rig.queue.environments.put([group(environment=rig.environments["a"]) for _ in range(50)])
         many = rig.queue.status()["stored"]["bytes"]
         lease = await rig.take(50)

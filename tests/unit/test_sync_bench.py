@@ -34,7 +34,7 @@ def proofs(**other: Any) -> list[Proof]:
 
 
 def summed_up(found: list[Proof]) -> BenchRow:
-    return sync_bench._summed_up(BenchRow("disk", "server"), found, 2.0**20, 1e9)
+    return sync_bench.summed_up(BenchRow("disk", "server"), found, 2.0**20, 1e9)
 
 
 def test_figures_are_of_the_median_round_and_add_up():

@@ -21,9 +21,12 @@ from trainers import (
     snapshot,
 )
 
+from tandem.algo import dr_grpo
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import LogprobGap, NonFinite
 from tandem.optim.schedule import lr_share
+from tandem.protocols import Algorithm
+from tandem.spec.algorithm import DrGrpoSpec
 from tandem.spec.optim import CosineSchedule
 from tandem.types import Batch, Sampling, Trajectory
 
@@ -85,20 +88,26 @@ def spoiled(value: float) -> Batch:
     return batch
 
 
+def root_of_zero_while(bad_now: list[bool]) -> Algorithm:
+    whole, bad = dr_grpo.make(DrGrpoSpec()), root_of_zero()
+    return Algorithm("at times", whole.keep, whole.credit, lambda *given: (bad if bad_now else whole).loss(*given))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "gradient"])
 def test_what_is_not_finite_never_reaches_weights_optimizer_or_clock(bad: Any) -> None:
     policy, twin = make_policy(), make_policy()
-    trainer, undisturbed = make_trainer(policy), make_trainer(twin)
+    bad_now: list[bool] = []
+    trainer, undisturbed = make_trainer(policy, root_of_zero_while(bad_now)), make_trainer(twin)
     for each in (trainer, undisturbed):
         each.step(make_step(make_group(7)))
-    before, ours = snapshot(policy), trainer._algorithm
+    before = snapshot(policy)
     if bad == "gradient":
-        trainer._algorithm = root_of_zero()
+        bad_now.append(True)
         batch = make_step(make_group(1), make_group(2))
     else:
         batch = spoiled(bad)
     metrics = trainer.step(batch)
-    trainer._algorithm = ours
+    bad_now.clear()
     assert metrics["train/set_aside"] == 1.0
     assert trainer.version == 1
     assert trainer.set_aside == [[f"task-{seed}-{index}" for seed in (1, 2) for index in range(4)]]

@@ -45,7 +45,7 @@ def test_three_steps_and_three_after_a_load_are_six_to_the_bit(
         return 1e-2 * lr_share(CosineSchedule(warmup_steps=2), step, 6)
 
     def run(trainer: PolicyTrainer, seeds: Sequence[int]) -> list[Metrics]:
-        micro_tokens = 10**6 if trainer._released else 32
+        micro_tokens = 10**6 if make is TRAINERS["split, released"] else 32
         steps = [trainer.step(make_step(make_group(seed), micro_tokens=micro_tokens)) for seed in seeds]
         return [{key: value for key, value in step.items() if not key.startswith(MEASURED)} for step in steps]
 
@@ -55,16 +55,21 @@ def test_three_steps_and_three_after_a_load_are_six_to_the_bit(
     found = run(first, range(3))
     first.save(tmp_path / "step-8")
     second = make(lr=lr)
-    with torch.no_grad():
-        for _, tensor in second._policy.trainable():
-            tensor.zero_()  # whatever it was, it comes from the checkpoint
+    run(second, [99])  # whatever it was, it comes from the checkpoint
     second.load(tmp_path / "step-8")
     assert second.version == 8
     found += run(second, range(3, 6))
     assert found == expected
     assert second.version == straight.version == 11
-    assert same(snapshot(second._policy), snapshot(straight._policy))  # pyright: ignore[reportArgumentType]
-    assert same(second._optimizer.state(), straight._optimizer.state())
+    assert same(saved(second, tmp_path / "second"), saved(straight, tmp_path / "straight"))
+
+
+def saved(trainer: PolicyTrainer, path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of its checkpoint: weights and the optimizer's state."""
+    trainer.save(path)
+    files = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
+    assert files.keys() == {"weights", "optimizer"}
+    return {f"{stem}/{name}": tensor for stem, tensors in files.items() for name, tensor in tensors.items()}
 
 
 def test_split_and_a_float32_copy_train_a_language_model_to_the_same_bits() -> None:
@@ -80,34 +85,35 @@ def test_split_and_a_float32_copy_train_a_language_model_to_the_same_bits() -> N
         assert ours["update/lost_energy"] == 0
         assert ours["memory/master"] == pytest.approx(ours["memory/weights"], rel=0.01)
         assert theirs["memory/master"] == pytest.approx(2 * theirs["memory/weights"], rel=0.01)
-    assert same(snapshot(split._policy), snapshot(copied._policy))  # pyright: ignore[reportArgumentType]
+    found, expected = (dict(each.export("live").tensors()) for each in (split, copied))
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("saved", "loading"),
+    ("kind", "loading"),
     [("split", "fp32 copy"), ("fp32 copy", "split"), ("full", "split"), ("lora", "full"), ("full", "lora")],
 )
-def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(saved: str, loading: str, tmp_path: Path) -> None:
-    first, second = TRAINERS[saved](), TRAINERS[loading]()
+def test_a_checkpoint_of_another_kind_is_refused_and_changes_nothing(kind: str, loading: str, tmp_path: Path) -> None:
+    first, second = TRAINERS[kind](), TRAINERS[loading]()
     for seed, each in enumerate((first, second)):
         each.step(make_step(make_group(seed)))
     first.save(tmp_path / "step-1")
-    weights, state = snapshot(second._policy), {name: t.clone() for name, t in second._optimizer.state().items()}  # pyright: ignore[reportArgumentType]
+    before = saved(second, tmp_path / "before")
     with pytest.raises(CheckpointError):
         second.load(tmp_path / "step-1")
-    assert same(weights, snapshot(second._policy))  # pyright: ignore[reportArgumentType]
-    assert same(state, second._optimizer.state())
+    assert same(before, saved(second, tmp_path / "after"))
 
 
 def test_a_trainer_that_never_stepped_can_be_saved_and_loaded(tmp_path: Path) -> None:
-    fresh, other = make_trainer(make_policy(), version=3), make_trainer(make_policy())
+    policy, other_policy = make_policy(), make_policy()
+    fresh, other = make_trainer(policy, version=3), make_trainer(other_policy)
     fresh.save(tmp_path / "step-3")
     other.step(make_step(make_group(1)))
     other.load(tmp_path / "step-3")
     assert other.version == 3
     for trainer in (fresh, other):
         trainer.step(make_step(make_group(2)))
-    assert same(snapshot(fresh._policy), snapshot(other._policy))  # pyright: ignore[reportArgumentType]
+    assert same(snapshot(policy), snapshot(other_policy))
 
 
 def small_model(**options: object) -> CausalPolicy:
@@ -143,12 +149,19 @@ def test_the_deployable_copy_of_a_snapshot_is_what_was_trained_then(lora: LoraSp
     assert files >= {path.name for path in (tmp_path / "export" / ("adapter" if lora else ".")).glob("*.json")}
 
 
-def test_a_second_snapshot_takes_the_memory_of_the_first() -> None:
-    trainer = make_trainer(make_policy())
+def test_a_second_snapshot_takes_the_memory_of_the_first(tmp_path: Path) -> None:
+    """So what the first one writes afterwards is what the second one copied."""
+    policy = make_policy()
+    trainer = make_trainer(policy)
     trainer.step(make_step(make_group(0)))
-    trainer.snapshot()
-    first = {tensor.data_ptr() for copies in trainer._copies.values() for tensor in copies._rooms.values()}
+    writes = [trainer.snapshot()]
     trainer.step(make_step(make_group(1)))
-    trainer.snapshot()
-    assert first == {tensor.data_ptr() for copies in trainer._copies.values() for tensor in copies._rooms.values()}
-    assert same(trainer._copies["weights"]._rooms, snapshot(trainer._policy))  # pyright: ignore[reportArgumentType]
+    writes.append(trainer.snapshot())
+    for number, write in enumerate(writes):
+        (tmp_path / f"{number}").mkdir()
+        write(tmp_path / f"{number}")
+    for file in ("weights", "optimizer"):
+        first, second = (load_file(tmp_path / f"{number}" / f"{file}.safetensors") for number in range(2))
+        assert same(first, second)
+    trained = dict(policy.trainable())
+    assert same(load_file(tmp_path / "1" / "weights.safetensors"), trained)

@@ -28,7 +28,7 @@ def test_what_it_says_of_itself_is_read_where_it_was_told_to_write(tmp_path: Pat
     process = object.__new__(VllmProcess)
     process.options = VllmOptions("model", "python")
     process._folder = SimpleNamespace(name=str(tmp_path))
-    told = Path(process._environment(tmp_path)[SCHEDULER_TOLD])
+    told = Path(process.environment(tmp_path)[SCHEDULER_TOLD])
     assert process.why_not_in_bulk == "vLLM was told to take another scheduler"
     told.write_text(json.dumps({"why_not": "a step samples several tokens"}))
     assert process.why_not_in_bulk == "a step samples several tokens"

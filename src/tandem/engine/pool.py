@@ -27,9 +27,9 @@ from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_SESSIONS_KEPT = 100_000
-_TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # until an excluded engine is tried again; doubles each time
-_MOST_ASKED = 8  # a prompt that crashes engines must not crash them all, again and again
+SESSIONS_KEPT = 100_000
+TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # until an excluded engine is tried again; doubles each time
+MOST_ASKED = 8  # a prompt that crashes engines must not crash them all, again and again
 _GONE = (EngineLost, EngineSilent)
 # Attaching again can mend these, and nothing else: another trainer may have taken an engine over.
 _CURABLE = (EngineError, SyncError)
@@ -93,7 +93,7 @@ class EnginePool:
         on_token: OnToken | None = None,
     ) -> Completion:
         why = ""
-        for _ in range(_MOST_ASKED):
+        for _ in range(MOST_ASKED):
             member = await self._pick(session)
             life = member.life
             try:
@@ -101,7 +101,7 @@ class EnginePool:
             except _GONE as error:
                 why = str(error)
                 self._leave_out(member, life, error)
-        raise EngineLost(f"pool: {_MOST_ASKED} engines were lost while they answered this request; the last: {why}")
+        raise EngineLost(f"pool: {MOST_ASKED} engines were lost while they answered this request; the last: {why}")
 
     async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Completion]:
         """Sample a completion from each engine that serves now; by engine name."""
@@ -247,7 +247,7 @@ class EnginePool:
         if session:
             self._home.pop(session, None)
             self._home[session] = home  # moves to the end: the least recently used session is forgotten first
-            if len(self._home) > _SESSIONS_KEPT:
+            if len(self._home) > SESSIONS_KEPT:
                 del self._home[next(iter(self._home))]
         return home
 
@@ -295,7 +295,7 @@ class EnginePool:
         engine = member.engine
         waits = member.failures - 1 if isinstance(engine, FindableEngine) and at_once else member.failures
         if waits:  # an engine that fails again and again would disturb the others each time
-            await asyncio.sleep(min(_TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
+            await asyncio.sleep(min(TRY_AGAIN_S * 2 ** (waits - 1), _TRY_AGAIN_MOST_S))
         if isinstance(engine, FindableEngine):
             await engine.found()
         _log.info("pool: engine %s is tried again", member.name)

@@ -49,7 +49,7 @@ class Segments:
 
     def __init__(self, directory: Path, *, roll_bytes: int = ROLL_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
         atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
-        self.directory, self._roll_bytes, self._reserve_bytes = directory, roll_bytes, reserve_bytes
+        self.directory, self.roll_bytes, self.reserve_bytes = directory, roll_bytes, reserve_bytes
         self._lock = threading.Lock()
         self._open: dict[int, _File] = {}
         self._wanted: Counter[int] = Counter()
@@ -78,12 +78,12 @@ class Segments:
         for part in parts:
             crc = zlib.crc32(part, crc)
         room = os.statvfs(self.directory)
-        if room.f_bavail * room.f_frsize < length + self._reserve_bytes:
+        if room.f_bavail * room.f_frsize < length + self.reserve_bytes:
             raise StoreFull(
-                f"{self.directory}: less than {self._reserve_bytes >> 20} MiB would stay free on the disk; free some "
+                f"{self.directory}: less than {self.reserve_bytes >> 20} MiB would stay free on the disk; free some "
                 "space, and send it again: nothing was stored"
             )
-        if self._size >= self._roll_bytes:
+        if self._size >= self.roll_bytes:
             self._begin()
         file, offset = self._open[self._current], self._size
         try:
@@ -123,7 +123,7 @@ class Segments:
             os.ftruncate(self._open[mark.segment].descriptor, mark.size)
             self._size = mark.size
         else:
-            self._size = self._roll_bytes
+            self._size = self.roll_bytes
         self._dirty = {number for number in self._dirty if number <= mark.segment}
 
     def sweep(self) -> None:

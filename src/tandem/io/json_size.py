@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_PIECE_BYTES = 2**20
+PIECE_BYTES = 2**20
 
 
 def holds_more(text: bytes, most: int, marks: bytes) -> bool:
@@ -15,8 +15,8 @@ def holds_more(text: bytes, most: int, marks: bytes) -> bool:
     plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")  # what is a quote now opens a string, or closes it
     is_mark = np.isin(np.arange(256), list(marks))
     count, inside = 0, np.zeros(1, dtype=np.bool_)
-    for begin in range(0, len(plain), _PIECE_BYTES):
-        piece = np.frombuffer(plain[begin : begin + _PIECE_BYTES], dtype=np.uint8)
+    for begin in range(0, len(plain), PIECE_BYTES):
+        piece = np.frombuffer(plain[begin : begin + PIECE_BYTES], dtype=np.uint8)
         quoted = np.logical_xor.accumulate(np.concatenate([inside, piece == ord('"')]))
         count += int(np.count_nonzero(is_mark[piece] & ~quoted[1:]))
         inside = quoted[-1:]

@@ -49,7 +49,7 @@ class Forward:
             return
         theirs = module.config.get_text_config()._attn_implementation
         packed_attention.engage(module)
-        self.why_masked = _why_not(lambda: _try_spans(module))
+        self.why_masked = _why_not(lambda: try_spans(module))
         if self.why_masked:
             module.config.get_text_config()._attn_implementation = theirs
             self.why_not_compiled = self.why_masked
@@ -138,7 +138,7 @@ class _Trial:
 
 
 @torch.no_grad()
-def _try_spans(module: Any) -> str:
+def try_spans(module: Any) -> str:
     trial = _Trial(module)
     plain = trial.hidden()
     prompt, first, second, alone = slice(0, 5), slice(5, 12), slice(12, 16), slice(16, 22)

@@ -29,8 +29,8 @@ from tandem.ops import digest
 UNKNOWN = -1
 """The digest of a tensor with many changes: it is computed from the whole tensor, once, after the last update."""
 
-_PART = 1 << 22  # elements compared at a time
-_BLOCK = 3 << 20  # elements encoded at a time, and up to a part more
+PART = 1 << 22  # elements compared at a time
+BLOCK = 3 << 20  # elements encoded at a time, and up to a part more
 _MOST = 2 / 3  # of a part's elements: if more changed, all are encoded
 _FEW = 1 / 64  # of a tensor's elements: if no more changed, the digest is updated from the changes alone
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # of 8 bytes: two of 4, as digests have it
@@ -76,9 +76,9 @@ class Changes:
 def side_by_side(before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the integers of both tensors part by part, on the device of `after`."""
     old, new = integers(before), integers(after)
-    for start in range(0, new.numel(), _PART):
-        now_N = new[start : start + _PART]
-        yield start, old[start : start + _PART].to(now_N.device), now_N
+    for start in range(0, new.numel(), PART):
+        now_N = new[start : start + PART]
+        yield start, old[start : start + PART].to(now_N.device), now_N
 
 
 def integers(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def find_changes(before: Mapping[str, Tensor], after: Mapping[str, Tensor], chan
             changes.starts.append(start)
             changes.index_N.append(index_N if changes is some else index_N[:0])
             changes.change_N.append(now_N[index_N] - then_N[index_N] if changes is some else _differing(then_N, now_N))
-            if changes.count >= _BLOCK:
+            if changes.count >= BLOCK:
                 yield changes
                 if changes is some:
                     some = Changes("some", [], [], [], [])

@@ -15,7 +15,7 @@ from tandem.optim.master_weights import Master, Rows
 from tandem.optim.update_rule import Slot, UpdateRule, Whole
 from tandem.types import Metrics
 
-_CHUNK = byte_sizes.UPDATE_CHUNK
+CHUNK = byte_sizes.UPDATE_CHUNK
 
 
 class Optimizer:
@@ -58,7 +58,7 @@ class Optimizer:
             gradient = gradients.pop(name)
             for rows in self._in_rows(name):
                 count = gradient[rows].numel()
-                if pieces and numbers + count > _CHUNK:  # before it is widened: what is held at once is bounded
+                if pieces and numbers + count > CHUNK:  # before it is widened: what is held at once is bounded
                     self._apply(pieces)
                     pieces, numbers = [], 0
                 pieces.append(self._piece(name, rows, gradient[rows], lr, scale))
@@ -121,10 +121,10 @@ class Optimizer:
     def _in_rows(self, name: str) -> Iterator[Rows]:
         """A large parameter by rows, where the rule allows it."""
         live = self._parameters[name]
-        if live.numel() <= _CHUNK or not self._rules[name].by_rows:
+        if live.numel() <= CHUNK or not self._rules[name].by_rows:
             yield ...
             return
-        rows = max(1, _CHUNK // live[0].numel())
+        rows = max(1, CHUNK // live[0].numel())
         for start in range(0, len(live), rows):
             yield slice(start, min(start + rows, len(live)))
 

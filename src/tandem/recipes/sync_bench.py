@@ -123,7 +123,7 @@ def _row(
         measured = asyncio.run(_publish(spec, model, times, home / name, unchecked))
     except (TandemError, RuntimeError) as error:  # RuntimeError: torch's own, out of memory for one
         return replace(row, error=f"{type(error).__name__}: {error}"), parameters
-    return _summed_up(row, *measured, link_bytes_per_s), parameters
+    return summed_up(row, *measured, link_bytes_per_s), parameters
 
 
 def _why_not(name: str, device: str, kind: str) -> str:
@@ -231,7 +231,7 @@ def move_weights(model: BuiltModel, trainer: Trainer) -> None:
 # --- figures
 
 
-def _summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> BenchRow:
+def summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> BenchRow:
     middle = sorted(proofs, key=lambda proof: proof.seconds["total"])[(len(proofs) - 1) // 2]
     seconds = dict(middle.seconds)  # of one round, so that they add up
     total_s = seconds.pop("total")

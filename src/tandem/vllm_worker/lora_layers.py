@@ -27,7 +27,7 @@ FEW_TOKENS = 256
 _PART = 128  # inputs of one block: one part each, so every block multiplies once
 
 _OP = "tandem::linear_beside"
-_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, Tensor[] a, Tensor[] b, Tensor[] meta) -> Tensor"
+SCHEMA = "(Tensor x, Tensor weight, Tensor? bias, Tensor[] a, Tensor[] b, Tensor[] meta) -> Tensor"
 
 Config = dict[str, Any]
 
@@ -42,9 +42,9 @@ def compute_beside() -> None:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod  # pyright: ignore[reportMissingImports]
 
         theirs, plain = BaseLinearLayerWithLoRA._apply_sync, UnquantizedLinearMethod
-        torch.library.define(_OP, _SCHEMA)
+        torch.library.define(_OP, SCHEMA)
         torch.library.impl(_OP, "CUDA")(functools.partial(linear_beside, triton_ops))
-        torch.library.register_fake(_OP)(_shaped_as)
+        torch.library.register_fake(_OP)(shaped_as)
 
         def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             if not isinstance(layer.base_layer.quant_method, plain):
@@ -112,7 +112,7 @@ def linear_beside(
     return output
 
 
-def _shaped_as(
+def shaped_as(
     x: Tensor, weight: Tensor, bias: Tensor | None, a: list[Tensor], b: list[Tensor], meta: list[Tensor]
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.size(0)))

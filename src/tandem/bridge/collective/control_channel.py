@@ -75,21 +75,21 @@ class ControlChannel:
         self.store: Any = PrefixStore(f"{address.token}/{address.generation}", store)  # its type stub is incomplete
 
     def write(self, key: str, text: str, deadline: Deadline) -> None:
-        self._call(lambda: self.store.set(key, _packed(text)), f"message '{key}' was not taken", deadline)
+        self._call(lambda: self.store.set(key, packed(text)), f"message '{key}' was not taken", deadline)
 
     def read(self, key: str, what_failed: str, deadline: Deadline) -> str:
         """Return the message at `key`; wait for it."""
 
         def waited_for() -> str:
             self.store.wait([key], _left(deadline))
-            return _unpacked(self.store.get(key))
+            return unpacked(self.store.get(key))
 
         if not self._mine:
             return self._call(waited_for, what_failed, deadline)
         # Poll instead of waiting on a thread: the wait would end with the store, while the interpreter may be ending
         # too.
         deadline.until(lambda: self.has(key), what_failed, every_s=_LOOK_S)
-        return _unpacked(self._call(lambda: self.store.get(key), what_failed, deadline))
+        return unpacked(self._call(lambda: self.store.get(key), what_failed, deadline))
 
     def has(self, key: str) -> bool:
         return self.store.check([key])
@@ -102,11 +102,11 @@ class ControlChannel:
     def announce(self, sequence: int, text: str, what_failed: str, deadline: Deadline, *, claimable: bool) -> None:
         """Announce a version; the trainer alone does. `claimable`: a receiver must `claim` it before it reads."""
         messages = {"latest": str(sequence)} | ({_unclaimed(sequence): ""} if claimable else {})
-        self._set(messages | {f"{sequence}/manifest": _packed(text)}, what_failed, deadline)
+        self._set(messages | {f"{sequence}/manifest": packed(text)}, what_failed, deadline)
 
     def close(self, sequence: int, why: str, deadline: Deadline) -> None:
         """Announce that no more versions come, and why: receivers that wait for the next one read it."""
-        messages = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": _packed(why)}
+        messages = {"latest": str(-sequence - 1), f"{sequence + 1}/manifest": packed(why)}
         self._set(messages, "the connection was not closed", deadline)
 
     def linger(self) -> None:
@@ -132,7 +132,7 @@ class ControlChannel:
                 now, text = self.store.multi_get(["latest", f"{number}/manifest"])
                 latest = int(now)
                 if abs(latest) == number:
-                    return latest, _unpacked(text)
+                    return latest, unpacked(text)
 
         return self._call(found, what_failed, deadline)
 
@@ -145,7 +145,7 @@ class ControlChannel:
             is_ours = self.store.delete_key(_unclaimed(sequence))
             if is_ours and then_write:
                 deadline.check(what_failed)  # after it the caller gets an error, so the trainer must not read a success
-                self.store.set(then_write, _packed(""))
+                self.store.set(then_write, packed(""))
             return is_ours
 
         return self._call(claimed, what_failed, deadline)
@@ -184,13 +184,13 @@ def _unclaimed(sequence: int) -> str:
     return f"{sequence}/unclaimed"
 
 
-def _packed(text: str) -> str:
+def packed(text: str) -> str:
     if len(text) < _SHORT:
         return _AS_IT_IS + text
     return base64.b64encode(zlib.compress(text.encode(), 1)).decode()  # the store takes 8 MiB at most
 
 
-def _unpacked(content: bytes) -> str:
+def unpacked(content: bytes) -> str:
     if content.startswith(_AS_IT_IS.encode()):
         return content[1:].decode()
     return zlib.decompress(base64.b64decode(content)).decode()

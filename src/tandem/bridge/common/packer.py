@@ -253,7 +253,7 @@ class Packing:
         )
 
     def _adapter(self, weights: Weights, phases: Phases) -> PackedVersion:
-        return _AdapterTensors(*self._adapter_packer.pack(weights, self._replies, phases))
+        return AdapterTensors(*self._adapter_packer.pack(weights, self._replies, phases))
 
     def _placement(self, forms: list[tuple[str, Form]]) -> wire.Places:
         """Return the placement of tensors in the order in which they travel."""
@@ -262,7 +262,7 @@ class Packing:
         return self._known[1]
 
 
-class _AdapterTensors:
+class AdapterTensors:
     def __init__(self, flat: Flat, fingerprints: Fingerprints) -> None:
         self.places, self.fingerprints = flat.places, fingerprints
         self._flat = flat
@@ -281,7 +281,7 @@ class _ModelTensors:
         self._weights, self._into = weights, into
 
     def hand_over(self, carrier: Carrier, manifest: wire.Manifest, deadline: Deadline) -> None:
-        packer = _Packer(carrier, manifest, deadline)
+        packer = Packer(carrier, manifest, deadline)
         for name, tensor in shaped(self._weights, self._into, manifest.mode):
             packer.add(wire.as_bytes(tensor), manifest.tensors[name].offset)
         packer.finish()
@@ -292,7 +292,7 @@ def num_buffers(manifest: wire.Manifest) -> int:
     return min(2, -(-manifest.size_bytes // manifest.bucket_bytes))
 
 
-class _Packer:
+class Packer:
     """Packs tensors one behind the other into buckets, and sends each bucket when it is full."""
 
     def __init__(self, carrier: Carrier, manifest: wire.Manifest, deadline: Deadline) -> None:

@@ -21,7 +21,7 @@ _CLOSED = "this end was closed"
 _IDLE_S = 4.0  # less than servers keep them: none is used as it is being closed
 _CONNECT_S = 5.0
 _AT_ONCE_BYTES = 2**20  # more is written piece by piece, and others have their turn between
-_TAKEN_S = 30.0  # a request by its server
+TAKEN_S = 30.0  # a request by its server
 _HEADER_BYTES = 2**16  # a line of an answer's: gateways in between add their own
 
 
@@ -98,7 +98,7 @@ class HttpClient:
         """`within_s`: what it says next may be that late."""
         with self._as_ours():
             try:
-                async with asyncio.timeout(_TAKEN_S + within_s):  # sock_read begins when all is sent
+                async with asyncio.timeout(TAKEN_S + within_s):  # sock_read begins when all is sent
                     response = await self._request(method, path, content, within_s, query)
             except TimeoutError as error:
                 if isinstance(error, aiohttp.ClientError):
@@ -190,5 +190,5 @@ def _impatient(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_TAKEN_S * 1000))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(TAKEN_S * 1000))
     return made

@@ -27,8 +27,8 @@ from tandem.types import Completion, Sampling, Span
 
 _log = logging.getLogger(__name__)
 
-_BEAT_S, _BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
-_STREAMS = 512  # open files are limited; later requests wait for a stream
+BEAT_S, BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
+STREAMS = 512  # open files are limited; later requests wait for a stream
 _STATUS_S = 5.0
 _TRIES = 3
 _LAST_WORDS_S = 0.2  # the exit code is known a moment after the connections broke
@@ -46,7 +46,7 @@ class Connection:
         """Closed by this process on purpose: the engine is not lost."""
         self._headers = {"Authorization": f"Bearer {token}"}
         self._exit_report = exit_report
-        self._http = HttpClient(url, headers=self._headers, most=_STREAMS)
+        self._http = HttpClient(url, headers=self._headers, most=STREAMS)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
         self._loaded = False
@@ -167,9 +167,9 @@ class Connection:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         missed = 0
         with httpx.Client(
-            base_url=self.url, headers=self._headers, trust_env=False, timeout=httpx.Timeout(_BEAT_TIMEOUT_S)
+            base_url=self.url, headers=self._headers, trust_env=False, timeout=httpx.Timeout(BEAT_TIMEOUT_S)
         ) as client:
-            while not self._closed.wait(_BEAT_S):
+            while not self._closed.wait(BEAT_S):
                 try:
                     why, missed = self._look(client), 0
                 except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # no JSON, or not what it says

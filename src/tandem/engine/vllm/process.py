@@ -133,7 +133,7 @@ class VllmProcess:
             [options.python, "-m", *program],
             ready_file=home / "vllm-ready.json",
             log=home / "vllm.log",
-            environment=self._environment(Path(self._folder.name)),
+            environment=self.environment(Path(self._folder.name)),
         )
         most = max(_LEAST_STREAMS, 2 * options.max_running)
         self._http = HttpClient(_BASE_URL, socket=self.socket, most=most)
@@ -160,7 +160,7 @@ class VllmProcess:
         except FileNotFoundError:
             return "vLLM was told to take another scheduler"
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def environment(self, folder: Path) -> dict[str, str]:
         return {
             "PYTHONPATH": str(package_path(folder / "path")),
             SCHEDULER_TOLD: str(folder / _SCHEDULER_FILE),

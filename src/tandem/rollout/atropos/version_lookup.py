@@ -1,6 +1,6 @@
 """Ask a gateway which versions sampled the tokens of an Atropos post.
 
-consumes: groups of an Atropos environment     waits for: the gateway, for `_PATIENCE_S` at most
+consumes: groups of an Atropos environment     waits for: the gateway, for `PATIENCE_S` at most
 produces: the groups with versions, and with logprobs and samplings where the gateway recorded them
 
 If the gateway does not answer, the group is still accepted: its tokens keep UNKNOWN_VERSION, and are counted.
@@ -24,7 +24,7 @@ from tandem.types import Group, Trajectory
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 _TOKENS_AT_ONCE = 2**20
 _WITHOUT = "without_logprobs"
 
@@ -66,7 +66,7 @@ def stamp_frame(record: SessionRecord, body: bytes) -> bytes:
 class GatewayStamps:
     def __init__(self, url: str, token_file: Path) -> None:
         self._client = ServiceClient(
-            url, token_file, patience_s=_PATIENCE_S, url_option="--gateway", token_option="--gateway-token-file"
+            url, token_file, patience_s=PATIENCE_S, url_option="--gateway", token_option="--gateway-token-file"
         )
 
     async def stamp(self, group: Group, *, has_logprobs: bool) -> Stamped:

@@ -32,7 +32,7 @@ from tandem.vllm_worker.weight_sources import EngineEnd
 
 _log = logging.getLogger(__name__)
 
-_WAKE_AGAIN_S = 2.0
+WAKE_AGAIN_S = 2.0
 
 State: TypeAlias = Literal["empty", "serving", "paused", "torn", "dead"]
 
@@ -368,7 +368,7 @@ class WeightControl:
                     try:
                         await self._end_pause(f"its lease of {pause.lease_s:g} s was not renewed")
                     except TandemError as error:
-                        pause.until = now() + _WAKE_AGAIN_S
+                        pause.until = now() + WAKE_AGAIN_S
                         _log.warning("the pause is over, and the engine does not wake: %s", error)
 
     async def _end_pause(self, why: str) -> None:
@@ -406,8 +406,8 @@ class WeightControl:
         except TandemError as error:
             _log.warning("a load has failed, and the engine does not wake: %s", error)
             if not written:
-                until = asyncio.get_running_loop().time() + _WAKE_AGAIN_S
-                self._pause = self._lease(_Pause(until, _WAKE_AGAIN_S, asleep=True))
+                until = asyncio.get_running_loop().time() + WAKE_AGAIN_S
+                self._pause = self._lease(_Pause(until, WAKE_AGAIN_S, asleep=True))
             elif not self._torn:
                 self._torn = f"engine: a load failed and its weights are unknown: {error}"
 

@@ -19,7 +19,7 @@ from typing import TypeVar, TypeVarTuple, Unpack
 from tandem.serve.http.refusals import RequestRefused
 
 _AT_A_TIME = 4
-_DEADLINE_S = 10.0
+DEADLINE_S = 10.0
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -35,7 +35,7 @@ class OffLoop:
 
     async def __call__(self, work: Callable[[Unpack[Ts]], T], *args: *Ts, deadline_s: float = 0.0) -> T:
         """Return what the work returns, or raise what it raises; Refused if it is not done in time."""
-        loop, deadline_s = asyncio.get_running_loop(), deadline_s or _DEADLINE_S
+        loop, deadline_s = asyncio.get_running_loop(), deadline_s or DEADLINE_S
         await self._take_slot()
         answers: list[asyncio.Future[T]] = [loop.create_future()]
         ended = False
@@ -80,7 +80,7 @@ class OffLoop:
     async def _take_slot(self) -> None:
         """Wait for a slot; the thread frees it when it ends."""
         try:
-            async with asyncio.timeout(_DEADLINE_S):
+            async with asyncio.timeout(DEADLINE_S):
                 await self._slots.acquire()
         except TimeoutError:
             raise RequestRefused(429, "other large requests are being read; send it again") from None

@@ -37,11 +37,11 @@ _CLOSE_S = 3.0
 _AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
 _MAX_RATIO = 100
 _BODIES_AT_A_TIME = 16  # as large as they may be
-_STALL_S = 15.0  # without a byte of a body, and its sender has hung
-_SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body comes within that time, and what it takes at that rate
-_ROOM_S = 5.0  # for room among the bodies, where a client should not be told of it
+STALL_S = 15.0  # without a byte of a body, and its sender has hung
+SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body comes within that time, and what it takes at that rate
+ROOM_S = 5.0  # for room among the bodies, where a client should not be told of it
 _SMALL_BYTES = 64 * 2**10  # of a body that is refused: read, so that the connection can go on
-_LINGER_S, _LINGER_BYTES = 1.0, 32 * 2**20  # of a larger one: read and dropped before the connection ends
+_LINGER_S, LINGER_BYTES = 1.0, 32 * 2**20  # of a larger one: read and dropped before the connection ends
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -168,7 +168,7 @@ async def turn_away(error: RequestRefused, scope: Scope, receive: Receive, send:
         if "expect" not in headers:  # a client that asks first sends nothing once it has the answer
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
-                    await _until_read(receive, _LINGER_BYTES)
+                    await _until_read(receive, LINGER_BYTES)
     await refusal(error, scope)(scope, receive, send)
 
 
@@ -234,7 +234,7 @@ class AccessGate:
             now_takes(0)
 
     async def _room_for(self, size: int, *, patient: bool) -> None:
-        until = time.monotonic() + (_ROOM_S if patient else 0)
+        until = time.monotonic() + (ROOM_S if patient else 0)
         while self.held + size > _BODIES_AT_A_TIME * self.body_bytes:
             if time.monotonic() >= until:
                 raise RequestRefused(
@@ -296,7 +296,7 @@ class AccessGate:
         began = heard = asyncio.get_running_loop().time()
         while more:
             try:
-                async with asyncio.timeout_at(min(heard + _STALL_S, began + _SLOW_S + size / _SLOW_BYTES_S)):
+                async with asyncio.timeout_at(min(heard + STALL_S, began + SLOW_S + size / _SLOW_BYTES_S)):
                     message = await receive()
             except TimeoutError:
                 slow = f"the body comes too slowly: {size} bytes so far"

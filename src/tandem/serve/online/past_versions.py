@@ -14,8 +14,8 @@ from tandem.serve.openai.routes import Sampler
 from tandem.types import Completion, Sampling
 
 _AT_A_TIME = 2  # each holds a whole copy of the weights
-_PATIENCE_S, _LOOK_S = 30.0, 0.02
-_JUST_ASKED_S = 1.0  # a caller that was just given an engine is about to use it
+PATIENCE_S, _LOOK_S = 30.0, 0.02
+JUST_ASKED_S = 1.0  # a caller that was just given an engine is about to use it
 
 
 class _Counted:
@@ -30,7 +30,7 @@ class _Counted:
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and time.monotonic() - self.asked_at > _JUST_ASKED_S
+        return not self._running and time.monotonic() - self.asked_at > JUST_ASKED_S
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **more: Any) -> Completion:
         self._running += 1
@@ -72,7 +72,7 @@ class PastVersions:
             raise NotKnown(f"version {version} cannot be read: {error}") from error
 
     async def _idle(self) -> int:
-        until = time.monotonic() + _PATIENCE_S
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             if (idle := next((version for version, each in self._engines.items() if each.is_idle), None)) is not None:
                 return idle
