@@ -18,6 +18,7 @@ from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.pairing import check_sync
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
+from tandem.spec.parallel import ParallelSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.rollouts import LocalRollouts, RolloutsSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
@@ -44,6 +45,8 @@ class _RunSpecBase(Spec):
     """Trackers that receive every step's metrics. Left out: none."""
     precision: PrecisionSpec = Float32Precision()
     """Bits of the weights, and how the bits that they lack are kept."""
+    parallel: ParallelSpec = ParallelSpec()
+    """How many processes train, and how they share the work."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When the run saves its state, and which checkpoints it keeps."""
     artifacts: ArtifactsSpec | None = None
