@@ -39,8 +39,8 @@ def rows_and_cols(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def rows_of(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the first row that a rank holds and the one behind its last, as FSDP2 cuts: equal runs of rows, rounded up,
-    so that the last ranks may hold fewer rows or none."""
+    """Return the first row that a rank holds and the one behind its last, as FSDP2 cuts: equal runs of rows,
+    rounded up, so that the last ranks may hold fewer or none."""
     run = -(-num_rows // num_ranks)
     return min(rank * run, num_rows), min((rank + 1) * run, num_rows)
 

@@ -17,8 +17,8 @@ from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.pairing import check_sync
-from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.parallel import ParallelSpec
+from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.rollouts import LocalRollouts, RolloutsSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
