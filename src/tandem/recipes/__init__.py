@@ -23,6 +23,7 @@ from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
 from tandem.obs.trackers.tracker_process import TrackerTarget, openers
 from tandem.obs.trackers.tracker_queue import Feed
+from tandem.recipes.crew import crew_of, follow, is_follower, until_lost
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
@@ -147,7 +148,10 @@ def _run(
                     run.event("resume", step=found.version, epoch=lease.epoch)
                     view.say(f"   resumes from the checkpoint of step {found.version}")
                 try:
-                    asyncio.run(_train(spec, run, environment, checkpointer, rehearse=rehearse, fresh=lease.epoch == 1))
+                    fresh = lease.epoch == 1
+                    with crew_of(spec, directory) as crew:
+                        training_of = _train(spec, run, environment, checkpointer, crew, rehearse=rehearse, fresh=fresh)
+                        asyncio.run(until_lost(crew, training_of))
                 except Exception as error:
                     if checkpointer.ending in chain(error):  # a library wrapped it in an error of its own at import
                         raise checkpointer.ending from error
@@ -203,7 +207,14 @@ def _upload(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: flo
 
 
 async def _train(
-    spec: RunSpec, run: Run, environment: Any, checkpointer: RunCheckpointer, *, rehearse: bool, fresh: bool
+    spec: RunSpec,
+    run: Run,
+    environment: Any,
+    checkpointer: RunCheckpointer,
+    crew: Any,
+    *,
+    rehearse: bool,
+    fresh: bool,
 ) -> None:
     """Set up trackers, progress and plan, then train by the spec's recipe. `fresh`: no process has run it before."""
     from tandem.build import training
@@ -221,17 +232,21 @@ async def _train(
     if plan is not None and fresh:
         need_room(run.directory, "begin", int(plan.checkpoint_gib * 2**30), ", one checkpoint included")
     if rehearse:
+        if crew is not None:
+            raise SpecError(
+                f"--rehearse: rehearses one process, and parallel.ranks = {crew.ranks}; leave --rehearse out"
+            )
         if plan is None:
             raise SpecError("--rehearse: the planner does not know this model; leave --rehearse out")
         await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
     if isinstance(spec, SftSpec):
-        await train_sft(spec, run, checkpointer)
+        await train_sft(spec, run, checkpointer, crew)
         return
     if isinstance(spec, PreferenceSpec):
-        await train_preference(spec, run, checkpointer)
+        await train_preference(spec, run, checkpointer, crew)
         return
-    rl = RlRun(spec, run, environment, checkpointer)
+    rl = RlRun(spec, run, environment, checkpointer, crew)
     try:
         await rl.train()
         training.export(rl.model, run.directory / "export")
