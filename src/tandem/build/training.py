@@ -163,6 +163,7 @@ def model(
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
+    from tandem.model.load_rows import opened_model
     from tandem.model.policy import CausalPolicy
     from tandem.model.presets import make_model
     from tandem.model.quantized_base import quantized_parts
@@ -171,25 +172,29 @@ def model(
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
 
     transformers_logging.disable_progress_bar()  # the live view is the one that draws
+    adapter = spec.warm_start if spec.warm_start and spec.lora and is_adapter_start(spec.warm_start) else None
+    warm_start = spec.warm_start if adapter is None else None
+    module: Any = None
     if isinstance(spec, PresetModel):
         tokenizer = byte_tokenizer()
         module = make_model(spec.preset, tokenizer, seed, spec.kernel)
     else:
         tokenizer = load_tokenizer(spec.path, spec.revision)
-        module = existing_model(spec, precision, device)
-    adapter = None
-    if spec.warm_start is not None:
-        if spec.lora and is_adapter_start(spec.warm_start):
-            adapter = spec.warm_start
-        else:
-            module = begin_with(module, spec.warm_start)  # before narrow, so that no bit of 32 is lost
+        if crew is None or warm_start is not None:
+            module = existing_model(spec, precision, device)
+    if warm_start is not None:
+        module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
     master_weights = master(precision, seed, adapters=spec.lora is not None)
-    options = {
+    options: dict[str, Any] = {
         "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
         "compiled": spec.compile,
     }  # fmt: skip
     policy: Any
-    if crew is not None:
+    if crew is not None and isinstance(spec, PathModel) and module is None:
+        with opened_model(spec.path, spec.revision, spec.kernel) as (module, rows_of):
+            options["rows_of"] = rows_of
+            policy = _policy_by_rows(module, tokenizer, precision, master_weights, crew, options)
+    elif crew is not None:
         policy = _policy_by_rows(module, tokenizer, precision, master_weights, crew, options)
     else:
         if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
@@ -661,7 +666,11 @@ def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         from safetensors.torch import save_file
 
-        save_file(model.policy.whole_trained(), directory / "weights.safetensors")
+        if model.crew is not None:
+            model.policy.write_trained(directory)
+            return
+        trained = {name: tensor.detach().cpu().contiguous() for name, tensor in model.policy.trainable()}
+        save_file(trained, directory / "weights.safetensors")
 
     return write
 

@@ -70,9 +70,13 @@ class RowFile:
             self._fill(view[start : start + end - begin], begin)
         return found
 
-    def read_part(self, part: Part) -> None:
-        """Fill a part's own memory. CheckpointError if the file has no such tensor."""
+    def check(self, part: Part) -> None:
+        """CheckpointError unless the file has this tensor, in this type and shape."""
         _found(self.tensors, part, self._path)
+
+    def read_part(self, part: Part) -> None:
+        """Fill a part's own memory."""
+        self.check(part)
         part.tensor.detach().copy_(self.read(part.name, rectangle_of(part)).view(part.tensor.shape))
 
     def _stored(self, name: str) -> Stored:

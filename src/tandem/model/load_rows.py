@@ -67,7 +67,7 @@ def _skeleton(
             empty = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise _unreadable(path, field, error) from error
-    _refuse_converted(empty, path, field)
+    refuse_converted(empty, path, field)
     types = {name: tensor.dtype for name, tensor in empty.state_dict().items()}
     stand_ins: dict[str, Tensor] = {}
     sources: dict[int, _Source] = {}
@@ -101,8 +101,8 @@ def _skeleton(
 _BY_ROWS = "its rows cannot be read by several ranks; set parallel.ranks = 1"
 
 
-def _refuse_converted(module: Any, path: str, field: str) -> None:
-    """Before stand-ins are stacked to whole tensors."""
+def refuse_converted(module: Any, path: str, field: str) -> None:
+    """SpecError where transformers stacks or cuts what files hold: rows of a weight are not rows of a file's tensor."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 

@@ -182,10 +182,6 @@ class CausalPolicy:
     def trainable(self) -> Sequence[tuple[str, Tensor]]:
         return [(name, tensor) for name, tensor in self.module.named_parameters() if tensor.requires_grad]
 
-    def whole_trained(self) -> dict[str, Tensor]:
-        """Copies of the parameters that the optimizer updates, on the host."""
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in self.trainable()}
-
     def tables(self) -> set[str]:
         """Names of what holds a row a token: embeddings and the head."""
         named = self.module.named_modules(remove_duplicate=False)

@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from tandem.errors import SpecError, SyncError
 from tandem.model import served_weights
 from tandem.model.export_copy import Deployer
+from tandem.model.export_rows import RowDeployer
+from tandem.model.load_rows import RowsOf
 from tandem.model.policy import CausalPolicy, Inside
 from tandem.ops.lm_head import Head
 from tandem.ops.parts import rows_of
@@ -245,15 +247,25 @@ class RowsPolicy(CausalPolicy):
     """A CausalPolicy whose weights are on several ranks. Every rank calls the same methods in the same order."""
 
     def __init__(
-        self, module: Any, tokenizer: Any, *, rows: Rows, adopt: Adopt | None, dtype: torch.dtype, **options: Any
+        self,
+        module: Any,
+        tokenizer: Any,
+        *,
+        rows: Rows,
+        adopt: Adopt | None,
+        dtype: torch.dtype,
+        rows_of: RowsOf | None = None,
+        **options: Any,
     ) -> None:
         """`adopt(name, exact)` says what serves for exact rows of a trained parameter, and may keep what that lacks.
-        `dtype`: of all weights but adapters."""
+        `dtype`: of all weights but adapters. `rows_of` reads the rows of a parameter that is a stand-in
+        (load_rows.py)."""
         if options.get("activations") == "offload":
             raise SpecError("model.activations = 'offload': does not go with parallel.ranks > 1; choose 'recompute'")
         self.rows = rows
         self._reference_rows: Rows | None = None
         self._adopt, self._dtype = adopt, dtype
+        self._rows_of = rows_of or _cut
         super().__init__(module, tokenizer, place=self._place, **options)
         for _, tensor in module.named_parameters():
             tensor.grad = None  # of trials
@@ -265,7 +277,7 @@ class RowsPolicy(CausalPolicy):
         self._plain = copy.deepcopy(adapter if adapter is not None else module)
 
         def of_rows(name: str, top: int, bottom: int) -> Tensor:
-            exact = values.pop(name)[top:bottom].to(self.rows.device, copy=True)
+            exact = self._rows_of(values.pop(name), top, bottom).to(self.rows.device)
             if self._dtype == exact.dtype:
                 return exact
             return self._adopt(name, exact) if self._adopt is not None else exact.to(self._dtype)
@@ -407,11 +419,19 @@ class RowsPolicy(CausalPolicy):
                     part._parameters[key] = first[0]._parameters[first[1]]
         return plain
 
+    def row_deployer(self) -> RowDeployer:
+        """Says what each rank writes of the whole model in Hugging Face format."""
+        return RowDeployer(self._plain_module(), self.tokenizer)
+
     def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]:
         plain = copy.deepcopy(self._plain)
         if self._adapter is None:
             return Deployer(plain, None, self.tokenizer).write
         return Deployer(plain.base_model.model, plain, self.tokenizer).write
+
+
+def _cut(whole: Tensor, top: int, bottom: int) -> Tensor:
+    return whole[top:bottom].clone()
 
 
 def _shape_of(head: Head) -> Head:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.errors import CheckpointError
+from tandem.io import row_file
 from tandem.train import micro_wire
 from tandem.train.crew import Crew
-from tandem.types import MicroBatch, TokenLogprobs
+from tandem.train.row_save import Held, write_together
+from tandem.types import MicroBatch, Part, TokenLogprobs
+
+_TRAINED = "weights.safetensors"
 
 
 class CrewPolicy:
@@ -25,11 +28,10 @@ class CrewPolicy:
         self.inner = inner
         self._crew = crew
         self._micro: Tensor | None = None
-        self._trained: dict[str, Tensor] = {}
         for name, handler in {
             "policy.scored": self._do_scored, "policy.keep_reference": inner.keep_reference,
             "policy.drop_reference": inner.drop_reference, "policy.export": self._do_export,
-            "policy.trained": self._do_trained, "policy.load_trained": self._do_load_trained,
+            "policy.write_trained": self._do_write_trained, "policy.load_trained": self._do_load_trained,
         }.items():  # fmt: skip
             crew.handle(name, handler)
 
@@ -53,16 +55,14 @@ class CrewPolicy:
         self._crew.order("policy.drop_reference")
 
     def export(self, path: Path) -> None:
-        self._crew.order("policy.export", path=str(path))
+        self._crew.order("policy.export", path=str(path.absolute()))
 
-    def whole_trained(self) -> dict[str, Tensor]:
-        """All that is trained, whole, on this host."""
-        self._crew.order("policy.trained")
-        found, self._trained = self._trained, {}
-        return found
+    def write_trained(self, directory: Path) -> None:
+        """All that is trained, in a file that `load_trained` reads."""
+        self._crew.order("policy.write_trained", path=str(directory.absolute()))
 
     def load_trained(self, directory: Path) -> None:
-        self._crew.order("policy.load_trained", path=str(directory / "weights.safetensors"))
+        self._crew.order("policy.load_trained", path=str(directory.absolute() / _TRAINED))
 
     def follow(self, teacher: Any) -> None:
         self.inner.follow(teacher)
@@ -87,24 +87,28 @@ class CrewPolicy:
         return scored if self._crew.rank == 0 else None
 
     def _do_export(self, path: str) -> None:
-        self.inner.export(Path(path))
+        if self.inner.rows.held_by_all:
+            self.inner.export(Path(path))  # adapters, merged
+            return
+        deployer = self.inner.row_deployer()
+        parts = deployer.files(self.inner.trained_parts(), self._crew.rank)
+        write_together(self._crew, Path(path), {file: Held(those, {"format": "pt"}) for file, those in parts.items()})
+        if self._crew.rank == 0:
+            deployer.write_companions(Path(path))
 
-    def _do_trained(self) -> None:
-        self._trained = self._crew.gather_parts(self.inner.trained_parts())
+    def _do_write_trained(self, path: str) -> None:
+        write_together(self._crew, Path(path), {_TRAINED: Held(self.inner.trained_parts())})
 
     @torch.no_grad()
     def _do_load_trained(self, path: str) -> None:
-        from safetensors import safe_open
-
         shapes = self.inner.full_shapes()
         starts = {part.name: part.row_start for part in self.inner.trained_parts()}
-        with safe_open(path, "pt") as file:
-            for name, tensor in self.inner.trainable():
-                there = file.get_slice(name)
-                if tuple(there.get_shape()) != shapes[name]:
-                    raise CheckpointError(
-                        f"{path}: the saved weights belong to another model: '{name}' differs in shape"
-                    )
-                start = starts.get(name, 0)
-                tensor.copy_(there[start : start + len(tensor)])
+        with row_file.opened(Path(path)) as file:
+            parts = [
+                Part(name, tensor, starts.get(name, 0), 0, shapes[name]) for name, tensor in self.inner.trainable()
+            ]
+            for part in parts:
+                file.check(part)
+            for part in parts:
+                file.read_part(part)
         self.inner.settle()

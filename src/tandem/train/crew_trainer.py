@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.errors import CheckpointError, RanksDiverged, SyncError
+from tandem.io import atomic_write, row_file
 from tandem.ops import digest
 from tandem.protocols import Policy
 from tandem.train import balance, micro_wire
 from tandem.train.crew import Crew
 from tandem.train.memory_accounting import size_bytes
+from tandem.train.row_save import Held, RowSave
 from tandem.train.tree_trainer import Report, TreeTrainer, computed_tokens
 from tandem.types import Batch, Metrics, Part, Totals, WeightKind, Weights
 
@@ -39,6 +42,7 @@ class PolicyOnRanks(Policy, Protocol):
     def full_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of what is trained here, by name
     def replicas(self) -> Iterator[tuple[str, Tensor]]: ...  # what every rank holds
     def parts(self) -> Iterator[Part]: ...  # of the module, on this rank; what all hold is rank 0's
+    def row_deployer(self) -> Any: ...  # model/export_rows.py
     def settle(self) -> None: ...  # rows were written: forget what was gathered of them
 
 
@@ -51,9 +55,12 @@ class CrewTrainer(TreeTrainer):
         self._crew, self._ours, self._held_by_all = crew, policy, held_by_all
         self._to_send: list[Tensor] = []
         self._squares: list[Tensor] = []
+        self._row_save, self._saves = RowSave(crew), 0
+        self._copied_weights: Mapping[str, Tensor] = {}
+        self._deployer: Any = None
         for name, handler in {
             "backward": self._do_backward, "update": self._do_update, "fingerprint": self._do_fingerprint,
-            "score": self._do_score, "base": self._do_base, "state": self._do_state, "load": self._do_load,
+            "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot, "load": self._do_load,
         }.items():  # fmt: skip
             crew.handle(name, handler)
 
@@ -172,74 +179,105 @@ class CrewTrainer(TreeTrainer):
 
     # --- checkpoints
 
+    def save(self, path: Path) -> None:
+        with atomic_write.directory(path) as directory:
+            self._snapshot(deploy=False)(directory)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        return self._snapshot(deploy=True)
+
     def local_parts(self) -> dict[str, list[Part]]:
-        """What this rank holds of `weights` and of `optimizer`. What all ranks hold is rank 0's."""
-        trained = self._ours.trained_parts()
-        by_name = {part.name: part for part in trained}
+        """What this rank writes of `weights` and of `optimizer`. What all ranks hold is rank 0's."""
+        mine = self._crew.rank == 0
+        return {
+            file: [part for part in parts if mine or tuple(part.tensor.shape) != part.full_shape]
+            for file, parts in self._parts().items()
+        }
+
+    def _parts(self) -> dict[str, list[Part]]:
+        """All that this rank has of both."""
+        shapes = self._ours.full_shapes()
+        starts = {part.name: part.row_start for part in self._ours.trained_parts()}
+        weights = {
+            name: Part(name, tensor.detach(), starts.get(name, 0), 0, shapes[name]) for name, tensor in self._parameters
+        }
         state: list[Part] = []
         for key, tensor in self._optimizer.state().items():
-            part = by_name.get(key.rpartition("|")[0])
-            if part is None:
-                continue  # whole, and rank 0's
+            part = weights[key.rpartition("|")[0]]
             if _is_by_rows(tensor, part):
-                full = (part.full_shape[0], *tensor.shape[1:])
-                state.append(Part(key, tensor, part.row_start, 0, full))
-            elif self._crew.rank == 0:
+                state.append(Part(key, tensor, part.row_start, 0, (part.full_shape[0], *tensor.shape[1:])))
+            else:
                 state.append(Part(key, tensor, 0, 0, tuple(tensor.shape)))
-        return {"weights": trained, "optimizer": state}
+        return {"weights": list(weights.values()), "optimizer": state}
 
-    def _state(self) -> dict[str, Mapping[str, Tensor]]:
-        self._crew.order("state")
-        found, self._gathered_state = self._gathered_state, {}
-        return found
+    def _snapshot(self, *, deploy: bool) -> Callable[[Path], None]:
+        """Every rank copies what it holds; what is returned has all of them write."""
+        self._saves += 1
+        number, clock = self._saves, self._clock()
+        self._crew.order("snapshot", number=number, deploy=deploy)
+        whole = self._copied_weights if deploy and self._held_by_all else {}
 
-    def _do_state(self) -> None:
-        found = {file: self._crew.gather_parts(parts) for file, parts in self.local_parts().items()}
-        self._gathered_state: dict[str, Mapping[str, Tensor]] = found
+        def write(directory: Path) -> None:
+            self._row_save.write(number, directory)
+            if deploy:
+                self._write_deployed(directory / "deploy", whole)
+            (directory / "trainer.json").write_text(json.dumps(clock))
+
+        return write
+
+    def _do_snapshot(self, number: int, *, deploy: bool) -> None:
+        self._row_save.free()
+        files: dict[str, Held] = {}
+        for file, parts in self.local_parts().items():
+            copies = self._copies[file].of({part.name: part.tensor for part in parts})
+            files[f"{file}.safetensors"] = Held([part._replace(tensor=copies[part.name]) for part in parts])
+        trained = files["weights.safetensors"].parts
+        self._copied_weights = {part.name: part.tensor for part in trained}
+        if deploy and not self._held_by_all:
+            self._deployer = self._deployer or self._ours.row_deployer()
+            for name, parts in self._deployer.files(trained, self._crew.rank).items():
+                files[f"deploy/{name}"] = Held(parts, {"format": "pt"})
+        self._row_save.hold(number, files)
+
+    def _write_deployed(self, directory: Path, whole: Mapping[str, Tensor]) -> None:
+        """Of a deployable copy, what rank 0 writes alone. `whole`: adapters, which it has."""
+        if not self._held_by_all:
+            self._deployer.write_companions(directory)
+            return
+        self._deploy = self._deploy or self._ours.deployer()
+        self._deploy(whole, directory)
 
     def load(self, path: Path) -> None:
         self._crew.order("load", path=str(Path(path).absolute()))
 
-    def _do_load(self, path: str) -> None:
-        from safetensors import safe_open
-
-        clock = json.loads((Path(path) / "trainer.json").read_text())
-        with (
-            safe_open(Path(path) / "weights.safetensors", "pt") as weights,
-            safe_open(Path(path) / "optimizer.safetensors", "pt") as optimizer,
-        ):
-            files = {"weights": weights, "optimizer": optimizer}
-            self.load_parts(path, files, clock)
-
     @torch.no_grad()
-    def load_parts(self, path: str, files: Mapping[str, Any], clock: Mapping[str, Any]) -> None:
-        """`files`: opened by safetensors. All of it or nothing, on each rank."""
-        shapes = self._ours.full_shapes()
-        ours = dict(self._parameters)
-        starts = {part.name: part.row_start for part in self._ours.trained_parts()}
-        rows = {name: (starts.get(name, 0), len(tensor)) for name, tensor in ours.items()}
-        for name, tensor in ours.items():
-            there = files["weights"].get_slice(name) if name in files["weights"].keys() else None
-            if there is None or tuple(there.get_shape()) != shapes[name]:
-                raise CheckpointError(
-                    f"{path}: the saved weights belong to another model: '{name}' {tuple(tensor.shape)}"
-                )
-
-        def of(file: str, name: str, key: str, like: Tensor) -> Tensor:
-            place = files[file].get_slice(key)
-            if not like.ndim:
-                return files[file].get_tensor(key)
-            start, count = rows[name]
-            return place[start : start + count] if len(like) == count else place[:]
-
-        state = {
-            key: of("optimizer", key.rpartition("|")[0], key, tensor) for key, tensor in self._optimizer.state().items()
-        }
-        self._optimizer.load(state)
-        for name, tensor in ours.items():
-            tensor.copy_(of("weights", name, name, tensor))
+    def _do_load(self, path: str) -> None:
+        """All of it or nothing, on each rank: everything is looked at before anything is written."""
+        clock = json.loads((Path(path) / "trainer.json").read_text())
+        parts = self._parts()
+        with ExitStack() as stack:
+            files = {file: stack.enter_context(row_file.opened(Path(path) / f"{file}.safetensors")) for file in parts}
+            for file, those in parts.items():
+                self._check(path, file, files[file], those)
+            for file, those in parts.items():
+                for part in those:
+                    self._crew.tick()
+                    files[file].read_part(part)
+        # Moments and missing bits are in their places: what is left is how many steps there were.
+        self._optimizer.load({part.name: part.tensor for part in parts["optimizer"]})
         self._ours.settle()
         self._take_clock(clock)
+
+    def _check(self, path: str, file: str, saved: row_file.RowFile, parts: Sequence[Part]) -> None:
+        what = f"{path}: the saved {file} belongs to another model, optimizer or precision"
+        names = {part.name for part in parts}
+        if self._crew.rank == 0 and (odd := sorted(names ^ saved.tensors.keys())):
+            raise CheckpointError(f"{what}: {len(odd)} entries are on one side only, as '{odd[0]}'")
+        for part in parts:
+            try:
+                saved.check(part)
+            except CheckpointError as error:
+                raise CheckpointError(f"{what}: {error}") from error
 
 
 def combine_replicas(answers: Sequence[Mapping[str, str]]) -> None:

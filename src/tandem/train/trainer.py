@@ -113,13 +113,9 @@ class PolicyTrainer:
 
     def _copied(self) -> tuple[Callable[[Path], None], Mapping[str, Tensor]]:
         """Into memory that the next copy takes again."""
-        copies = {file: self._copies[file].of(tensors) for file, tensors in self._state().items()}
-        clock = {
-            "version": self.version,
-            "first_version": self._first_version,
-            "running_norm": self._released.running_norm if self._released else 0.0,
-            "guard": self._guard.state(),
-        }
+        kinds = {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
+        copies = {file: self._copies[file].of(tensors) for file, tensors in kinds.items()}
+        clock = self._clock()
 
         def write(directory: Path) -> None:
             for file, tensors in copies.items():
@@ -128,9 +124,14 @@ class PolicyTrainer:
 
         return write, copies["weights"]
 
-    def _state(self) -> dict[str, Mapping[str, Tensor]]:
-        """What is saved, by file."""
-        return {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
+    def _clock(self) -> dict[str, Any]:
+        """What `trainer.json` says."""
+        return {
+            "version": self.version,
+            "first_version": self._first_version,
+            "running_norm": self._released.running_norm if self._released else 0.0,
+            "guard": self._guard.state(),
+        }
 
     def load(self, path: Path) -> None:
         """All of it or nothing."""
