@@ -216,14 +216,12 @@ class CrewTrainer(TreeTrainer):
         """`files`: opened by safetensors. All of it or nothing, on each rank."""
         shapes = self._ours.full_shapes()
         ours = dict(self._parameters)
+        saved = set(files["weights"].keys())
         starts = {part.name: part.row_start for part in self._ours.trained_parts()}
         rows = {name: (starts.get(name, 0), len(tensor)) for name, tensor in ours.items()}
-        for name, tensor in ours.items():
-            there = files["weights"].get_slice(name) if name in files["weights"].keys() else None
-            if there is None or tuple(there.get_shape()) != shapes[name]:
-                raise CheckpointError(
-                    f"{path}: the saved weights belong to another model: '{name}' {tuple(tensor.shape)}"
-                )
+        for name in ours:
+            if name not in saved or tuple(files["weights"].get_slice(name).get_shape()) != shapes[name]:
+                raise CheckpointError(f"{path}: the saved weights belong to another model: '{name}' differs")
 
         def of(file: str, name: str, key: str, like: Tensor) -> Tensor:
             place = files[file].get_slice(key)
