@@ -23,7 +23,7 @@ from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
 from tandem.obs.trackers.tracker_process import TrackerTarget, openers
 from tandem.obs.trackers.tracker_queue import Feed
-from tandem.recipes.crew import crew_of, follow, is_follower, until_lost
+from tandem.recipes.crew import crew_of, on_ranks, until_lost
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
@@ -82,14 +82,18 @@ def _refuse_missing(spec: RunSpec) -> None:
             refuse_no_file(Path(data.eval_path), f"{field}.eval_path")
 
 
-def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
+def resume(
+    directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0
+) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
-    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended."""
+    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: train
+    on so many; 0: as before."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
+            spec = on_ranks(spec, ranks or spec.parallel.ranks)
             environment = _environment(spec)
             return _run(spec, lease, directory, environment, view).status
         try:

@@ -12,31 +12,43 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.errors import RankLost, SpecError
+from tandem.errors import RankLost
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, loopback_only
+from tandem.spec.load import parse_spec
 from tandem.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from tandem.train.crew import Crew
 
+_LAUNCHER = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 _LOOK_S = 0.2
 _SETTLE_S = 10.0
 """After a rank is lost: most seconds that a step may take to notice it."""
 
 
-def is_follower(spec: RunSpec) -> bool:
-    """Whether a launcher started this process as another rank than 0. SpecError if it started another number of ranks
-    than the spec has."""
+def as_launched(spec: RunSpec) -> RunSpec:
+    """Return the spec with as many ranks as a launcher has started, if one has. `shares` stay what they were: on fewer
+    ranks, a run goes on to the same bytes."""
     given = given_by_launcher()
-    if given is None:
-        return False
-    rank, ranks = given
-    if ranks != spec.parallel.ranks:
-        raise SpecError(
-            f"parallel.ranks = {spec.parallel.ranks}: the launcher started {ranks} processes; set parallel.ranks = "
-            f"{ranks}, or start {spec.parallel.ranks}"
-        )
-    return rank > 0
+    return spec if given is None else on_ranks(spec, given[1])
+
+
+def on_ranks(spec: RunSpec, ranks: int) -> RunSpec:
+    """Return the spec with another number of ranks, checked again. Its micro-batches stay the same, and so do the bytes
+    that it gives; they become more only where they would leave a rank without work."""
+    if ranks == spec.parallel.ranks:
+        return spec
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": max(spec.parallel.num_shares, ranks)}
+    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
+
+
+def is_follower() -> bool:
+    """Return whether a launcher started this process as another rank than 0."""
+    given = given_by_launcher()
+    return given is not None and given[0] > 0
 
 
 def follow(spec: RunSpec) -> None:
@@ -66,6 +78,7 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
         store = _given_store() if processes is None else _own_store(processes)
         local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
+        _hide_launcher()
         yield crew
     finally:
         if crew is not None:
@@ -93,6 +106,13 @@ async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> 
     if crew.broken and (task.cancelled() or not isinstance(task.exception(), RankLost)):
         raise RankLost(crew.broken) from (None if task.cancelled() else task.exception())
     task.result()
+
+
+def _hide_launcher() -> None:
+    """Processes that rank 0 starts, engines above all, are no ranks: torch would take them for some."""
+    for name in [*os.environ]:
+        if name in _LAUNCHER or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
 
 
 def _local() -> tuple[int, int]:

@@ -36,8 +36,9 @@ class RankProcesses:
                 ready_file=directory / "ranks" / f"{rank}.ready",
                 log=directory / "ranks" / f"{rank}.txt",
                 environment={
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), **loopback_only(),
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port),
+                    **loopback_only(),
                 },
                 name=f"rank {rank}",
             )  # fmt: skip

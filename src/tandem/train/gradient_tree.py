@@ -1,9 +1,9 @@
-"""Sums of gradients in an order that depends on the micro-batches alone, and norms that do not depend on who holds what.
+"""Sums of gradients in an order that depends on the micro-batches alone, and norms that depend on no rank.
 
 Micro-batch i of a step is leaf i of one binary tree: (0 + 1) + (2 + 3), then (that) + (4 + 5), and so on. With N ranks,
-round k computes the leaves kN to kN + N - 1, one on each rank. Their sum over ranks is a subtree if N is a power of two,
-so 1, 2, 4 and 8 ranks add the same numbers in the same order. A leaf that is absent (fewer micro-batches than ranks in
-the last round) is left out: adding zero would turn -0.0 into 0.0.
+round k computes the leaves kN to kN + N - 1, one on each rank. Their sum over ranks is a subtree if N is a power of
+two, so 1, 2, 4 and 8 ranks add the same numbers in the same order. A leaf that is absent (fewer micro-batches than
+ranks in the last round) is left out: adding zero would turn -0.0 into 0.0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OneRank:
 
 
 class TreeSum:
-    """A binary counter: level k holds a sum of 2^k rounds that follow each other, so log2(rounds) sums exist at once."""
+    """A binary counter: level k holds a sum of 2^k rounds that follow each other, so log2(rounds) sums exist."""
 
     def __init__(self) -> None:
         self._levels: list[Gradients | None] = []

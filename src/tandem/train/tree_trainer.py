@@ -47,8 +47,8 @@ class TreeTrainer(PolicyTrainer):
         super().__init__(policy, algorithm, optimizer, **options)
         if options.get("release"):
             raise SpecError(
-                f"{options['stage']}.gradient_release = true: does not go with parallel.shares above 1, whose gradients "
-                "are summed over micro-batches; set gradient_release = false"
+                f"{options['stage']}.gradient_release = true: does not go with parallel.shares above 1, whose "
+                "gradients are summed over micro-batches; set gradient_release = false"
             )
         self._update_metrics = update_metrics
         self._rounds = rounds or OneRank(self._parameters)
