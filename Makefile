@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults test-gpu bench-gpu clean
+.PHONY: install docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -94,6 +94,11 @@ rollouts-kills: install
 # Runs under 150 kills, each resumed to the same bytes; about half an hour. Exit code 1 if a figure is missed.
 run-kills: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_kills.py
+
+# Runs of two ranks under 40 kills and stops, each resumed to the same bytes; about forty minutes. Exit code 1 if one
+# ends without a name, late, or with a process left.
+crew-kills: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crew_kills.py
 
 # How long a save keeps the training thread; a few minutes. Exit code 1 if it is over a twentieth of a step.
 checkpoint-stall: install

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -189,7 +190,7 @@ def _ranks_of(overrides: Sequence[str]) -> int:
     ranks = told.get("parallel", {}).pop("ranks", 0)
     if told not in ({}, {"parallel": {}}) or not isinstance(ranks, int):
         raise typer.BadParameter(
-            f"--set {' '.join(overrides)}: a resumed run keeps its spec; only parallel.ranks may be another whole number"
+            f"--set {' '.join(overrides)}: a resumed run keeps its spec, but for parallel.ranks, a whole number"
         )
     return ranks
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.errors import CheckpointError
 from tandem.model.export_copy import files_of, tokenizer_files
 from tandem.model.load_rows import refuse_converted
 from tandem.types import Part
@@ -51,6 +52,8 @@ class RowDeployer:
         for part in [*trained, *buffers]:
             file, saved = self._place[part.name]
             found[file].append(part._replace(name=saved))
+        if rank == 0 and (missing := self._place.keys() - {part.name for part in [*trained, *buffers]}):
+            raise CheckpointError(f"export: '{min(missing)}' belongs to the model, and is not there to be written")
         return found
 
     def write_companions(self, directory: Path) -> None:
