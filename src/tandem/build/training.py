@@ -213,6 +213,7 @@ def _policy_by_rows(
     """Cut the module into rows; return the policy through which rank 0 reaches all ranks."""
     import torch
 
+    from tandem.model.cast_precision import narrow
     from tandem.model.rows import Rows, RowsPolicy
     from tandem.train.crew_policy import CrewPolicy
     from tandem.train.gradient_tree import tree
@@ -221,6 +222,8 @@ def _policy_by_rows(
     rows = Rows(crew.rank, crew.ranks, crew.device, tree=tree, tick=crew.tick)
     dtype = torch.bfloat16 if narrowed else torch.float32
     adopt = master.adopt if narrowed and not options["lora"] else None
+    if narrowed and options["lora"]:
+        narrow(module, torch.device("cpu"), None)  # before adapters are made: peft gives them the values of 16 bits
     return CrewPolicy(crew, RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, **options))
 
 
