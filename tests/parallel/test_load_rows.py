@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.errors import SpecError
+from tandem.model.cast_precision import narrow
 from tandem.model.load_checkpoint import load_model
 from tandem.model.load_rows import opened_model
 from tandem.model.lora import add_lora
@@ -85,6 +86,24 @@ def test_adapters_stand_around_a_model_that_is_read_by_rows(tmp_path: Path) -> N
         for name, exact in whole.named_parameters():
             mine = names[name] if ".lora_" in name else rows_of_parameter(names[name], 0, len(exact))
             assert torch.equal(mine, exact), name
+
+
+def test_adapters_on_a_narrow_base_begin_as_on_one_rank(tmp_path: Path) -> None:
+    """peft gives them values of the base's type."""
+    path, lora = str(made(tmp_path)), LoraSpec(rank=4)
+    whole = load_model(path, MAIN, "sdpa")
+    narrow(whole, torch.device("cpu"), None)
+    with opened_model(path, MAIN, "sdpa", dtype=torch.bfloat16) as (module, rows_of_parameter):
+        assert sum(tensor.untyped_storage().nbytes() for tensor in module.parameters()) < 1000
+        for each in (whole, module):
+            torch.manual_seed(1)
+            add_lora(each, lora)
+        assert module.config.to_dict() == whole.config.to_dict()
+        names = dict(module.named_parameters())
+        for name, there in whole.named_parameters():
+            mine = names[name] if ".lora_" in name else rows_of_parameter(names[name], 0, len(there)).to(there.dtype)
+            assert torch.equal(mine, there), name
+            assert names[name].dtype == there.dtype
 
 
 def changed(path: Path, change: Any) -> None:

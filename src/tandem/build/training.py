@@ -160,6 +160,7 @@ def model(
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
     rank calls this, and keeps its rows."""
+    import torch
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -191,7 +192,9 @@ def model(
     }  # fmt: skip
     policy: Any
     if crew is not None and isinstance(spec, PathModel) and module is None:
-        with opened_model(spec.path, spec.revision, spec.kernel) as (module, rows_of):
+        narrowed = isinstance(precision, Bfloat16Precision) and spec.lora is not None
+        dtype = torch.bfloat16 if narrowed else torch.float32
+        with opened_model(spec.path, spec.revision, spec.kernel, dtype=dtype) as (module, rows_of):
             options["rows_of"] = rows_of
             policy = _policy_by_rows(module, tokenizer, precision, master_weights, crew, options)
     elif crew is not None:
@@ -222,7 +225,7 @@ def _policy_by_rows(
     rows = Rows(crew.rank, crew.ranks, crew.device, tree=tree, tick=crew.tick)
     dtype = torch.bfloat16 if narrowed else torch.float32
     adopt = master.adopt if narrowed and not options["lora"] else None
-    if narrowed and options["lora"]:
+    if narrowed and options["lora"] and "rows_of" not in options:
         narrow(module, torch.device("cpu"), None)  # before adapters are made: peft gives them the values of 16 bits
     return CrewPolicy(crew, RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, **options))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointError, SpecError
 from tandem.io import row_file
-from tandem.io.safetensors_format import KNOWN, Stored
+from tandem.io.safetensors_format import KNOWN
 from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -28,16 +28,21 @@ RowsOf = Callable[[Tensor, int, int], Tensor]
 
 
 class _Source(NamedTuple):
+    """Where a stand-in's rows are. The stand-in is kept: another tensor could have its address otherwise."""
+
+    stand_in: Tensor
     file: row_file.RowFile
     name: str
 
 
 @contextmanager
-def opened_model(path: str, revision: str, attention: str, field: str = "model.path") -> Iterator[tuple[Any, RowsOf]]:
+def opened_model(
+    path: str, revision: str, attention: str, field: str = "model.path", *, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Any, RowsOf]]:
     """Yield a module whose parameters are stand-ins, and what reads their rows. Its buffers are as they must be.
 
-    `field`: the field of the spec that errors name. A stand-in stays one when the parameter is renamed or tied; rows
-    can be read until the block ends.
+    `field`: the field of the spec that errors name. `dtype`: of the stand-ins. A stand-in stays one when the parameter
+    is renamed or tied; rows can be read until the block ends.
     """
     refuse_unfit(path, revision, field)
     with ExitStack() as stack:
@@ -46,11 +51,13 @@ def opened_model(path: str, revision: str, attention: str, field: str = "model.p
         except (OSError, ValueError, LookupError, TypeError, CheckpointError) as error:
             raise _unreadable(path, field, error) from error
         module, sources = _skeleton(path, revision, attention, field, files)
+        if dtype != torch.float32:
+            _narrow(module, sources, dtype)
 
         def rows_of(parameter: Tensor, top: int, bottom: int) -> Tensor:
-            file, name = sources[_identity(parameter)]
+            source = sources[_identity(parameter)]
             columns = parameter[0].numel() if parameter.ndim > 1 else 1
-            return file.read(name, (top, bottom, 0, columns)).to(torch.float32)
+            return source.file.read(source.name, (top, bottom, 0, columns)).to(torch.float32)
 
         yield module, rows_of
 
@@ -77,8 +84,8 @@ def _skeleton(
             if stored.dtype not in KNOWN:
                 unreadable.append(name)
                 continue
-            stand_ins[name] = _stand_in(stored, types.get(name, torch.float32))
-            sources[_identity(stand_ins[name])] = _Source(file, name)
+            stand_in = stand_ins[name] = _stand_in(stored.shape, types.get(name, torch.float32))
+            sources[_identity(stand_in)] = _Source(stand_in, file, name)
     try:
         module, report = type(empty).from_pretrained(
             None, config=config, state_dict=dict(stand_ins), output_loading_info=True, ignore_mismatched_sizes=True,
@@ -146,8 +153,17 @@ def _files(path: str, revision: str) -> list[Path]:
     return [Path(file) for file in files.values() if file is not None]
 
 
-def _stand_in(stored: Stored, dtype: torch.dtype) -> Tensor:
-    return torch.zeros((), dtype=dtype).expand(stored.shape)
+def _narrow(module: Any, sources: dict[int, _Source], dtype: torch.dtype) -> None:
+    """As cast_precision.narrow does with values."""
+    for parameter in module.parameters():
+        source = sources[_identity(parameter)]
+        parameter.data = _stand_in(parameter.shape, dtype)
+        sources[_identity(parameter)] = source._replace(stand_in=parameter.data)
+    module.config.dtype = dtype
+
+
+def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype).expand(*shape)
 
 
 def _identity(tensor: Tensor) -> int:
