@@ -5,9 +5,10 @@ The files are those of `export_copy.Deployer` and of `save_pretrained`: same nam
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,78 @@ class RowDeployer:
             raise CheckpointError(f"export: '{min(missing)}' belongs to the model, and is not there to be written")
         return found
 
+    def names(self) -> dict[str, list[str]]:
+        """Return the parameters and buffers in each file of tensors."""
+        found: dict[str, list[str]] = {file: [] for file in self._files}
+        for name, (file, _) in self._place.items():
+            found[file].append(name)
+        return found
+
+    def saved(self, name: str) -> str:
+        """Return what a parameter is called in its file."""
+        return self._place[name][1]
+
     def write_companions(self, directory: Path) -> None:
         """Rank 0: everything but the tensors. On any thread."""
         for name, content in self._companions.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
+
+
+class MergedExport:
+    """Adapters merged into a base of which every rank holds some rows: one tensor at a time is whole, on rank 0's host.
+
+    Every rank makes one and iterates over the same parts; PEFT merges, as it does on one rank.
+    """
+
+    def __init__(
+        self, adapted: Any, tokenizer: Any, trained: Mapping[str, Tensor], gathered: Callable[[str], Tensor]
+    ) -> None:
+        """`adapted`: PEFT's view of the module, its base on the meta device. `gathered(name)`: a whole parameter of the
+        base, called by all ranks at once."""
+        self._adapted, self._gathered = copy.deepcopy(adapted), gathered
+        self._module = self._adapted.base_model.model
+        with torch.no_grad():
+            for name, tensor in trained.items():
+                self._module.get_parameter(name).copy_(tensor)
+        self._plain = copy.deepcopy(self._adapted).unload()
+        self._files = RowDeployer(self._plain, tokenizer)
+
+    def files(self) -> dict[str, list[Part]]:
+        """Return the tensors of each file, without their values."""
+        names = self._files.names()
+        return {file: [self._part(name, _tensor(self._plain, name)) for name in those] for file, those in names.items()}
+
+    def parts(self, file: str) -> Iterator[Part]:
+        """Yield the tensors of a file with their values. Every rank goes through all of them."""
+        for name in self._files.names()[file]:
+            like = _tensor(self._plain, name)
+            yield self._part(name, self._merged(name) if like.is_meta else like)
+
+    def write_companions(self, directory: Path) -> None:
+        """Rank 0: the adapters apart, and everything that is no tensor."""
+        self._adapted.save_pretrained(directory / "adapter")
+        self._files.write_companions(directory)
+
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        return Part(self._files.saved(name), tensor, 0, 0, tuple(tensor.shape))
+
+    @torch.no_grad()
+    def _merged(self, name: str) -> Tensor:
+        owner, _, key = name.rpartition(".")
+        layer = self._module.get_submodule(owner)
+        if not hasattr(type(layer), "get_base_layer"):
+            return self._gathered(name).cpu()
+        base, empty = layer.base_layer, layer.base_layer._parameters[key]
+        value = self._gathered(f"{owner}.base_layer.{key}").cpu()
+        if key != "weight":
+            return value
+        base._parameters[key] = torch.nn.Parameter(value.clone(), requires_grad=False)
+        layer.merge()
+        merged = base._parameters[key].data
+        base._parameters[key] = empty
+        layer.merged_adapters.clear()
+        return merged
 
 
 def _saved_names(module: Any) -> tuple[dict[str, str], Mapping[str, Tensor]]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from tandem.errors import SpecError, SyncError
 from tandem.model import served_weights
 from tandem.model.export_copy import Deployer
-from tandem.model.export_rows import RowDeployer
+from tandem.model.export_rows import MergedExport, RowDeployer
 from tandem.model.load_rows import RowsOf
 from tandem.model.policy import CausalPolicy, Inside
 from tandem.ops.lm_head import Head
@@ -393,31 +393,11 @@ class RowsPolicy(CausalPolicy):
         raise SyncError("sync: a shared base does not go with parallel.ranks > 1")
 
     def export(self, path: Path) -> None:
-        """Rank 0 writes; every rank calls it. The whole model is on rank 0's host meanwhile."""
-        whole = self._whole_module()
-        if whole is None:
-            return
-        alone = CausalPolicy.__new__(CausalPolicy)
-        alone._adapter = None if self._adapter is None else whole
-        alone.module = whole if self._adapter is None else whole.base_model.model
-        alone.tokenizer = self.tokenizer
-        CausalPolicy.export(alone, path)
+        raise NotImplementedError("train/crew_policy.py writes it, on all ranks")
 
-    @torch.no_grad()
-    def _whole_module(self) -> Any:
-        """The module as it would be on one rank, on rank 0's host; None elsewhere."""
-        plain = copy.deepcopy(self._plain) if self.rows.rank == 0 else None
-        inner = None if plain is None else plain if self._adapter is None else plain.base_model.model
-        owners = _owners(inner)
-        for name, _ in list(self.module.named_parameters()):
-            tensor = self.rows.gathered(name)
-            if inner is not None:
-                for part, key in owners[name]:
-                    part._parameters[key] = nn.Parameter(tensor.cpu().clone(), requires_grad=False)
-                first = owners[name][0]
-                for part, key in owners[name][1:]:
-                    part._parameters[key] = first[0]._parameters[first[1]]
-        return plain
+    def merged_export(self) -> MergedExport:
+        """Says what rank 0 writes of the whole model with its adapters merged. Called by all ranks."""
+        return MergedExport(self._plain, self.tokenizer, dict(self.rows.whole), self.rows.gathered)
 
     def row_deployer(self) -> RowDeployer:
         """Says what each rank writes of the whole model in Hugging Face format."""
@@ -446,16 +426,3 @@ def _shape_of(head: Head) -> Head:
 
 def _no_whole_tensors() -> Iterator[tuple[str, Tensor]]:
     raise SyncError("sync: a trainer of several ranks has no whole tensors to send; choose sync.bridge = 'broadcast'")
-
-
-def _owners(module: Any) -> dict[str, list[tuple[Any, str]]]:
-    """By the name that `named_parameters` gives: every module that has this parameter, and under which key."""
-    if module is None:
-        return {}
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, list[tuple[Any, str]]] = {name: [] for name in names.values()}
-    for part in module.modules():
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                found[names[id(parameter)]].append((part, key))
-    return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.io import row_file
 from tandem.train import micro_wire
 from tandem.train.crew import Crew
-from tandem.train.row_save import Held, write_together
+from tandem.train.row_save import Held, write_as_made, write_together
 from tandem.types import MicroBatch, Part, TokenLogprobs
 
 _TRAINED = "weights.safetensors"
@@ -88,7 +88,7 @@ class CrewPolicy:
 
     def _do_export(self, path: str) -> None:
         if self.inner.rows.held_by_all:
-            self.inner.export(Path(path))  # adapters, merged
+            write_as_made(self._crew, Path(path), self.inner.merged_export())
             return
         deployer = self.inner.row_deployer()
         parts = deployer.files(self.inner.trained_parts(), self._crew.rank)

@@ -124,6 +124,28 @@ def write_together(ranks: Ranks, directory: Path, files: Mapping[str, Held]) -> 
         _check_sizes(directory, sizes, [answer["bytes"] for answer in answers])
 
 
+class Made(Protocol):
+    """Files of tensors that all ranks make together, one tensor at a time, and rank 0 has whole."""
+
+    def files(self) -> dict[str, list[Part]]: ...  # without values
+    def parts(self, file: str) -> Iterator[Part]: ...
+    def write_companions(self, directory: Path) -> None: ...
+
+
+def write_as_made(ranks: Ranks, directory: Path, made: Made) -> None:
+    """Inside an order, called by all ranks: rank 0 writes each tensor as it is made."""
+    for file, parts in made.files().items():
+        coming = _ticking(made.parts(file), ranks.tick)
+        if ranks.rank == 0:
+            row_file.begin(directory / file, parts, {"format": "pt"})
+            row_file.write_parts(directory / file, coming)
+        else:
+            for _ in coming:
+                pass
+    if ranks.rank == 0:
+        made.write_companions(directory)
+
+
 def _begun(directory: Path, files: Mapping[str, Held]) -> Sizes:
     sizes: Sizes = {}
     for file, held in files.items():
