@@ -174,7 +174,8 @@ def trial(home: Path, spec: dict[str, Any], *, kills: int, ranks: int, seed: int
             told.problems.append(f"{run_dir.name}: {found}")
             continue
         _, status = os.waitpid(forked(lambda at=run_dir: attempt(spec, at), log), 0)
-        if status or (digest := digest_or_error(run_dir)) != expected:
+        digest = digest_or_error(run_dir)
+        if status or digest != expected:
             what = f"ended with {status}" if status else f"{digest} instead of {expected}"
             told.problems.append(f"{run_dir.name}: {what}: {log.read_text()[-2000:]}")
     return told

@@ -30,7 +30,8 @@ def made(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
         vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
     )  # fmt: skip
-    return Qwen3ForCausalLM(config).to(dtype)
+    module: Any = Qwen3ForCausalLM(config)
+    return module.to(dtype)
 
 
 def skeleton_of(module: Any) -> Any:
@@ -95,11 +96,12 @@ def test_a_model_over_the_limit_of_a_file_is_cut_as_transformers_cuts_it(
 
 
 def test_experts_that_transformers_cuts_apart_are_refused_by_name() -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
-    config = Qwen3MoeConfig(
+    library: Any = transformers
+    config = library.Qwen3MoeConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     with pytest.raises(SpecError, match=r"Qwen3Moe.*parallel.ranks = 1"):
-        RowDeployer(Qwen3MoeForCausalLM(config), TOKENIZER)
+        RowDeployer(library.Qwen3MoeForCausalLM(config), TOKENIZER)

@@ -31,7 +31,8 @@ def made(directory: Path, *, tied: bool = True, dtype: torch.dtype = torch.float
         vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
     )  # fmt: skip
-    module = Qwen3ForCausalLM(config).to(dtype)
+    module: Any = Qwen3ForCausalLM(config)
+    module.to(dtype)
     module.generation_config.temperature = 0.5
     module.generation_config.do_sample = True
     module.save_pretrained(directory, **options)
@@ -149,13 +150,14 @@ def test_a_shard_that_its_index_names_and_is_gone_is_refused(tmp_path: Path) -> 
 
 
 def test_experts_that_transformers_stacks_are_refused_by_name(tmp_path: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import transformers
 
-    config = Qwen3MoeConfig(
+    library: Any = transformers
+    config = library.Qwen3MoeConfig(
         vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    library.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(SpecError, match=r"Qwen3Moe.*parallel.ranks = 1"), opened_model(str(tmp_path), MAIN, "sdpa"):
         pass
 

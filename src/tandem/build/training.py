@@ -673,7 +673,8 @@ def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
         from safetensors.torch import save_file
 
         if model.crew is not None:
-            model.policy.write_trained(directory)
+            policy: Any = model.policy
+            policy.write_trained(directory)
             return
         trained = {name: tensor.detach().cpu().contiguous() for name, tensor in model.policy.trainable()}
         save_file(trained, directory / "weights.safetensors")
@@ -689,7 +690,8 @@ def load_weights(model: BuiltModel, directory: Path) -> None:
     from tandem.ops.module_tensors import check_alike
 
     if model.crew is not None:
-        model.policy.load_trained(directory)
+        policy: Any = model.policy
+        policy.load_trained(directory)
         return
     saved = load_file(directory / "weights.safetensors")
     check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")
