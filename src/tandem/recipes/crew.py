@@ -25,8 +25,7 @@ _LAUNCHER = (
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _LOOK_S = 0.2
-_SETTLE_S = 10.0
-"""After a rank is lost: most seconds that a step may take to notice it."""
+_SETTLE_S = 1.0
 
 
 def as_launched(spec: RunSpec) -> RunSpec:
@@ -92,20 +91,26 @@ async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> 
     if crew is None:
         await training
         return
-    task = asyncio.ensure_future(training)
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def look() -> None:
+        while not crew.broken:
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_SETTLE_S)  # an order that is under way raises by itself
+        task.cancel()
+
+    looking = asyncio.create_task(look())
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=_LOOK_S)
-            if crew.broken and not task.done():
-                await asyncio.wait({task}, timeout=_SETTLE_S)
-                break
+        await training
+    except RankLost:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        if crew.broken:
+            raise RankLost(crew.broken) from error
+        raise
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-    if crew.broken and (task.cancelled() or not isinstance(task.exception(), RankLost)):
-        raise RankLost(crew.broken) from (None if task.cancelled() else task.exception())
-    task.result()
+        looking.cancel()
 
 
 def _hide_launcher() -> None:

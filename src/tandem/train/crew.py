@@ -78,7 +78,7 @@ class Crew:
         self._handlers: dict[str, Handler] = {}
         self._ordering = threading.Lock()
         self._order = self._done = self._mine_done = self._ticks = self._gathered = 0
-        self._broken = ""
+        self._broken = self._failed_here = ""
         self._waiting: Sequence[str] = ()
         self._ended = False
         self._asked_to_end_at = 0.0
@@ -221,7 +221,7 @@ class Crew:
         """Rank 0: let the others go. After a failure they have gone already, or go now."""
         if self._ended:
             return
-        if not self._broken and self._order == self._done and not self._ordering.locked():
+        if not self._broken and not self._failed_here and self._order == self._done and not self._ordering.locked():
             self._set(f"order/{self._order + 1}", json.dumps({"name": "end"}))
         else:
             self._tell_failed(0, "Ended", "the run ended")
@@ -263,7 +263,7 @@ class Crew:
     def _explained(self, error: BaseException) -> BaseException:
         """Rank 0's own error breaks the crew; one of a collective is told as what caused it."""
         if isinstance(error, RankLost) or not _is_of_a_collective(error):
-            self._broken = self._broken or f"{self._called(0)}: {type(error).__name__}: {error}"
+            self._failed_here = f"{type(error).__name__}: {error}"
             self._tell_failed(0, type(error).__name__, str(error))
             return error
         until = time.monotonic() + _EXPLAIN_S
@@ -287,8 +287,8 @@ class Crew:
                 self.group._get_backend(self.device).abort()
 
     def _refuse_if_broken(self) -> None:
-        if self._broken:
-            raise RankLost(self._broken)
+        if self._broken or self._failed_here:
+            raise RankLost(self._broken or f"{self._called(0)}: {self._failed_here}")
 
     def _called(self, rank: int) -> str:
         return f"rank {rank} on host {self.hosts[rank] if hasattr(self, 'hosts') else self.host}"
