@@ -21,6 +21,8 @@ from tandem.types import Part
 
 _AT_ONCE_BYTES = 1 << 26
 """Of a tensor on a GPU, so much is on the host at a time."""
+_SYNC_BYTES = 1 << 30
+"""What has been written is sent to the disk so often: all of a large file at the end would look like a standstill."""
 Rectangle = tuple[int, int, int, int]
 """Rows from and to, columns from and to; columns are all dimensions but the first."""
 
@@ -41,7 +43,12 @@ def write_parts(path: Path, parts: Iterable[Part]) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         stored = _header(descriptor, path)
-        done = sum(_write(descriptor, _found(stored, part, path), part) for part in parts)
+        done = synced = 0
+        for part in parts:
+            done += _write(descriptor, _found(stored, part, path), part)
+            if done - synced > _SYNC_BYTES:
+                os.fdatasync(descriptor)
+                synced = done
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
