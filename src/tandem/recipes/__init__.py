@@ -155,7 +155,10 @@ def _run(
                     fresh = lease.epoch == 1
                     with crew_of(spec, directory) as crew:
                         training_of = _train(spec, run, environment, checkpointer, crew, rehearse=rehearse, fresh=fresh)
-                        asyncio.run(until_lost(crew, training_of))
+                        try:
+                            asyncio.run(until_lost(crew, training_of))
+                        finally:
+                            checkpointer.close()  # a save that is under way needs all ranks
                 except Exception as error:
                     if checkpointer.ending in chain(error):  # a library wrapped it in an error of its own at import
                         raise checkpointer.ending from error
