@@ -57,21 +57,32 @@ def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int,
 
     # Rank 0 decides when the run ends, on Ctrl-C and SIGTERM, too. A thread waits for them: the main one is in C++.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    device = device_of(spec, local_rank, local_ranks)
-    crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
-    member = Member(crew)
-    crew.handle("begin", member.begin)
+    met: list[Crew] = []
 
     def wait_for_signal() -> None:
         while True:
             if signal.sigwait({signal.SIGTERM, signal.SIGINT}) == signal.SIGTERM:
-                crew.ask_to_end()
+                if not met:
+                    os._exit(128 + signal.SIGTERM)
+                met[0].ask_to_end()
 
     threading.Thread(target=wait_for_signal, name="signals", daemon=True).start()
+    device = device_of(spec, local_rank, local_ranks)
+    crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
+    met.append(crew)
+    member = Member(crew)
+    crew.handle("begin", member.begin)
     try:
         crew.follow()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told to rank 0
         crew.fail(error)
+
+
+def call_off(store: Any) -> None:
+    """Let the ranks that wait for this one go: there is nothing to train."""
+    from tandem.train import crew
+
+    crew.call_off(store)
 
 
 class Member:

@@ -93,7 +93,7 @@ def resume(
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
-            spec = on_ranks(spec, ranks or spec.parallel.ranks, 0)
+            spec = on_ranks(spec, ranks or spec.parallel.ranks)
             environment = _environment(spec)
             return _run(spec, lease, directory, environment, view).status
         try:

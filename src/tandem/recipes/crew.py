@@ -32,15 +32,17 @@ def as_launched(spec: RunSpec) -> RunSpec:
     """Return the spec with as many ranks as a launcher has started, if one has. `shares` stay what they were: on fewer
     ranks, a run goes on to the same bytes."""
     given = given_by_launcher()
-    return spec if given is None else on_ranks(spec, given[1], spec.parallel.shares)
+    return spec if given is None else on_ranks(spec, given[1])
 
 
-def on_ranks(spec: RunSpec, ranks: int, shares: int) -> RunSpec:
-    """Return the spec with another number of ranks, checked again. `shares` of 0: as the spec has them."""
+def on_ranks(spec: RunSpec, ranks: int) -> RunSpec:
+    """Return the spec with another number of ranks, checked again. A run of several ranks keeps its number of shares."""
     if ranks == spec.parallel.ranks:
         return spec
-    kept = shares or (spec.parallel.num_shares if spec.parallel.ranks > 1 else 0)
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": max(kept, ranks) if kept else 0}
+    shares = spec.parallel.shares
+    if not shares and spec.parallel.ranks > 1:
+        shares = max(spec.parallel.ranks, ranks)
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares}
     return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
 
 
@@ -48,6 +50,18 @@ def is_follower() -> bool:
     """Return whether a launcher started this process as another rank than 0."""
     given = given_by_launcher()
     return given is not None and given[0] > 0
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Around a command that trains: where a launcher has started ranks and nothing was trained, let them go."""
+    try:
+        yield
+    finally:
+        if given_by_launcher() is not None:  # crew_of hides it once the ranks have met
+            from tandem.build import crew as build
+
+            build.call_off(_given_store())
 
 
 def follow(spec: RunSpec) -> None:
