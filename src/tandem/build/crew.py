@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import training
 from tandem.protocols import Trainer
@@ -111,7 +111,7 @@ class Member:
 
         spec, built = self._spec, self._built
         its_stage = getattr(spec, stage)
-        policy = built.policy.inner
+        policy: Any = cast("Any", built.policy).inner
         self._made = CrewTrainer(
             self._crew,
             policy,

@@ -9,16 +9,23 @@ import asyncio
 import os
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tandem.errors import RankLost
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, loopback_only
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RunSpec
 
-if TYPE_CHECKING:
-    from tandem.train.crew import Crew
+
+class Crew(Protocol):
+    """What rank 0's crew is for a recipe; `build/` makes it."""
+
+    @property
+    def broken(self) -> str: ...  # which rank is lost and why; empty while none is
+    def close(self) -> None: ...  # lets the other ranks go
+
 
 _LAUNCHER = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -36,7 +43,7 @@ def as_launched(spec: RunSpec) -> RunSpec:
 
 
 def on_ranks(spec: RunSpec, ranks: int) -> RunSpec:
-    """Return the spec with another number of ranks, checked again. A run of several ranks keeps its number of shares."""
+    """Return the spec with another number of ranks, checked again. A run of several ranks keeps its shares."""
     if ranks == spec.parallel.ranks:
         return spec
     shares = spec.parallel.shares
@@ -140,8 +147,7 @@ def _local() -> tuple[int, int]:
 
 def _given_store() -> Any:
     """The store that the launcher's variables name."""
-    import torch.distributed as dist
-
+    dist: Any = import_module("torch.distributed")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agents have it
         store, _, _ = next(iter(dist.rendezvous("env://")))
         return store
@@ -150,8 +156,7 @@ def _given_store() -> Any:
 
 
 def _own_store(processes: RankProcesses) -> Any:
-    import torch.distributed as dist
-
+    dist: Any = import_module("torch.distributed")
     listening = processes.listening.detach()
     return dist.TCPStore(
         processes.host, processes.port, is_master=True, wait_for_workers=False, master_listen_fd=listening

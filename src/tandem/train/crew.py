@@ -56,7 +56,11 @@ _TEXT = 2000
 
 def call_off(store: Any) -> None:
     """Rank 0: let the ranks that wait for it go; there is nothing to train."""
-    dist.PrefixStore(_PREFIX, store).set("host/0", "")
+    _prefixed(store).set("host/0", "")
+
+
+def _prefixed(store: Any) -> Any:
+    return dist.PrefixStore(_PREFIX, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Children(Protocol):
@@ -88,7 +92,7 @@ class Crew:
         self._waiting: Sequence[str] = ()
         self._ended = False
         self._asked_to_end_at = 0.0
-        self._store = dist.PrefixStore(_PREFIX, store)
+        self._store = _prefixed(store)
         self._watched = self._store.clone()  # a wait of one thread holds its client
         self._set(f"host/{rank}", self.host)
         self._set(f"alive/{rank}", self._sign(0))

@@ -194,8 +194,10 @@ class CrewTrainer(TreeTrainer):
         return found
 
     def _do_state(self) -> None:
-        found = {file: self._crew.gather_parts(parts) for file, parts in self.local_parts().items()}
-        self._gathered_state: dict[str, Mapping[str, Tensor]] = found
+        parts = self.local_parts()
+        self._gathered_state: dict[str, Mapping[str, Tensor]] = {
+            file: self._crew.gather_parts(parts[file]) for file in parts
+        }
 
     def load(self, path: Path) -> None:
         self._crew.order("load", path=str(Path(path).absolute()))
