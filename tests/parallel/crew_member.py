@@ -1,4 +1,4 @@
-"""`python crew_member.py RANK RANKS PORT SCENARIO`: one process of a crew that is to be lost. Rank 0 says how it ends."""
+"""`python crew_member.py RANK RANKS PORT SCENARIO`: one process of a crew. Rank 0 prints how it ends."""
 
 from __future__ import annotations
 
