@@ -1,4 +1,4 @@
-"""How a run of ranks ends, from outside: killed, stopped, asked to end; and how it goes on, on as many ranks or others."""
+"""How a run of ranks ends, from outside: killed, stopped, asked to end; and how it goes on, on other ranks, too."""
 
 from __future__ import annotations
 
