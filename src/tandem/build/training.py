@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
+from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
@@ -23,10 +22,9 @@ from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
-from tandem.spec.rollouts import ServiceRollouts
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
-from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
+from tandem.types import Batch, Group, Metrics, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +35,7 @@ if TYPE_CHECKING:
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
     from tandem.optim.update_rule import UpdateRule
-    from tandem.rollout.episode import Setting
     from tandem.rollout.judge import Judge
-    from tandem.rollout.remote.trainer_store import RemoteStore
     from tandem.text.renderer import Renderer
     from tandem.train.crew import Crew
 
@@ -160,11 +156,9 @@ def model(
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
     rank calls this, and keeps its rows."""
-    import torch
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
-    from tandem.model.load_rows import opened_model
     from tandem.model.policy import CausalPolicy
     from tandem.model.presets import make_model
     from tandem.model.quantized_base import quantized_parts
@@ -175,7 +169,7 @@ def model(
     transformers_logging.disable_progress_bar()  # the live view is the one that draws
     adapter = spec.warm_start if spec.warm_start and spec.lora and is_adapter_start(spec.warm_start) else None
     warm_start = spec.warm_start if adapter is None else None
-    module: Any = None
+    module: Any = None  # where ranks read rows of the files themselves
     if isinstance(spec, PresetModel):
         tokenizer = byte_tokenizer()
         module = make_model(spec.preset, tokenizer, seed, spec.kernel)
@@ -191,14 +185,11 @@ def model(
         "compiled": spec.compile,
     }  # fmt: skip
     policy: Any
-    if crew is not None and isinstance(spec, PathModel) and module is None:
-        narrowed = isinstance(precision, Bfloat16Precision) and spec.lora is not None
-        dtype = torch.bfloat16 if narrowed else torch.float32
-        with opened_model(spec.path, spec.revision, spec.kernel, dtype=dtype) as (module, rows_of):
-            options["rows_of"] = rows_of
-            policy = _policy_by_rows(module, tokenizer, precision, master_weights, crew, options)
-    elif crew is not None:
-        policy = _policy_by_rows(module, tokenizer, precision, master_weights, crew, options)
+    if crew is not None:
+        from tandem.build.crew import policy_by_rows
+
+        policy = policy_by_rows(spec, module, tokenizer, precision, master_weights, crew, options)
+        module = policy.module
     else:
         if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
             narrow(module, device, None if spec.lora else master_weights.adopt)
@@ -208,26 +199,6 @@ def model(
     context = min(max_context or model_context, model_context)
     renderer = Renderer(tokenizer, thinking=spec.thinking)
     return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
-
-
-def _policy_by_rows(
-    module: Any, tokenizer: Any, precision: PrecisionSpec, master: Master, crew: Crew, options: dict[str, Any]
-) -> Any:
-    """Cut the module into rows; return the policy through which rank 0 reaches all ranks."""
-    import torch
-
-    from tandem.model.cast_precision import narrow
-    from tandem.model.rows import Rows, RowsPolicy
-    from tandem.train.crew_policy import CrewPolicy
-    from tandem.train.gradient_tree import tree
-
-    narrowed = isinstance(precision, Bfloat16Precision)
-    rows = Rows(crew.rank, crew.ranks, crew.device, tree=tree, tick=crew.tick)
-    dtype = torch.bfloat16 if narrowed else torch.float32
-    adopt = master.adopt if narrowed and not options["lora"] else None
-    if narrowed and options["lora"] and "rows_of" not in options:
-        narrow(module, torch.device("cpu"), None)  # before adapters are made: peft gives them the values of 16 bits
-    return CrewPolicy(crew, RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, **options))
 
 
 def tokenizer_from_scratch(idle: int) -> Any:
@@ -491,80 +462,6 @@ def rules(
     return rule, rule
 
 
-def store(stage: RlStage | SftStage) -> RolloutStore:
-    """Build the in-memory store; its slots enforce the staleness bound of an RL stage."""
-    from tandem.rollout.store import MemoryStore
-
-    if isinstance(stage, SftStage):
-        return MemoryStore(stage.batch_size)
-    slots = (stage.max_lag + 1) * stage.groups_per_step
-    return MemoryStore(slots, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s)
-
-
-async def leave(store: RolloutStore) -> None:
-    """Close a remote store after its loop ended or failed."""
-    from tandem.rollout.remote.trainer_store import RemoteStore
-
-    if isinstance(store, RemoteStore):
-        await store.close()
-
-
-def rollouts(
-    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: BuiltModel, trainer: Trainer
-) -> tuple[RolloutStore, Producer]:
-    """Build the store of groups and the producer that fills it. `directory`: the run's."""
-    if isinstance(spec.rollouts, ServiceRollouts):
-        remote = _service(spec, directory, spec.rollouts, model, trainer)
-        return remote, remote
-    from tandem.rollout.producer import EnvironmentProducer
-
-    assert setting is not None, "a spec without an environment is refused"
-    groups = store(spec.train)
-    producer = EnvironmentProducer(
-        setting,
-        groups,
-        algorithm.keep,
-        group_size=spec.train.group_size,
-        seed=spec.seed,
-        max_failed_share=its_spec(spec).max_failed_share,
-        max_replaced=spec.train.replace_equal_groups,
-    )
-    return groups, producer
-
-
-def _service(
-    spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: BuiltModel, trainer: Trainer
-) -> RemoteStore:
-    """Register this run's trainer at a rollout service; return the store that takes groups from it."""
-    from tandem.rollout.queue.types import TrainerSpec
-    from tandem.rollout.remote.client import ServiceClient
-    from tandem.rollout.remote.trainer_store import RemoteStore, run_id_of
-
-    stage = spec.train
-    registration = TrainerSpec(
-        run_id=rollouts.run_id or run_id_of(directory, spec.name),
-        groups_per_step=stage.groups_per_step,
-        max_lag=stage.max_lag,
-        num_ids=model.num_ids,
-        max_tokens=model.context,
-        tokenizer=model.renderer.fingerprint,
-        max_dropped=stage.max_dropped,
-        lease_s=rollouts.lease_s,
-        extra={"sampling": {"temperature": stage.temperature, "top_p": stage.top_p}},
-    )
-    client = ServiceClient(rollouts.url, Path(rollouts.token_file), patience_s=stage.group_timeout_s)
-    return RemoteStore(
-        client, registration, lambda: trainer.version, take_timeout_s=stage.group_timeout_s, fresh=rollouts.fresh
-    )
-
-
-def recordings(groups: Sequence[Group], store: RolloutStore, seed: int) -> Producer:
-    """Build the producer that puts recorded groups into `store`, in an order drawn from `seed`."""
-    from tandem.rollout.recorded_producer import RecordedProducer
-
-    return RecordedProducer(groups, store, seed=seed)
-
-
 def caller(deterministic: bool) -> Call:
     """Return how the loop calls the trainer: on its own thread, which fixes the order, or on another thread."""
     return on_this_thread if deterministic else asyncio.to_thread
@@ -588,20 +485,6 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
         )
 
     return make
-
-
-def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
-    """Return `count` training tasks with the environment's demonstration of each, drawn from `seed`."""
-    demonstrate = getattr(environment, "demonstrate", None)
-    if demonstrate is None:
-        raise SpecError(
-            f"warmup.data.kind = 'demonstrations': environment '{name}' has no method demonstrate(task, rng); add "
-            "it, or set warmup.data.kind = 'file'"
-        )
-    tasks: Sequence[Task] = environment.tasks("train")
-    rng = random.Random(f"demonstrations:{seed}")
-    chosen = rng.sample(range(len(tasks)), min(count, len(tasks)))
-    return [(tasks[index], demonstrate(tasks[index], rng)) for index in chosen]
 
 
 FileOrDataset = FileData | DatasetData
@@ -690,8 +573,7 @@ def load_weights(model: BuiltModel, directory: Path) -> None:
     from tandem.ops.module_tensors import check_alike
 
     if model.crew is not None:
-        policy: Any = model.policy
-        policy.load_trained(directory)
+        cast("Any", model.policy).load_trained(directory)
         return
     saved = load_file(directory / "weights.safetensors")
     check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")

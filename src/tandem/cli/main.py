@@ -77,17 +77,19 @@ def train(
     if go_on and run_dir is None:
         raise typer.BadParameter("--go-on: say which run with --run-dir")
     from tandem.recipes import resume, run
-    from tandem.recipes.crew import as_launched, follow, is_follower
+    from tandem.recipes.crew import as_launched, follow, is_follower, leading
     from tandem.runs.failure_diagnosis import exits_by_class
 
     with exits_by_class():
         checked = as_launched(checked)
         if is_follower():
             follow(checked)
-        elif go_on and run_dir is not None and (run_dir / "spec.toml").exists():
-            resume(run_dir, ranks=checked.parallel.ranks)
-        else:
-            run(checked, run_dir, rehearse=rehearse)
+            return
+        with leading():
+            if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
+                resume(run_dir, ranks=checked.parallel.ranks)
+            else:
+                run(checked, run_dir, rehearse=rehearse)
 
 
 @app.command()

@@ -44,7 +44,8 @@ class AdamW8bit:
 
     def __init__(self, spec: AdamWSpec, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
         """`shapes`: of the whole tensors, where only some rows of them are here."""
-        self._spec, self._adamw, self._shapes = spec, AdamW(spec), shapes or {}
+        self._spec, self._adamw = spec, AdamW(spec)
+        self._shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self._codes = {"exp_avg": Code.signed(), "exp_avg_sq": Code.positive()}
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:

@@ -9,16 +9,23 @@ import asyncio
 import os
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tandem.errors import RankLost
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, loopback_only
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RunSpec
 
-if TYPE_CHECKING:
-    from tandem.train.crew import Crew
+
+class Crew(Protocol):
+    """What rank 0's crew is for a recipe; `build/` makes it."""
+
+    @property
+    def broken(self) -> str: ...  # which rank is lost and why; empty while none is
+    def close(self) -> None: ...  # lets the other ranks go
+
 
 _LAUNCHER = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -36,11 +43,13 @@ def as_launched(spec: RunSpec) -> RunSpec:
 
 
 def on_ranks(spec: RunSpec, ranks: int) -> RunSpec:
-    """Return the spec with another number of ranks, checked again. Its micro-batches stay the same, and so do the bytes
-    that it gives; they become more only where they would leave a rank without work."""
+    """Return the spec with another number of ranks, checked again. A run of several ranks keeps its shares."""
     if ranks == spec.parallel.ranks:
         return spec
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": max(spec.parallel.num_shares, ranks)}
+    shares = spec.parallel.shares
+    if not shares and spec.parallel.ranks > 1:
+        shares = max(spec.parallel.ranks, ranks)
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares}
     return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
 
 
@@ -48,6 +57,18 @@ def is_follower() -> bool:
     """Return whether a launcher started this process as another rank than 0."""
     given = given_by_launcher()
     return given is not None and given[0] > 0
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Around a command that trains: where a launcher has started ranks and nothing was trained, let them go."""
+    try:
+        yield
+    finally:
+        if given_by_launcher() is not None:  # crew_of hides it once the ranks have met
+            from tandem.build import crew as build
+
+            build.call_off(_given_store())
 
 
 def follow(spec: RunSpec) -> None:
@@ -126,8 +147,7 @@ def _local() -> tuple[int, int]:
 
 def _given_store() -> Any:
     """The store that the launcher's variables name."""
-    import torch.distributed as dist
-
+    dist: Any = import_module("torch.distributed")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agents have it
         store, _, _ = next(iter(dist.rendezvous("env://")))
         return store
@@ -136,8 +156,7 @@ def _given_store() -> Any:
 
 
 def _own_store(processes: RankProcesses) -> Any:
-    import torch.distributed as dist
-
+    dist: Any = import_module("torch.distributed")
     listening = processes.listening.detach()
     return dist.TCPStore(
         processes.host, processes.port, is_master=True, wait_for_workers=False, master_listen_fd=listening

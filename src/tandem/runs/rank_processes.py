@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tandem.io.child_process import Child
@@ -26,13 +26,15 @@ def given_by_launcher() -> tuple[int, int] | None:
 class RankProcesses:
     """Ranks 1 to `ranks` - 1. `listening` is where they meet; rank 0 makes its store of it."""
 
-    def __init__(self, ranks: int, directory: Path) -> None:
+    def __init__(self, ranks: int, directory: Path, command: Sequence[str] = ()) -> None:
+        """`directory`: the run's. `command`: another program than the usual one."""
+        usual = [sys.executable, "-m", "tandem.recipes.follower", str(directory)]
         self.listening = socket.create_server((_LOOPBACK, 0))
         self.host, self.port = self.listening.getsockname()[:2]
         self._children: dict[int, Child] = {}
         for rank in range(1, ranks):
             self._children[rank] = Child(
-                [sys.executable, "-m", "tandem.recipes.follower", str(directory)],
+                command or usual,
                 ready_file=directory / "ranks" / f"{rank}.ready",
                 log=directory / "ranks" / f"{rank}.txt",
                 environment={

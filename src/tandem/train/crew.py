@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import socket
 import threading
@@ -36,13 +35,13 @@ from torch import Tensor
 
 from tandem import errors
 from tandem.errors import EngineError, RankLost, SyncError
-from tandem.types import Part
 
 _log = logging.getLogger(__name__)
 
 Handler = Callable[..., Any]
 
 BEAT_S = 0.2
+_PREFIX = "tandem"
 _FEW_BEATS_S = 3.0
 """Without a sign of life for so long, a rank is suspected once something else has failed."""
 _EXPLAIN_S = 6.0
@@ -51,6 +50,15 @@ _MEET_S = 600.0
 _LONG = timedelta(days=365)
 _EXIT_LOST = 1
 _TEXT = 2000
+
+
+def call_off(store: Any) -> None:
+    """Rank 0: let the ranks that wait for it go; there is nothing to train."""
+    _prefixed(store).set("host/0", "")
+
+
+def _prefixed(store: Any) -> Any:
+    return dist.PrefixStore(_PREFIX, store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Children(Protocol):
@@ -82,12 +90,15 @@ class Crew:
         self._waiting: Sequence[str] = ()
         self._ended = False
         self._asked_to_end_at = 0.0
-        self._store = dist.PrefixStore("tandem", store)
+        self._store = _prefixed(store)
         self._watched = self._store.clone()  # a wait of one thread holds its client
         self._set(f"host/{rank}", self.host)
         self._set(f"alive/{rank}", self._sign(0))
         watcher = _Watcher(self, self._watched)
-        threading.Thread(target=watcher.run, name="crew", daemon=True).start()
+        for work in (watcher.run, watcher.guard):
+            threading.Thread(target=work, name="crew", daemon=True).start()
+        if not self._get("host/0"):
+            raise SystemExit(0)  # rank 0 has nothing to train
         self._wait([f"host/{each}" for each in range(ranks)], _MEET_S)
         self.hosts = [self._get(f"host/{each}") for each in range(ranks)]
         watcher.all_there = True
@@ -170,35 +181,6 @@ class Crew:
             if sizes[rank]:
                 dist.recv(theirs, rank, group=self.group)
             found.append(theirs)
-        return found
-
-    def gather_parts(self, parts: Sequence[Part]) -> dict[str, Tensor]:
-        """Inside an order, called by all ranks: rank 0 gets whole tensors, on the host. For models that fit there."""
-        told = [
-            [
-                part.name,
-                str(part.tensor.dtype).removeprefix("torch."),
-                part.row_start,
-                part.tensor.shape,
-                part.full_shape,
-            ]
-            for part in parts
-        ]
-        flat = [part.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts]
-        data = self.gather_tensor(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8))
-        found: dict[str, Tensor] = {}
-        for bytes_, of_rank in zip(data, self.gather(told), strict=False):
-            at = 0
-            for name, kind, start, shape, full_shape in of_rank:
-                dtype = getattr(torch, kind)
-                size = math.prod(shape) * dtype.itemsize
-                whole = found.setdefault(name, torch.empty(full_shape, dtype=dtype))
-                piece = bytes_[at : at + size].clone().view(dtype).view(shape)
-                if full_shape:
-                    whole[start : start + shape[0]] = piece
-                else:
-                    whole.copy_(piece)
-                at += size
         return found
 
     def share(self, data: Tensor | None, size: int) -> Tensor:
@@ -333,12 +315,25 @@ class _Watcher:
         self._beat = 0
         self._signs: dict[int, tuple[str, float]] = {}
         self._moved = ("", 0.0)
+        self._looked_at = time.monotonic()
         self.all_there = False
+
+    def guard(self) -> None:
+        """The store is rank 0's: while that stands still, so does a look at it."""
+        crew = self._crew
+        while not crew._ended and crew.rank:
+            time.sleep(BEAT_S)
+            if (silent_s := time.monotonic() - self._looked_at) > crew._deadline_s:
+                self._leave(f"rank 0 shows no sign of life for {silent_s:.0f} s")
 
     def run(self) -> None:
         crew = self._crew
         while not crew._ended:
             self._beat += 1
+            now = time.monotonic()
+            if now - self._looked_at > _FEW_BEATS_S:
+                self._signs.clear()  # this process stood still itself: it knows nothing of the others
+            self._looked_at = now
             try:
                 self._store.set(f"alive/{crew.rank}", crew._sign(self._beat))
                 if self._store.check(["failed"]):
@@ -379,8 +374,7 @@ class _Watcher:
         others = range(1, crew.ranks) if crew.rank == 0 else (0,)
         for rank in others:
             sign = self._store.get(f"alive/{rank}").decode()
-            before, _ = self._signs.get(rank, ("", 0.0))
-            if sign != before:
+            if sign != self._signs.get(rank, ("", 0.0))[0]:
                 self._signs[rank] = sign, now
         silent_s = {rank: now - at for rank, (_, at) in self._signs.items()}
         if crew.rank:

@@ -143,17 +143,17 @@ class CrewTrainer(TreeTrainer):
     def fingerprints(self) -> dict[str, str]:
         """The digests of whole tensors, of the rows that each rank holds. RanksDiverged if ranks that must hold the
         same do not."""
-        answers = self._crew.order("fingerprint", version=self.version)
-        combine_replicas([answer["replicas"] for answer in answers])
+        answers = self._crew.order("fingerprint")
+        compare_replicas([{"version": str(answer["version"]), **answer["replicas"]} for answer in answers])
         rows = ((name, int(number)) for answer in answers for name, number in answer["parts"].items())
         return {name: digest.text(number) for name, number in digest.combine(rows).items()}
 
-    def _do_fingerprint(self, version: int) -> dict[str, Any]:
-        self._check_version(version)
+    def _do_fingerprint(self) -> dict[str, Any]:
         parts = [(part.name, part.tensor, part.row_start, part.col_start) for part in self._ours.parts()]
         replicas = [(name, tensor, 0, 0) for name, tensor in self._ours.replicas()]
         numbers = digest.pieces([*parts, *replicas])
         return {
+            "version": self.version,
             "parts": dict(zip([part[0] for part in parts], map(str, numbers), strict=False)),
             "replicas": dict(zip([each[0] for each in replicas], map(str, numbers[len(parts) :]), strict=True)),
         }
@@ -280,7 +280,7 @@ class CrewTrainer(TreeTrainer):
                 raise CheckpointError(f"{what}: {error}") from error
 
 
-def combine_replicas(answers: Sequence[Mapping[str, str]]) -> None:
+def compare_replicas(answers: Sequence[Mapping[str, str]]) -> None:
     """RanksDiverged, with the tensor and the ranks, where ranks hold different values of what all hold."""
     names = {name for answer in answers for name in answer}
     for name in sorted(names):

@@ -88,7 +88,7 @@ class TreeTrainer(PolicyTrainer):
             return []
         with self._memory.exact():
             self._optimizer.update(gradients, lr, scale)
-        return self._optimizer.drain_sums()
+        return list(self._optimizer.drain_sums())
 
     def _take_part(self) -> None:
         """In the gathering and reducing of the other ranks, with a micro-batch that adds nothing."""
