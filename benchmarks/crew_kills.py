@@ -51,6 +51,10 @@ class Told:
     runs: int = 0
     problems: list[str] = field(default_factory=list[str])
 
+    def problem(self, text: str) -> None:
+        self.problems.append(text)
+        print(text, file=sys.stderr, flush=True)
+
 
 class Attempt:
     """A process that works on a run, and the processes of its other ranks."""
@@ -156,7 +160,7 @@ def trial(home: Path, spec: dict[str, Any], *, kills: int, ranks: int, seed: int
     until(whole.trains, SETUP_S)
     started = time.monotonic()
     if not until(whole.over, SETUP_S) or whole.code:
-        told.problems.append(f"the run that was left alone failed: {whole.said()[-2000:]}")
+        told.problem(f"the run that was left alone failed: {whole.said()[-2000:]}")
         return told
     train_s, expected = time.monotonic() - started, digest_run(home / "whole")
     while len(told.kills) < kills and len(told.problems) < 3:
@@ -171,13 +175,13 @@ def trial(home: Path, spec: dict[str, Any], *, kills: int, ranks: int, seed: int
         else:
             found = None
         if isinstance(found, str):
-            told.problems.append(f"{run_dir.name}: {found}")
+            told.problem(f"{run_dir.name}: {found}")
             continue
         _, status = os.waitpid(forked(lambda at=run_dir: attempt(spec, at), log), 0)
         digest = digest_or_error(run_dir)
         if status or digest != expected:
             what = f"ended with {status}" if status else f"{digest} instead of {expected}"
-            told.problems.append(f"{run_dir.name}: {what}: {log.read_text()[-2000:]}")
+            told.problem(f"{run_dir.name}: {what}: {log.read_text()[-2000:]}")
     return told
 
 
@@ -242,8 +246,6 @@ def main() -> None:
     table(
         ["what", "times", *(f"in {each}" for each in MOMENTS), "s until all had ended", "most steps made again"], rows
     )
-    for problem in told.problems:
-        print(problem, file=sys.stderr)
     note(f"{told.runs} runs of {options.ranks} ranks; {len(told.problems)} problems; must be 0, each kill within "
          f"{DEADLINE_S + GRACE_S:g} s")  # fmt: skip
     sys.exit(bool(told.problems))
