@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
+.PHONY: install docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -101,6 +101,11 @@ run-kills: install
 # one survives. `--only NAME` takes a few.
 planted-bugs: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_bugs.py --jobs 2
+
+# Runs of two ranks under 40 kills and stops, each resumed to the same bytes; about forty minutes. Exit code 1 if one
+# ends without a name, late, or with a process left.
+crew-kills: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/crew_kills.py
 
 # How long a save keeps the training thread; a few minutes. Exit code 1 if it is over a twentieth of a step.
 checkpoint-stall: install

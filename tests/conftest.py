@@ -19,7 +19,11 @@ SLOW = {
     "http/test_online_take_home.py": "an online server that is taught, exported and served",
     "http/test_env_serve.py": "environments in processes of their own, against a service",
     "unit/test_sync_bench.py": "every bridge measured on a real model",
+    "parallel/test_checkpoints_by_rows.py": "whole runs on 1, 2 and 4 ranks",
     "parity/test_apollo.py": "many steps beside the published optimizer",
+    "parallel/test_ends_and_resumes.py": "runs of ranks that are killed, stopped and resumed",
+    "parallel/test_equal_bytes.py": "thirteen trainings on 1, 2 and 4 ranks",
+    "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
 _PAUSE_S, _REPEATS = 0.25, 2

@@ -388,6 +388,7 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
     assert ours <= {
         "errors.py",
         "io/bounded_json.py",
+        "io/safetensors_format.py",
         "types.py",
         "protocols.py",
         "spec/__init__.py",

@@ -26,6 +26,8 @@ TandemError
 │   └── EngineSilent       the engine did not answer in time                  (also TimeoutError)
 ├── SyncError              trainer and engine do not hold the same weights
 │   └── SyncTimeout        the sender or a receiver did not arrive in time    (also TimeoutError)
+├── RankLost               a process of the trainer failed, died or stopped answering; names rank and cause
+├── RanksDiverged          ranks that must hold equal values do not; names the tensor and the ranks
 ├── LogprobGap             trainer and engine disagree about logprobs of the same tokens
 ├── NonFinite              a loss or a gradient is not finite
 ├── NothingLearned         steps were taken, but the weights did not change
@@ -174,6 +176,14 @@ class SyncError(TandemError):
 
 class SyncTimeout(SyncError, TimeoutError):
     """The sender or a receiver did not arrive in time."""
+
+
+class RankLost(TandemError):
+    """A process of the trainer failed, died or stopped answering. The text names the rank, its host and the cause."""
+
+
+class RanksDiverged(TandemError):
+    """Ranks that must hold equal values do not. The text names the tensor and the ranks."""
 
 
 class LogprobGap(TandemError):

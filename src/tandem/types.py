@@ -19,7 +19,7 @@ Measure: TypeAlias = Literal["accuracy", "reward", "loss"]
 """What held-out scores are: the share of right answers; rewards, on the scale of their environment; or a loss, which is
 better where it is lower."""
 
-MEASURED = ("time/", "memory/")
+MEASURED = ("time/", "memory/", "parallel/")
 """What keys begin with that are measurements of a machine: the only ones that may differ between two equal runs."""
 
 MAX_METRICS = 256
@@ -263,6 +263,17 @@ WeightKind: TypeAlias = Literal["live", "full", "adapter"]
 """live: the trainer's own tensors, under their module's names. full: as a checkpoint has them, adapters merged.
 adapter: only what LoRA adds, under PEFT's names."""
 
+
+class Part(NamedTuple):
+    """A rectangle of a named tensor: all of it on one rank, some rows of it where several ranks train."""
+
+    name: str
+    tensor: Tensor
+    row_start: int
+    col_start: int
+    full_shape: tuple[int, ...]
+
+
 Fingerprints: TypeAlias = Mapping[str, str]
 """By tensor. Of content that was copied: its digest. Of memory that is shared: which memory it is."""
 
@@ -280,6 +291,16 @@ class Weights:
     """What the sender says they are, where they arrived from elsewhere. They are compared before anything is served."""
     path: str = ""
     """The directory that they lie in, where they do."""
+    rows: Callable[[], Iterator[Part]] | None = None
+    """What this rank holds, where several ranks train; `tensors()` then yields nothing that is whole."""
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what this process holds: whole tensors, or its rows of them."""
+        if self.rows is not None:
+            yield from self.rows()
+            return
+        for name, tensor in self.tensors():
+            yield Part(name, tensor, 0, 0, tuple(tensor.shape))
 
 
 @dataclass(frozen=True, slots=True)

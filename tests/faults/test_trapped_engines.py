@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tandem.ops.module_tensors import live_tensors
 from torch import Tensor
 from trap_rig import (
     LAYER,
@@ -36,6 +35,7 @@ from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineError, LogprobGap, SyncError, SyncTimeout
 from tandem.model import served_weights
+from tandem.ops.named_tensors import live_tensors
 from tandem.spec.model import LoraSpec
 from tandem.types import Completion, Served, Span
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import Algorithm, Demonstrator, Engine, Environment, Optimizer, Producer, RolloutStore, Trainer
+from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
@@ -23,10 +22,9 @@ from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
-from tandem.spec.rollouts import ServiceRollouts
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
-from tandem.types import Batch, Group, Message, Metrics, Task, Trajectory
+from tandem.types import Batch, Group, Metrics, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +35,9 @@ if TYPE_CHECKING:
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
     from tandem.optim.update_rule import UpdateRule
-    from tandem.rollout.episode import Setting
     from tandem.rollout.judge import Judge
-    from tandem.rollout.remote.trainer_store import RemoteStore
     from tandem.text.renderer import Renderer
+    from tandem.train.crew import Crew
 
 # Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
 
@@ -101,6 +98,10 @@ class BuiltModel:
     """Most tokens of a sequence, prompt and completion together."""
     master: Master
     """The master weights; all stages of a run share them, as they share the model."""
+    crew: Crew | None = None
+    """The ranks that hold the model together; None: this process has all of it."""
+    num_shares: int = 1
+    """Micro-batches come in multiples of this."""
 
     @property
     def shares(self) -> Shares:
@@ -135,8 +136,26 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> BuiltModel:
-    """Create or load the model, apply warm start, precision and adapters, and move it to `device`."""
+def run_model(spec: RunSpec, crew: Crew | None, max_context: int = 0) -> BuiltModel:
+    """Build the model of a run: in this process, or on all ranks of the crew."""
+    device = settle_torch(spec)
+    if crew is not None:
+        return crew.order("model", max_context=max_context)[0]
+    return model(spec.model, spec.precision, spec.seed, device, max_context, num_shares=spec.parallel.num_shares)
+
+
+def model(
+    spec: ModelSpec,
+    precision: PrecisionSpec,
+    seed: int,
+    device: Any,
+    max_context: int = 0,
+    *,
+    crew: Crew | None = None,
+    num_shares: int = 1,
+) -> BuiltModel:
+    """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
+    rank calls this, and keeps its rows."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -148,29 +167,38 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
 
     transformers_logging.disable_progress_bar()  # the live view is the one that draws
+    adapter = spec.warm_start if spec.warm_start and spec.lora and is_adapter_start(spec.warm_start) else None
+    warm_start = spec.warm_start if adapter is None else None
+    module: Any = None  # where ranks read rows of the files themselves
     if isinstance(spec, PresetModel):
         tokenizer = byte_tokenizer()
         module = make_model(spec.preset, tokenizer, seed, spec.kernel)
     else:
         tokenizer = load_tokenizer(spec.path, spec.revision)
-        module = existing_model(spec, precision, device)
-    adapter = None
-    if spec.warm_start is not None:
-        if spec.lora and is_adapter_start(spec.warm_start):
-            adapter = spec.warm_start
-        else:
-            module = begin_with(module, spec.warm_start)  # before narrow, so that no bit of 32 is lost
+        if crew is None or warm_start is not None:
+            module = existing_model(spec, precision, device)
+    if warm_start is not None:
+        module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
     master_weights = master(precision, seed, adapters=spec.lora is not None)
-    if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
-        narrow(module, device, None if spec.lora else master_weights.adopt)
-    module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto the device
-    policy = CausalPolicy(
-        module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations,
-        packed=spec.attention == "packed", compiled=spec.compile,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
+        "compiled": spec.compile,
+    }  # fmt: skip
+    policy: Any
+    if crew is not None:
+        from tandem.build.crew import policy_by_rows
+
+        policy = policy_by_rows(spec, module, tokenizer, precision, master_weights, crew, options)
+        module = policy.module
+    else:
+        if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
+            narrow(module, device, None if spec.lora else master_weights.adopt)
+        module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto it
+        policy = CausalPolicy(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
-    return BuiltModel(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, master_weights)
+    renderer = Renderer(tokenizer, thinking=spec.thinking)
+    return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
 
 
 def tokenizer_from_scratch(idle: int) -> Any:
@@ -242,7 +270,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         if stage is not None and stage.gradient_release:
             costs = "a failed step has already changed some weights; clipping uses the norm of earlier steps"
             found.append((f"{name}.gradient_release", True, True, costs))
-    why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
+    why_not = model.policy.why_not_fused(getattr(spec.train, "top_p", 1.0))
     found.append(("fused lm-head", True, not why_not, why_not))
     if digests := digest.fused(model.device):
         found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
@@ -331,30 +359,58 @@ def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[
 
 def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     """Build the trainer of one stage, which starts at `version`."""
-    from tandem.optim.schedule import lr_share
+    from tandem.optim.optimizer import metrics_of
     from tandem.train.trainer import PolicyTrainer
 
+    options = trainer_options(stage, version)
+    if model.crew is not None:  # every rank builds its own, from the spec
+        return model.crew.order("trainer", stage=options["stage"], version=version)[0]
+    by_tree = model.num_shares > 1
+    made = stage_optimizer(stage, model.policy, model.master, seed, by_row=by_tree)
+    if not by_tree:
+        return PolicyTrainer(model.policy, algorithm, made, **options)
+    from tandem.train.tree_trainer import TreeTrainer
+
+    return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **options)
+
+
+def trainer_options(stage: Stage, version: int) -> dict[str, Any]:
+    """Return what a trainer of this stage is told."""
+    from tandem.optim.schedule import lr_share
+
     on_rollouts = isinstance(stage, RlStage)
-    return PolicyTrainer(
-        model.policy,
-        algorithm,
-        optimizer(
-            model.policy.trainable(),
-            stage.optimizer,
-            master=model.master,
-            tables=model.policy.tables(),
-            lora_plus=stage.lora_plus,
-            seed=seed,
-        ),
-        lr=lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
-        clip_norm=stage.clip_norm,
-        version=version,
-        temperature=stage.temperature if on_rollouts else 1.0,
-        top_p=stage.top_p if on_rollouts else 1.0,
-        max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
-        max_idle_steps=stage.max_idle_steps,
-        release=stage.gradient_release,
-        stage="warmup" if isinstance(stage, WarmupStage) else "train",
+    return {
+        "lr": lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
+        "clip_norm": stage.clip_norm,
+        "version": version,
+        "temperature": stage.temperature if on_rollouts else 1.0,
+        "top_p": stage.top_p if on_rollouts else 1.0,
+        "max_logprob_gap": stage.max_logprob_gap if on_rollouts else float("inf"),
+        "max_idle_steps": stage.max_idle_steps,
+        "release": stage.gradient_release,
+        "stage": "warmup" if isinstance(stage, WarmupStage) else "train",
+    }
+
+
+def stage_optimizer(
+    stage: Stage,
+    policy: Any,
+    master: Master,
+    seed: int,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    by_row: bool = True,
+) -> Optimizer:
+    """Build the optimizer of one stage. `shapes`: of the whole tensors, where the policy holds rows of them."""
+    return optimizer(
+        policy.trainable(),
+        stage.optimizer,
+        master=master,
+        tables=policy.tables(),
+        lora_plus=stage.lora_plus,
+        seed=seed,
+        shapes=shapes,
+        by_row=by_row,
     )
 
 
@@ -366,21 +422,26 @@ def optimizer(
     tables: Collection[str],
     lora_plus: float,
     seed: int,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    by_row: bool = False,
 ) -> Optimizer:
     """Build the optimizer. `tables`: names of the tensors with one row per token (embeddings and head)."""
     from tandem.optim.optimizer import Optimizer
 
-    matrices, others = rules(spec, seed)
+    matrices, others = rules(spec, seed, shapes)
     return Optimizer(
         named_parameters,
         {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named_parameters},
         master,
         weight_decay=spec.weight_decay,
         lr_scale={name: lora_plus for name, _ in named_parameters if ".lora_B." in name},
+        by_row=by_row,
     )
 
 
-def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
+def rules(
+    spec: OptimizerSpec, seed: int, shapes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[UpdateRule, UpdateRule]:
     """Return two update rules: for matrices, and for embeddings, head and vectors, which no matrix rule suits."""
     from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
 
@@ -391,7 +452,7 @@ def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
         return muon.Muon(spec), adamw.AdamW(spec)
     rule: UpdateRule
     if isinstance(spec, AdamW8bitSpec):
-        rule = adamw_8bit.AdamW8bit(spec)
+        rule = adamw_8bit.AdamW8bit(spec, shapes)
     elif isinstance(spec, AdamWOffloadSpec):
         rule = adamw_offload.AdamWOffload(spec)
     elif isinstance(spec, AdamWSpec):
@@ -401,80 +462,6 @@ def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
     return rule, rule
 
 
-def store(stage: RlStage | SftStage) -> RolloutStore:
-    """Build the in-memory store; its slots enforce the staleness bound of an RL stage."""
-    from tandem.rollout.store import MemoryStore
-
-    if isinstance(stage, SftStage):
-        return MemoryStore(stage.batch_size)
-    slots = (stage.max_lag + 1) * stage.groups_per_step
-    return MemoryStore(slots, max_dropped=stage.max_dropped, take_timeout_s=stage.group_timeout_s)
-
-
-async def leave(store: RolloutStore) -> None:
-    """Close a remote store after its loop ended or failed."""
-    from tandem.rollout.remote.trainer_store import RemoteStore
-
-    if isinstance(store, RemoteStore):
-        await store.close()
-
-
-def rollouts(
-    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: BuiltModel, trainer: Trainer
-) -> tuple[RolloutStore, Producer]:
-    """Build the store of groups and the producer that fills it. `directory`: the run's."""
-    if isinstance(spec.rollouts, ServiceRollouts):
-        remote = _service(spec, directory, spec.rollouts, model, trainer)
-        return remote, remote
-    from tandem.rollout.producer import EnvironmentProducer
-
-    assert setting is not None, "a spec without an environment is refused"
-    groups = store(spec.train)
-    producer = EnvironmentProducer(
-        setting,
-        groups,
-        algorithm.keep,
-        group_size=spec.train.group_size,
-        seed=spec.seed,
-        max_failed_share=its_spec(spec).max_failed_share,
-        max_replaced=spec.train.replace_equal_groups,
-    )
-    return groups, producer
-
-
-def _service(
-    spec: RlSpec, directory: Path, rollouts: ServiceRollouts, model: BuiltModel, trainer: Trainer
-) -> RemoteStore:
-    """Register this run's trainer at a rollout service; return the store that takes groups from it."""
-    from tandem.rollout.queue.types import TrainerSpec
-    from tandem.rollout.remote.client import ServiceClient
-    from tandem.rollout.remote.trainer_store import RemoteStore, run_id_of
-
-    stage = spec.train
-    registration = TrainerSpec(
-        run_id=rollouts.run_id or run_id_of(directory, spec.name),
-        groups_per_step=stage.groups_per_step,
-        max_lag=stage.max_lag,
-        num_ids=model.num_ids,
-        max_tokens=model.context,
-        tokenizer=model.renderer.fingerprint,
-        max_dropped=stage.max_dropped,
-        lease_s=rollouts.lease_s,
-        extra={"sampling": {"temperature": stage.temperature, "top_p": stage.top_p}},
-    )
-    client = ServiceClient(rollouts.url, Path(rollouts.token_file), patience_s=stage.group_timeout_s)
-    return RemoteStore(
-        client, registration, lambda: trainer.version, take_timeout_s=stage.group_timeout_s, fresh=rollouts.fresh
-    )
-
-
-def recordings(groups: Sequence[Group], store: RolloutStore, seed: int) -> Producer:
-    """Build the producer that puts recorded groups into `store`, in an order drawn from `seed`."""
-    from tandem.rollout.recorded_producer import RecordedProducer
-
-    return RecordedProducer(groups, store, seed=seed)
-
-
 def caller(deterministic: bool) -> Call:
     """Return how the loop calls the trainer: on its own thread, which fixes the order, or on another thread."""
     return on_this_thread if deterministic else asyncio.to_thread
@@ -482,6 +469,8 @@ def caller(deterministic: bool) -> Call:
 
 def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
     """Return the function that packs groups into the batch of one step."""
+    import torch
+
     from tandem.train.batch_packing import make_batch
 
     def make(groups: list[Group], version: int) -> Batch:
@@ -491,23 +480,11 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
             micro_tokens=stage.micro_tokens,
             version=version,
             shares=model.shares,
-            device=model.device,
+            device=model.device if model.crew is None else torch.device("cpu"),  # it is sent to all ranks
+            multiple=model.num_shares,
         )
 
     return make
-
-
-def demonstrations(environment: Environment, name: str, count: int, seed: int) -> list[tuple[Task, list[Message]]]:
-    """Return `count` training tasks with the environment's demonstration of each, drawn from `seed`."""
-    if not isinstance(environment, Demonstrator):
-        raise SpecError(
-            f"warmup.data.kind = 'demonstrations': environment '{name}' has no method demonstrate(task, rng); add "
-            "it, or set warmup.data.kind = 'file'"
-        )
-    tasks: Sequence[Task] = environment.tasks("train")
-    rng = random.Random(f"demonstrations:{seed}")
-    chosen = rng.sample(range(len(tasks)), min(count, len(tasks)))
-    return [(tasks[index], environment.demonstrate(tasks[index], rng)) for index in chosen]
 
 
 FileOrDataset = FileData | DatasetData
@@ -578,6 +555,10 @@ def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         from safetensors.torch import save_file
 
+        if model.crew is not None:
+            policy: Any = model.policy
+            policy.write_trained(directory)
+            return
         trained = {name: tensor.detach().cpu().contiguous() for name, tensor in model.policy.trainable()}
         save_file(trained, directory / "weights.safetensors")
 
@@ -591,6 +572,9 @@ def load_weights(model: BuiltModel, directory: Path) -> None:
 
     from tandem.ops.named_tensors import check_alike
 
+    if model.crew is not None:
+        cast("Any", model.policy).load_trained(directory)
+        return
     saved = load_file(directory / "weights.safetensors")
     check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,6 +55,9 @@ def train(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="First try the largest micro-batches and a sync; compare with the plan.")
     ] = False,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Resume the run in --run-dir if there is one; otherwise start it there.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
@@ -70,11 +74,22 @@ def train(
 
         directory = run_dir or Run.new_directory(Path("runs"), checked.name)
         raise typer.Exit(supervise_run(directory, spec, overrides or ()))
-    from tandem.recipes import run
+    if go_on and run_dir is None:
+        raise typer.BadParameter("--go-on: say which run with --run-dir")
+    from tandem.recipes import resume, run
+    from tandem.recipes.crew import as_launched, follow, is_follower, leading
     from tandem.runs.failure_diagnosis import exits_by_class
 
     with exits_by_class():
-        run(checked, run_dir, rehearse=rehearse)
+        checked = as_launched(checked)
+        if is_follower():
+            follow(checked)
+            return
+        with leading():
+            if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
+                resume(run_dir, ranks=checked.parallel.ranks)
+            else:
+                run(checked, run_dir, rehearse=rehearse)
 
 
 @app.command()
@@ -145,8 +160,13 @@ def resume(
         bool, typer.Option("--take-over", help="Take the run from a process that still holds it and cannot be ended.")
     ] = False,
     supervise: Supervise = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="parallel.ranks=N", help="Train on so many ranks, to the same bytes."),
+    ] = None,
 ) -> None:
     """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
+    ranks = _ranks_of(overrides or ())
     if supervise:
         from tandem.runs.supervise import supervise_run
 
@@ -154,12 +174,27 @@ def resume(
             raise typer.BadParameter(
                 "--take-over and --supervise cannot be combined: take the run over first, then supervise it"
             )
+        if ranks:
+            raise typer.BadParameter("--set and --supervise cannot be combined: resume once with --set, then supervise")
         raise typer.Exit(supervise_run(run_dir))
     from tandem.recipes import resume
     from tandem.runs.failure_diagnosis import exits_by_class
 
     with exits_by_class():
-        resume(run_dir, take_over=take_over)
+        resume(run_dir, take_over=take_over, ranks=ranks)
+
+
+def _ranks_of(overrides: Sequence[str]) -> int:
+    """Return the number of ranks that a resumed run is given; 0 if none is. Nothing else of its spec may change."""
+    from tandem.spec.load import parse_overrides
+
+    told = parse_overrides(overrides)
+    ranks = told.get("parallel", {}).pop("ranks", 0)
+    if told not in ({}, {"parallel": {}}) or not isinstance(ranks, int):
+        raise typer.BadParameter(
+            f"--set {' '.join(overrides)}: a resumed run keeps its spec, but for parallel.ranks, a whole number"
+        )
+    return ranks
 
 
 @app.command()

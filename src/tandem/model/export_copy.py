@@ -24,10 +24,7 @@ class Deployer:
         self._module, self._adapter = module, adapter
         trained = {tensor.data_ptr() for _, tensor in module.named_parameters() if tensor.requires_grad}
         self._fixed = [name for name, tensor in module.state_dict().items() if tensor.data_ptr() not in trained]
-        with tempfile.TemporaryDirectory() as place:  # here and now: a tokenizer is not safe for two threads
-            tokenizer.save_pretrained(place)
-            files = [path for path in Path(place).rglob("*") if path.is_file()]
-            self._tokenizer = {path.relative_to(place).as_posix(): path.read_bytes() for path in files}
+        self._tokenizer = tokenizer_files(tokenizer)  # here and now: a tokenizer is not safe for two threads
 
     def write(self, trained: Mapping[str, Tensor], directory: Path) -> None:
         """`trained`: by the names of the policy's trainable parameters."""
@@ -50,3 +47,15 @@ class Deployer:
         config = copy.deepcopy(self._adapter.peft_config["default"])
         config.inference_mode = True
         config.save_pretrained(directory)
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as place:
+        tokenizer.save_pretrained(place)
+        return files_of(Path(place))
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Return the files of a directory, by their path in it."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}

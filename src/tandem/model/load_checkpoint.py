@@ -39,6 +39,12 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
         raise SpecError(f"{field} = '{source}': no causal language model can be loaded from it: {error}") from error
     if os.path.isdir(source):  # or else peft writes this machine's path into every adapter, as the name of its base
         module.name_or_path = module.config._name_or_path = ""
+    refuse_incomplete(module, report, source, field, nothing_left=nothing_left)
+    return module
+
+
+def refuse_incomplete(module: Any, report: Any, source: str, field: str, *, nothing_left: bool = False) -> None:
+    """SpecError unless transformers' report says that every weight of the module came from `source`."""
     faults = {
         "missing from it": report["missing_keys"],
         "of another shape in it": [key for key, *_ in report["mismatched_keys"]],
@@ -46,7 +52,6 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
         "in it and unreadable": report["error_msgs"],
     }
     refuse_faults(faults, f"{field} = '{source}': is no whole checkpoint of {type(module).__name__}")
-    return module
 
 
 def refuse_faults(faults: dict[str, Iterable[str]], what: str) -> None:

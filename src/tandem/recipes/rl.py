@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.build import run_engines, training
+from tandem.build import groups, run_engines, training
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
@@ -48,11 +48,17 @@ def training_reward(run_dir: Path) -> dict[str, Any]:
 class RlRun:
     """One RL run: the model, engine, publisher and environment that its stages share."""
 
-    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, checkpointer: RunCheckpointer) -> None:
+    def __init__(
+        self,
+        spec: RlSpec,
+        run: Run,
+        environment: Environment | None,
+        checkpointer: RunCheckpointer,
+        crew: Any = None,
+    ) -> None:
+        """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
-        self.model = training.model(
-            spec.model, spec.precision, spec.seed, training.settle_torch(spec), getattr(spec.engine, "max_context", 0)
-        )
+        self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
         self.joined = run_engines.join(spec, self.model, run.directory / "engines")
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = run_engines.publisher(
@@ -165,14 +171,14 @@ class RlRun:
             return train + held_out  # no rows are held out, because the environment judges the warm-up
         count = stage.steps * stage.batch_size
         assert self.environment is not None, "RlSpec refuses demonstrations without an environment"
-        shown = training.demonstrations(self.environment, training.its_spec(self.spec).name, count, self.spec.seed)
+        shown = groups.demonstrations(self.environment, training.its_spec(self.spec).name, count, self.spec.seed)
         return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         """Run the loop over the RL steps. `first`, `last`: versions before the first step and after the last."""
         spec, stage = self.spec, self.spec.train
         training.show_life(trainer, self.run.progress.tick, self.run.note_option)
-        store, producer = training.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
+        store, producer = groups.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
@@ -214,7 +220,7 @@ class RlRun:
                 f"{error}\nanswers of the last batch, with their rewards:\n{answers(latest)}"
             ) from None
         finally:
-            await training.leave(store)
+            await groups.leave(store)
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Play the held-out tasks with the served version, unless the checkpoint already has this evaluation."""

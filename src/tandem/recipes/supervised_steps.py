@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TypeVar
 
+from tandem.build import groups as build_groups
 from tandem.build import run_engines, training
 from tandem.data.conversation import Conversation
 from tandem.data.load import DataRow, DataSplit
@@ -73,7 +74,7 @@ async def recorded_stage(
     """Run the training loop on recorded groups, with an engine and a bridge that do nothing; versions start at 0."""
     training.show_life(trainer, run.progress.tick, run.note_option)
     call = training.caller(deterministic)
-    store = training.store(stage)
+    store = build_groups.store(stage)
 
     async def record_step(metrics: Metrics) -> None:
         if before_record is not None:
@@ -84,7 +85,7 @@ async def recorded_stage(
         trainer=trainer,
         publisher=run_engines.no_publisher(call),
         store=store,
-        producers=[training.recordings(groups, store, seed)],
+        producers=[build_groups.recordings(groups, store, seed)],
         make_batch=training.batches(stage, model, algorithm),
         groups_per_step=stage.batch_size,
         last_version=stage.steps,

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tandem.errors import CheckpointUnsaved, RunFenced
+from tandem.errors import CheckpointUnsaved, RankLost, RunFenced
 from tandem.protocols import Stateful, Trainer
 from tandem.runs.checkpoints import Checkpoints, VerifiedCheckpoint
 from tandem.runs.run import Run, StoppedByHand
@@ -212,7 +212,7 @@ class RunCheckpointer:
                 self._uploads.saved(version)
             self._run.event("checkpoint", step=version, stall_s=round(stall_s, 4), write_s=round(writing.result(), 4))
             return groups
-        if isinstance(error, RunFenced):
+        if isinstance(error, RunFenced | RankLost):  # nothing can be saved any more
             raise error
         self._uncontained = groups + self._uncontained
         self._failures += 1

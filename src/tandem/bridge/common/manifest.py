@@ -19,6 +19,7 @@ from torch import Tensor
 from tandem.bridge.common.deadline import Deadline
 from tandem.errors import SyncError
 from tandem.io.bounded_json import parsed
+from tandem.io.safetensors_format import KNOWN
 from tandem.ops import digest
 from tandem.types import Fingerprints, WeightKind, Weights
 
@@ -26,28 +27,19 @@ FORMAT = 4
 _HEAD = f'{{"format": {FORMAT}, "checksum": "'
 _HEAD_CHARS = len(_HEAD) + 32 + len('", ')
 _ALIGNED = 16
-_CODES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "bool": "BOOL",
-}  # fmt: skip
 _T = TypeVar("_T")
 _ODD = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Errors that content raises if it has another form, or other types, than `to_text` writes."""
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    if name not in _CODES:
-        raise SyncError(f"weights of type {name!r} cannot be carried; known are {', '.join(_CODES)}")
+    if name not in KNOWN:
+        raise SyncError(f"weights of type {name!r} cannot be carried; known are {', '.join(KNOWN)}")
     return getattr(torch, name)
 
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def safetensors_code(dtype_name: str) -> str:
-    return _CODES[dtype_name]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from tandem.bridge.common.manifest import Places, TensorEntry
 from tandem.bridge.common.packer import AdapterPacker, Form
 from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.reusable_files import ReusableFiles
-from tandem.bridge.files.safetensors_header import header_of
+from tandem.bridge.files.safetensors_header import METADATA
 from tandem.bridge.files.writer import FilesBridge
+from tandem.io.safetensors_format import header_of
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
 
@@ -77,8 +78,8 @@ class AdapterBridge(FilesBridge):
 
 def _layout(into: Mapping[str, Form]) -> tuple[Places, bytes]:
     """Return where tensors are in the file, and its header."""
-    header, offsets = header_of(into)
-    places = {name: TensorEntry(*into[name], len(header) + offset, _FILE) for name, offset in offsets.items()}
+    header, stored = header_of(into, METADATA)
+    places = {name: TensorEntry(*into[name], tensor.offset, _FILE) for name, tensor in stored.items()}
     return Places(places), header
 
 

@@ -1,0 +1,175 @@
+"""A model directory, read by rows: no rank has more of the model in memory than its share and one tensor.
+
+transformers makes the module and says which tensor of the files is which weight, from stand-ins: tensors of the right
+shape that are one number in memory. So whatever `load_checkpoint.load_whole` refuses is refused here, too, before any
+weight is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.errors import CheckpointError, SpecError
+from tandem.io import row_file
+from tandem.io.safetensors_format import KNOWN
+from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+RowsOf = Callable[[Tensor, int, int], Tensor]
+"""Some rows of a parameter, in float32: the parameter, the first row and the one behind the last."""
+
+
+class _Source(NamedTuple):
+    """Where a stand-in's rows are. The stand-in is kept: another tensor could have its address otherwise."""
+
+    stand_in: Tensor
+    file: row_file.RowFile
+    name: str
+
+
+@contextmanager
+def opened_model(
+    path: str, revision: str, attention: str, field: str = "model.path", *, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Any, RowsOf]]:
+    """Yield a module whose parameters are stand-ins, and what reads their rows. Its buffers are as they must be.
+
+    `field`: the field of the spec that errors name. `dtype`: of the stand-ins. A stand-in stays one when the parameter
+    is renamed or tied; rows can be read until the block ends.
+    """
+    refuse_unfit(path, revision, field)
+    with ExitStack() as stack:
+        try:
+            files = [stack.enter_context(row_file.opened(file)) for file in _files(path, revision)]
+        except (OSError, ValueError, LookupError, TypeError, CheckpointError) as error:
+            raise _unreadable(path, field, error) from error
+        module, sources = _skeleton(path, revision, attention, field, files)
+        if dtype != torch.float32:
+            _narrow(module, sources, dtype)
+
+        def rows_of(parameter: Tensor, top: int, bottom: int) -> Tensor:
+            source = sources[_identity(parameter)]
+            columns = parameter[0].numel() if parameter.ndim > 1 else 1
+            return source.file.read(source.name, (top, bottom, 0, columns)).to(torch.float32)
+
+        yield module, rows_of
+
+
+def _skeleton(
+    path: str, revision: str, attention: str, field: str, files: list[row_file.RowFile]
+) -> tuple[Any, dict[int, _Source]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
+    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+    with torch.device("meta"):
+        try:
+            empty = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _unreadable(path, field, error) from error
+    refuse_converted(empty, path, field)
+    types = {name: tensor.dtype for name, tensor in empty.state_dict().items()}
+    stand_ins: dict[str, Tensor] = {}
+    sources: dict[int, _Source] = {}
+    unreadable: list[str] = []
+    for file in files:
+        for name, stored in file.tensors.items():
+            if stored.dtype not in KNOWN:
+                unreadable.append(name)
+                continue
+            stand_in = stand_ins[name] = _stand_in(stored.shape, types.get(name, torch.float32))
+            sources[_identity(stand_in)] = _Source(stand_in, file, name)
+    try:
+        module, report = type(empty).from_pretrained(
+            None, config=config, state_dict=dict(stand_ins), output_loading_info=True, ignore_mismatched_sizes=True,
+            **options,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unreadable(path, field, error) from error
+    report["error_msgs"] = [*report["error_msgs"], *unreadable]
+    refuse_incomplete(module, report, path, field)
+    _generate_as_told(module, path, revision)
+    if odd := [name for name, tensor in module.named_parameters() if _identity(tensor) not in sources]:
+        raise SpecError(f"{field} = '{path}': '{odd[0]}' is made of several tensors of it, so {_BY_ROWS}")
+    for name, buffer in module.named_buffers():
+        if source := sources.get(_identity(buffer)):
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._buffers[key] = source.file.read(source.name).to(buffer.dtype)
+    return module, sources
+
+
+_BY_ROWS = "its rows cannot be read by several ranks; set parallel.ranks = 1"
+
+
+def refuse_converted(module: Any, path: str, field: str) -> None:
+    """SpecError where transformers stacks or cuts what files hold: rows of a weight are not rows of a file's tensor."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    found = [each for each in get_model_conversion_mapping(module) if not isinstance(each, WeightRenaming)]
+    if found:
+        name = type(module).__name__
+        raise SpecError(f"{field} = '{path}': {name} makes its weights of several tensors of a file, so {_BY_ROWS}")
+
+
+def _generate_as_told(module: Any, path: str, revision: str) -> None:
+    """As `from_pretrained` does of a directory."""
+    from transformers import GenerationConfig
+
+    module.config._name_or_path = path
+    module.config.name_or_path = path
+    try:
+        module.generation_config = GenerationConfig.from_pretrained(path, revision=revision)
+    except OSError:
+        module.generation_config = GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", _from_model_config=True, revision=revision
+        )
+    if Path(path).is_dir():
+        module.name_or_path = module.config._name_or_path = ""
+
+
+def _files(path: str, revision: str) -> list[Path]:
+    """Return the files of tensors that a directory, or a model of the hub, has."""
+    from transformers.utils.hub import cached_file
+
+    def found(name: str) -> str | None:
+        return cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+    if single := found(_SINGLE):
+        return [Path(single)]
+    if not (index := found(_INDEX)):
+        raise OSError(f"it has neither {_SINGLE} nor {_INDEX}")
+    names: set[str] = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+    files = {name: found(name) for name in sorted(names)}
+    if missing := [name for name, file in files.items() if file is None]:
+        raise OSError(f"{_INDEX} names {missing[0]}, which is not there")
+    return [Path(file) for file in files.values() if file is not None]
+
+
+def _narrow(module: Any, sources: dict[int, _Source], dtype: torch.dtype) -> None:
+    """As cast_precision.narrow does with values."""
+    for parameter in module.parameters():
+        source = sources[_identity(parameter)]
+        parameter.data = _stand_in(parameter.shape, dtype)
+        sources[_identity(parameter)] = source._replace(stand_in=parameter.data)
+    module.config.dtype = dtype
+
+
+def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def _identity(tensor: Tensor) -> int:
+    """Of a stand-in: views and parameters of it have the same."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _unreadable(path: str, field: str, error: Exception) -> SpecError:
+    return SpecError(f"{field} = '{path}': no causal language model can be loaded from it: {error}")

@@ -1,0 +1,305 @@
+"""The trainer of a crew: every rank has one, and rank 0's is what the loop calls.
+
+A call on rank 0 is an order: all ranks do it, and rank 0 decides on the answers of all. A step:
+
+    rank 0                                     every rank
+    backward: sends each rank its micro-batches -> forward and backward in rounds, sums over ranks
+                                               <- reports of its micro-batches, squares of its rows' gradients
+    decides: set aside, or by what to scale
+    update: scale                              -> the optimizer on its own rows
+                                               <- what became of the update, as sums
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem.errors import CheckpointError, RanksDiverged, SyncError
+from tandem.io import atomic_write, row_file
+from tandem.ops import digest
+from tandem.protocols import Policy
+from tandem.train import balance, micro_wire
+from tandem.train.crew import Crew
+from tandem.train.memory_accounting import size_bytes
+from tandem.train.row_save import Held, RowSave
+from tandem.train.tree_trainer import Report, TreeTrainer, computed_tokens
+from tandem.types import Batch, Metrics, Part, Totals, WeightKind, Weights
+
+
+class PolicyOnRanks(Policy, Protocol):
+    """A policy of which every rank holds some rows."""
+
+    def trained_parts(self) -> list[Part]: ...  # of this rank; what all hold is rank 0's
+    def full_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of what is trained here, by name
+    def replicas(self) -> Iterator[tuple[str, Tensor]]: ...  # what every rank holds
+    def parts(self) -> Iterator[Part]: ...  # of the module, on this rank; what all hold is rank 0's
+    def row_deployer(self) -> Any: ...  # model/export_rows.py
+    def settle(self) -> None: ...  # rows were written: forget what was gathered of them
+
+
+class CrewTrainer(TreeTrainer):
+    """Built on all ranks alike. The methods of a Trainer are called on rank 0; the others follow."""
+
+    def __init__(self, crew: Crew, policy: PolicyOnRanks, *args: Any, held_by_all: bool, **options: Any) -> None:
+        """`held_by_all`: every rank has all that is trained."""
+        super().__init__(policy, *args, **options)
+        self._crew, self._ours, self._held_by_all = crew, policy, held_by_all
+        self._to_send: list[Tensor] = []
+        self._squares: list[Tensor] = []
+        self._row_save, self._saves = RowSave(crew), 0
+        self._copied_weights: Mapping[str, Tensor] = {}
+        self._deployer: Any = None
+        for name, handler in {
+            "backward": self._do_backward, "update": self._do_update, "fingerprint": self._do_fingerprint,
+            "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot, "load": self._do_load,
+        }.items():  # fmt: skip
+            crew.handle(name, handler)
+
+    # --- a step
+
+    def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
+        crew = self._crew
+        rounds = balance.dealt(batch.micro, crew.ranks)
+        present = [[micro is not None for micro in each] for each in rounds]
+        self._to_send = [micro_wire.pack([each[rank] for each in rounds]) for rank in range(crew.ranks)]
+        totals = [batch.totals.tokens, batch.totals.sequences]
+        sizes = [data.numel() for data in self._to_send]
+        answers = crew.order(
+            "backward", sizes=sizes, present=present, totals=totals, computed=computed_tokens(batch),
+            version=self.version,
+        )  # fmt: skip
+        reports = [
+            answers[rank][index]
+            for index, there in enumerate(present)
+            for rank, is_there in enumerate(there)
+            if is_there
+        ]
+        metrics, scale = self._decided(batch, reports, self._squares)
+        memory = self._memory.metrics(size_bytes(self._gradients.values()), len(rounds))
+        moved = crew.order("update", lr=lr, scale=scale, version=self.version + (scale >= 0))
+        if scale < 0:
+            return None
+        sums = [
+            math.fsum(each) for each in zip(*(moved[:1] if self._held_by_all else filter(None, moved)), strict=True)
+        ]
+        costs = [balance.cost(*micro.ids_BT.shape) for micro in batch.micro]
+        spread = {"parallel/imbalance": balance.imbalance(costs, crew.ranks)}
+        return {**metrics, **memory, **self._moved(sums), **spread}
+
+    def _do_backward(
+        self,
+        sizes: Sequence[int],
+        present: Sequence[Sequence[bool]],
+        totals: Sequence[int],
+        computed: int,
+        version: int,
+    ) -> list[Report]:
+        crew = self._crew
+        self._check_version(version)
+        if crew.rank == 0:
+            for rank in range(1, crew.ranks):
+                dist.send(self._to_send[rank], rank, group=crew.group)
+            data = self._to_send[0]
+            self._to_send = []
+        else:
+            data = torch.empty(sizes[crew.rank], dtype=torch.uint8)
+            dist.recv(data, 0, group=crew.group)
+        reports = self.backward(micro_wire.unpack(data, crew.device), present, Totals(*totals), computed)
+        squares = [each.cpu() for each in self.squares()]
+        if self._held_by_all:
+            self._squares = squares
+        else:
+            mine = torch.cat(squares) if squares else torch.empty(0, dtype=torch.float64)
+            self._squares = crew.gather_tensor(mine)
+        return reports
+
+    def _do_update(self, lr: float, scale: float, version: int) -> list[float]:
+        self._squares = []
+        sums = self.conclude(lr, scale)
+        if self._crew.rank:
+            self.version = version
+        return sums
+
+    def _check_version(self, version: int) -> None:
+        if version != self.version:
+            raise RanksDiverged(f"rank {self._crew.rank} has version {self.version}, and rank 0 has {version}")
+
+    # --- what goes to an engine
+
+    def export(self, kind: WeightKind) -> Weights:
+        """What all ranks hold is compared before every version that leaves the trainer."""
+        self.fingerprints()
+        return super().export(kind)
+
+    def fingerprints(self) -> dict[str, str]:
+        """The digests of whole tensors, of the rows that each rank holds. RanksDiverged if ranks that must hold the
+        same do not."""
+        answers = self._crew.order("fingerprint")
+        compare_replicas([{"version": str(answer["version"]), **answer["replicas"]} for answer in answers])
+        rows = ((name, int(number)) for answer in answers for name, number in answer["parts"].items())
+        return {name: digest.text(number) for name, number in digest.combine(rows).items()}
+
+    def _do_fingerprint(self) -> dict[str, Any]:
+        parts = [(part.name, part.tensor, part.row_start, part.col_start) for part in self._ours.parts()]
+        replicas = [(name, tensor, 0, 0) for name, tensor in self._ours.replicas()]
+        numbers = digest.pieces([*parts, *replicas])
+        return {
+            "version": self.version,
+            "parts": dict(zip([part[0] for part in parts], map(str, numbers), strict=False)),
+            "replicas": dict(zip([each[0] for each in replicas], map(str, numbers[len(parts) :]), strict=True)),
+        }
+
+    def score(self, ids: Sequence[int], first: int) -> list[float]:
+        return self._crew.order("score", ids=list(ids), first=first)[0]
+
+    def _do_score(self, ids: list[int], first: int) -> list[float]:
+        return super().score(ids, first)
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """On this host, one tensor after the other."""
+        self._crew.order("base")
+        yield from self._base.items()
+        self._base = {}
+
+    def _do_base(self) -> None:
+        found = ((name, tensor.detach().cpu()) for name, tensor in self._ours.base())
+        self._base: dict[str, Tensor] = dict(found) if self._crew.rank == 0 else dict(_none(found))
+
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
+        raise SyncError("sync.bridge = 'shared': does not go with parallel.ranks > 1; choose 'broadcast'")
+
+    # --- checkpoints
+
+    def save(self, path: Path) -> None:
+        with atomic_write.directory(path) as directory:
+            self._snapshot(deploy=False)(directory)
+
+    def snapshot(self) -> Callable[[Path], None]:
+        return self._snapshot(deploy=True)
+
+    def local_parts(self) -> dict[str, list[Part]]:
+        """What this rank writes of `weights` and of `optimizer`. What all ranks hold is rank 0's."""
+        mine = self._crew.rank == 0
+        return {
+            file: [part for part in parts if mine or tuple(part.tensor.shape) != part.full_shape]
+            for file, parts in self._parts().items()
+        }
+
+    def _parts(self) -> dict[str, list[Part]]:
+        """All that this rank has of both."""
+        shapes = self._ours.full_shapes()
+        starts = {part.name: part.row_start for part in self._ours.trained_parts()}
+        weights = {
+            name: Part(name, tensor.detach(), starts.get(name, 0), 0, shapes[name]) for name, tensor in self._parameters
+        }
+        state: list[Part] = []
+        for key, tensor in self._optimizer.state().items():
+            part = weights[key.rpartition("|")[0]]
+            if _is_by_rows(tensor, part):
+                state.append(Part(key, tensor, part.row_start, 0, (part.full_shape[0], *tensor.shape[1:])))
+            else:
+                state.append(Part(key, tensor, 0, 0, tuple(tensor.shape)))
+        return {"weights": list(weights.values()), "optimizer": state}
+
+    def _snapshot(self, *, deploy: bool) -> Callable[[Path], None]:
+        """Every rank copies what it holds; what is returned has all of them write."""
+        self._saves += 1
+        number, clock = self._saves, self._clock()
+        self._crew.order("snapshot", number=number, deploy=deploy)
+        whole = self._copied_weights if deploy and self._held_by_all else {}
+
+        def write(directory: Path) -> None:
+            self._row_save.write(number, directory)
+            if deploy:
+                self._write_deployed(directory / "deploy", whole)
+            (directory / "trainer.json").write_text(json.dumps(clock))
+
+        return write
+
+    def _do_snapshot(self, number: int, *, deploy: bool) -> None:
+        self._row_save.free()
+        files: dict[str, Held] = {}
+        for file, parts in self.local_parts().items():
+            copies = self._copies[file].of({part.name: part.tensor for part in parts})
+            files[f"{file}.safetensors"] = Held([part._replace(tensor=copies[part.name]) for part in parts])
+        trained = files["weights.safetensors"].parts
+        self._copied_weights = {part.name: part.tensor for part in trained}
+        if deploy and not self._held_by_all:
+            self._deployer = self._deployer or self._ours.row_deployer()
+            for name, parts in self._deployer.files(trained, self._crew.rank).items():
+                files[f"deploy/{name}"] = Held(parts, {"format": "pt"})
+        self._row_save.hold(number, files)
+
+    def _write_deployed(self, directory: Path, whole: Mapping[str, Tensor]) -> None:
+        """Of a deployable copy, what rank 0 writes alone. `whole`: adapters, which it has."""
+        if not self._held_by_all:
+            self._deployer.write_companions(directory)
+            return
+        self._deploy = self._deploy or self._ours.deployer()
+        self._deploy(whole, directory)
+
+    def load(self, path: Path) -> None:
+        self._crew.order("load", path=str(Path(path).absolute()))
+
+    @torch.no_grad()
+    def _do_load(self, path: str) -> None:
+        """All of it or nothing, on each rank: everything is looked at before anything is written."""
+        clock = json.loads((Path(path) / "trainer.json").read_text())
+        parts = self._parts()
+        with ExitStack() as stack:
+            files = {file: stack.enter_context(row_file.opened(Path(path) / f"{file}.safetensors")) for file in parts}
+            for file, those in parts.items():
+                self._check(path, file, files[file], those)
+            for file, those in parts.items():
+                for part in those:
+                    self._crew.tick()
+                    files[file].read_part(part)
+        # Moments and missing bits are in their places: what is left is how many steps there were.
+        self._optimizer.load({part.name: part.tensor for part in parts["optimizer"]})
+        self._ours.settle()
+        self._take_clock(clock)
+
+    def _check(self, path: str, file: str, saved: row_file.RowFile, parts: Sequence[Part]) -> None:
+        what = f"{path}: the saved {file} belongs to another model, optimizer or precision"
+        names = {part.name for part in parts}
+        if self._crew.rank == 0 and (odd := sorted(names ^ saved.tensors.keys())):
+            raise CheckpointError(f"{what}: {len(odd)} entries are on one side only, as '{odd[0]}'")
+        for part in parts:
+            try:
+                saved.check(part)
+            except CheckpointError as error:
+                raise CheckpointError(f"{what}: {error}") from error
+
+
+def compare_replicas(answers: Sequence[Mapping[str, str]]) -> None:
+    """RanksDiverged, with the tensor and the ranks, where ranks hold different values of what all hold."""
+    names = {name for answer in answers for name in answer}
+    for name in sorted(names):
+        values = [answer.get(name, "") for answer in answers]
+        if len(set(values)) > 1:
+            usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
+            odd = [rank for rank, value in enumerate(values) if value != usual]
+            raise RanksDiverged(
+                f"'{name}' differs on rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} from the other ranks: all "
+                "must hold the same; the run ends before an engine is given either"
+            )
+
+
+def _is_by_rows(tensor: Tensor, part: Part) -> bool:
+    return tensor.ndim > 0 and len(tensor) == len(part.tensor)
+
+
+def _none(items: Iterator[Any]) -> Iterator[Any]:
+    """Go through all, and keep none."""
+    for _ in items:
+        pass
+    return iter(())

@@ -1,0 +1,83 @@
+"""`python crew_member.py RANK RANKS PORT SCENARIO`: one process of a crew. Rank 0 prints how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from tandem.errors import RankLost, SyncError, TandemError
+from tandem.train.crew import Crew
+
+DEADLINE_S = 4.0
+
+
+def main(rank: int, ranks: int, port: int, scenario: str) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    crew = Crew(store, rank, ranks, device=torch.device("cpu"), deadline_s=DEADLINE_S)
+    crew.handle("pids", lambda: os.getpid())
+    crew.handle("gather", lambda: crew.gather({"rank": rank}))
+    crew.handle("add", lambda: add(crew))
+    crew.handle("odd", lambda: odd(crew, scenario))
+    if rank:
+        try:
+            crew.follow()
+        except BaseException as error:  # noqa: BLE001 - as build/crew.py has it
+            crew.fail(error)
+        return
+    pids = crew.order("pids")
+    gathered = crew.order("gather")
+    assert gathered[0] == gathered[-1] == [{"rank": each} for each in range(ranks)], gathered
+    assert crew.order("add") == [float(ranks)] * ranks
+    print(json.dumps(pids), flush=True)
+    print(json.dumps(outcome(crew, scenario)), flush=True)
+    crew.close()
+
+
+def add(crew: Crew) -> float:
+    crew.tick()
+    one = torch.ones(1)
+    dist.all_reduce(one, group=crew.group)
+    crew.tick()
+    return one.item()
+
+
+def odd(crew: Crew, scenario: str) -> float:
+    """What the last rank does in this scenario; the others wait for it in a collective."""
+    if crew.rank == crew.ranks - 1:
+        if scenario == "raises":
+            raise ValueError("CUDA out of memory, or so")
+        if scenario == "hangs":
+            time.sleep(600)
+        if scenario == "refuses":
+            raise SyncError("no engine")
+    if scenario == "refuses":
+        return 0.0
+    return add(crew)
+
+
+def outcome(crew: Crew, scenario: str) -> list[str]:
+    try:
+        if scenario in ("killed while idle", "stopped while idle"):
+            started = time.monotonic()
+            while not crew.broken and time.monotonic() - started < 60:
+                time.sleep(0.05)
+            return ["RankLost", crew.broken]
+        if scenario in ("killed", "stopped"):
+            while True:
+                crew.order("add")
+        crew.order("odd")
+    except RankLost as error:
+        return [type(error).__name__, str(error)]
+    except TandemError as error:
+        assert crew.order("add") == [float(crew.ranks)] * crew.ranks, "the crew goes on"
+        return [type(error).__name__, str(error)]
+    return ["nothing", ""]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

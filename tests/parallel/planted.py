@@ -1,0 +1,149 @@
+"""`python planted.py DIRECTORY`: a crew of two ranks, in which wrong weights are planted one after the other.
+
+Rank 0 starts rank 1, which is this program, too. Each fault is planted on rank 1, tried, and taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from crew_cases import recorded_group
+from safetensors.torch import load_file
+
+from tandem.build import crew as build
+from tandem.errors import TandemError
+from tandem.ops import digest
+from tandem.spec.load import parse_spec
+from tandem.train.crew import Crew
+
+SPEC: dict[str, Any] = {
+    "recipe": "rl", "model": {"preset": "tiny"}, "environment": {"name": "sort"}, "engine": {"kind": "server"},
+    "algorithm": {"kind": "grpo", "kl_coef": 0.05}, "sync": {"bridge": "broadcast"},
+    "train": {"steps": 9, "lr": 1e-3, "groups_per_step": 2, "group_size": 4, "micro_tokens": 128},
+    "parallel": {"ranks": 2, "deadline_s": 60.0},
+}  # fmt: skip
+LORA = {**SPEC, "model": {"preset": "tiny", "lora": {"rank": 4}}, "sync": {"bridge": "adapter"}}
+
+
+class Planter:
+    def __init__(self, crew: Crew, member: build.Member) -> None:
+        self.crew, self.member = crew, member
+        crew.handle("plant", self.plant)
+
+    @torch.no_grad()
+    def plant(self, what: str, *, back: bool) -> None:
+        rows = self.member._built.policy.inner.rows  # pyright: ignore[reportAttributeAccessIssue]
+        if what == "rows swapped between ranks":
+            mine = next(each.tensor for each in rows.local if each.name.endswith("q_proj.weight"))
+            theirs = torch.empty_like(mine)
+            work = dist.isend(mine.clone(), 1 - self.crew.rank)
+            dist.recv(theirs, 1 - self.crew.rank)
+            work.wait()
+            mine.copy_(theirs)
+        if self.crew.rank == 0:
+            return
+        if what == "an adapter that differs":
+            rows.whole[3][1].view(-1)[5] += -0.25 if back else 0.25
+        if what == "a rotary table that differs":
+            next(rows._module.buffers())[1] += -0.25 if back else 0.25
+        if what == "a rank that is a version behind":
+            self.member._made.version += 1 if back else -1
+
+
+def lead(home: Path) -> dict[str, Any]:
+    from tandem import recipes  # noqa: F401 - as a run does
+    from tandem.build import training
+    from tandem.recipes.crew import _own_store
+    from tandem.runs.rank_processes import RankProcesses, loopback_only
+
+    os.environ.update(loopback_only())
+    processes = RankProcesses(2, home, command=[sys.executable, __file__, str(home)])
+    found: dict[str, Any] = {}
+    crew: Crew | None = None
+    try:
+        store = _own_store(processes)
+        crew = Crew(store, 0, 2, device=torch.device("cpu"), deadline_s=60.0, children=processes)
+        member = build.Member(crew)
+        crew.handle("begin", member.begin)
+        Planter(crew, member)
+        for spec in (LORA, SPEC):
+            crew.order("begin", spec=spec)
+            checked = parse_spec(spec)
+            model = training.run_model(checked, crew)
+            algorithm = training.algorithm(checked.algorithm, 8)
+            model.policy.keep_reference()
+            trainer = training.trainer(checked.train, model, algorithm, 0, 0)
+            found |= tried(crew, trainer, model, checked, algorithm, home / checked.sync.bridge)
+    finally:
+        if crew is not None:
+            crew.close()
+        processes.close(5.0)
+    return found
+
+
+def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: Path) -> dict[str, Any]:
+    import random
+
+    from tandem.build import training
+
+    make, rng = training.batches(spec.train, model, algorithm), random.Random(1)
+
+    def step() -> None:
+        trainer.step(make([recorded_group(rng, 4, trainer.version) for _ in range(2)], trainer.version))
+
+    found: dict[str, Any] = {}
+    lora = spec.model.lora is not None
+    step()
+    faults = ["a rotary table that differs", "a rank that is a version behind"] + ["an adapter that differs"] * lora
+    for what in faults:
+        trainer.export("adapter" if lora else "live")
+        crew.order("plant", what=what, back=False)
+        try:
+            trainer.export("adapter" if lora else "live")
+            found[what] = "served"
+        except TandemError as error:
+            found[what] = f"{type(error).__name__}: {error}"
+        crew.order("plant", what=what, back=True)
+    if not lora:
+        digests = trainer.fingerprints()
+        model.policy.write_trained(home)
+        whole = digest.fingerprints(load_file(home / "weights.safetensors"))
+        found["digests of rows are those of whole tensors"] = all(digests[name] == whole[name] for name in whole)
+        crew.order("plant", what="rows swapped between ranks", back=False)
+        found["swapped rows"] = [name for name, said in trainer.fingerprints().items() if said != digests[name]]
+        crew.order("plant", what="rows swapped between ranks", back=True)
+        found["rows are back"] = trainer.fingerprints() == digests
+        ids = list(range(2, 40))
+        before = trainer.score(ids, 20)
+        trainer.save(home / "saved")
+        step()
+        moved = trainer.score(ids, 20)
+        trainer.load(home / "saved")
+        found["scores"] = {
+            "moved": moved != before,
+            "back": trainer.score(ids, 20) == before,
+            "version": trainer.version,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(lead(Path(sys.argv[1]))), flush=True)
+    else:
+        from tandem.recipes.crew import _given_store
+
+        crew = Crew(_given_store(), 1, 2, device=torch.device("cpu"), deadline_s=60.0)
+        member = build.Member(crew)
+        crew.handle("begin", member.begin)
+        Planter(crew, member)
+        try:
+            crew.follow()
+        except BaseException as error:  # noqa: BLE001 - as build/crew.py has it
+            crew.fail(error)

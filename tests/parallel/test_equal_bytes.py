@@ -1,0 +1,118 @@
+"""1, 2 and 4 ranks give the same bytes: of losses, weights, optimizer state and export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.types import MEASURED
+
+CASES = {
+    "sft": {},
+    "sft recompute": {"model": {"activations": "recompute"}},
+    "sft bf16": {"precision": {"weights": "bfloat16"}},
+    "sft bf16 recompute": {"precision": {"weights": "bfloat16"}, "model": {"activations": "recompute"}},
+    "sft bf16 fp32 master": {"precision": {"weights": "bfloat16", "master": "fp32"}},
+    "sft adamw_8bit": {"optimizer": "adamw_8bit"},
+    "sft lora": {"model": {"lora": {"rank": 4}}},
+    "sft lora bf16": {"model": {"lora": {"rank": 4}}, "precision": {"weights": "bfloat16"}},
+    "sft lora muon": {"model": {"lora": {"rank": 4}}, "optimizer": "muon"},
+    "preference": {"recipe": "preference"},
+    "preference lora": {"recipe": "preference", "model": {"lora": {"rank": 4}}},
+    "groups": {"recipe": "rl"},
+    "groups lora": {"recipe": "rl", "model": {"lora": {"rank": 4}}},
+}
+STEPS = 20
+SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
+"""Files with times in them, or with a set's order of this process."""
+
+
+def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    recipe = changes.get("recipe", "sft")
+    model = {"preset": "tiny", **changes.get("model", {})}
+    spec: dict[str, Any] = {
+        "recipe": recipe, "model": model, "checkpoint": {"every": STEPS}, "eval": {"every": 10},
+        "train": {"steps": STEPS, "lr": 1e-3, "micro_tokens": 128},
+    }  # fmt: skip
+    spec["train"]["optimizer"] = {"kind": changes.get("optimizer", "adamw")}
+    if "precision" in changes:
+        spec["precision"] = changes["precision"]
+    if recipe == "rl":
+        spec |= {
+            "environment": {"name": "sort"}, "algorithm": {"kind": "grpo", "kl_coef": 0.05}, "eval": {},
+            "engine": {"kind": "server"}, "sync": {"bridge": "adapter" if "lora" in model else "broadcast"},
+        }  # fmt: skip
+        spec["train"] |= {"groups_per_step": 4, "group_size": 4}
+    else:
+        spec["data"] = {"kind": "file", "path": str(home / f"{recipe}.jsonl"), "eval_share": 0.1}
+        spec["train"] |= {"batch_size": 8}
+    return spec
+
+
+def write_data(home: Path) -> None:
+    """Rows of different lengths."""
+
+    def conversation(n: int) -> list[dict[str, str]]:
+        question, answer = f"say {n}" * (1 + n % 4), "yes " * (1 + n % 5)
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def pair(n: int) -> dict[str, str]:
+        return {"prompt": f"say {n}", "chosen": "well " * (1 + n % 3), "rejected": "no " * (1 + n % 4)}
+
+    rows = {"sft": [{"messages": conversation(n)} for n in range(60)], "preference": [pair(n) for n in range(60)]}
+    for name, each in rows.items():
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("crews")
+    write_data(home)
+    (home / "cases.json").write_text(json.dumps({name: spec_of(home, changes) for name, changes in CASES.items()}))
+    for ranks in (1, 2, 4):
+        command = [sys.executable, str(Path(__file__).with_name("crew_cases.py")), str(home), str(ranks)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return home
+
+
+def losses(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+
+
+def hashes(run: Path) -> dict[str, str]:
+    files = [path for part in ("export", "checkpoints", "saved") for path in sorted((run / part).rglob("*"))]
+    return {
+        path.relative_to(run).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.is_file() and path.name not in SLACK
+    }
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_several_ranks_give_the_bytes_of_one(trained, case, ranks):
+    one, several = trained / "ranks-1" / case, trained / f"ranks-{ranks}" / case
+    assert len(losses(one)) == STEPS
+    assert losses(several) == losses(one)
+    assert len(hashes(one)) >= 3
+    assert hashes(several) == hashes(one)
+
+
+@pytest.mark.timeout(1200)
+def test_cases_differ_from_each_other(trained):
+    """Or the comparison would show nothing."""
+    weights = [
+        json.dumps(sorted(hashes(trained / "ranks-2" / case).items())) for case in CASES if "recompute" not in case
+    ]
+    assert len(set(weights)) == len(weights)

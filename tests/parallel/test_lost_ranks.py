@@ -1,0 +1,74 @@
+"""A rank that raises, dies or stands still ends the crew with its name, and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("crew_member.py")
+SCENARIOS = {
+    "raises": "rank {last} on host {host}: ValueError: CUDA out of memory, or so",
+    "hangs": "rank {last} on host {host}: has made no progress in an order for 4 s (parallel.deadline_s)",
+    "killed": "rank {last} on host {host}: shows no sign of life",
+    "stopped": "rank {last} on host {host}: shows no sign of life",
+    "killed while idle": "rank {last} on host {host}: shows no sign of life",
+    "stopped while idle": "rank {last} on host {host}: shows no sign of life",
+}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+def start(ranks: int, scenario: str) -> list[subprocess.Popen[str]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(ranks), str(port), scenario],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def play(ranks: int, scenario: str) -> tuple[str, str]:
+    """The error's class and text on rank 0. All other processes end by themselves, but for one that stands still."""
+    processes = start(ranks, scenario)
+    try:
+        out = processes[0].stdout
+        assert out is not None
+        pids = json.loads(out.readline())
+        sent = SIGNALS.get(scenario.split()[0])
+        if sent is not None:
+            time.sleep(0.3)
+            os.kill(pids[-1], sent)
+        kind, text = json.loads(next(line for line in out if line.startswith('["')))
+        ends = processes if sent != signal.SIGSTOP else processes[:-1]
+        codes = [process.wait(30) for process in ends]
+        assert codes[0] == 0
+        assert all(code != 0 for code in codes[1:]) or kind != "RankLost"
+        return kind, text
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_lost_rank_is_named(scenario):
+    started = time.monotonic()
+    kind, text = play(3, scenario)
+    assert kind == "RankLost"
+    assert text.startswith(SCENARIOS[scenario].format(last=2, host=socket.gethostname()))
+    assert time.monotonic() - started < 60
+
+
+def test_a_rank_that_refuses_an_order_is_an_answer_and_the_crew_goes_on():
+    assert play(2, "refuses") == ("SyncError", f"rank 1 on host {socket.gethostname()}: no engine")

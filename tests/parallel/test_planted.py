@@ -1,0 +1,49 @@
+"""Wrong weights on one rank are found by name before a version leaves the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name("planted.py")), str(tmp_path_factory.mktemp("planted"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("what", "tensor"),
+    [
+        ("an adapter that differs", ".lora_B."),
+        ("a rotary table that differs", "rotary_emb"),
+        ("a rank that is a version behind", "version"),
+    ],
+)
+def test_ranks_that_differ_are_named(found, what, tensor):
+    assert found[what].startswith("RanksDiverged: '")
+    assert tensor in found[what]
+    assert "differs on rank 1 from the other ranks" in found[what]
+
+
+def test_digests_of_rows_add_up_to_those_of_whole_tensors(found):
+    assert found["digests of rows are those of whole tensors"]
+
+
+def test_swapped_rows_change_the_digest(found):
+    assert found["swapped rows"], "a rank that holds another's rows would go unnoticed"
+    assert found["rows are back"]
+
+
+def test_loaded_rows_are_what_is_computed_with(found):
+    """Planted by FSDP2 itself: what was gathered for a score is kept, and would be stale after a load."""
+    assert found["scores"] == {"moved": True, "back": True, "version": 1}

@@ -1,0 +1,102 @@
+"""What `[parallel]` refuses, by field and with the way out, before anything is loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tandem.errors import SpecError
+from tandem.recipes.crew import as_launched, on_ranks
+from tandem.spec.load import parse_spec
+
+SFT: dict[str, Any] = {
+    "recipe": "sft", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": "rows.jsonl"},
+    "train": {"steps": 2, "lr": 1e-3}, "parallel": {"ranks": 2},
+}  # fmt: skip
+RL: dict[str, Any] = {
+    "recipe": "rl", "model": {"preset": "tiny"}, "environment": {"name": "sort"},
+    "train": {"steps": 2, "lr": 1e-3, "groups_per_step": 2, "group_size": 2}, "engine": {"kind": "server"},
+    "sync": {"bridge": "broadcast"}, "parallel": {"ranks": 2},
+}  # fmt: skip
+REFUSED = {
+    "parallel.shares = 1: fewer micro-batches than parallel.ranks = 2": (SFT, {"parallel": {"shares": 1}}),
+    "parallel.hosts = 2: sums between hosts are not there yet": (SFT, {"parallel": {"hosts": 2}}),
+    "parallel.layout = 'whole': is for adapters": (SFT, {"parallel": {"layout": "whole"}}),
+    "parallel.layout = 'rows': adapters are held whole": (
+        SFT, {"parallel": {"layout": "rows"}, "model": {"lora": {"rank": 4}}},
+    ),
+    "model.activations = 'offload': does not go with parallel.ranks = 2": (SFT, {"model": {"activations": "offload"}}),
+    "train.optimizer.kind = 'muon': needs whole matrices": (SFT, {"train": {"optimizer": {"kind": "muon"}}}),
+    "train.optimizer.kind = 'apollo': needs whole matrices": (SFT, {"train": {"optimizer": {"kind": "apollo"}}}),
+    "train.optimizer.kind = 'adafactor': needs whole matrices": (SFT, {"train": {"optimizer": {"kind": "adafactor"}}}),
+    "train.gradient_release = true: with parallel.shares = 2": (SFT, {"train": {"gradient_release": True}}),
+    "engine.kind = 'hf': runs inside one process": (RL, {"engine": {"kind": "hf"}, "sync": {"bridge": "inproc"}}),
+    "sync.bridge = 'disk': needs whole weights in one process": (RL, {"sync": {"bridge": "disk"}}),
+    "sync.bridge = 'broadcast': with parallel.ranks = 2 adapters are sent": (RL, {"model": {"lora": {"rank": 4}}}),
+    "algorithm.kind = 'distill': its teacher": (RL, {"algorithm": {"kind": "distill", "teacher": "x"}}),
+}  # fmt: skip
+
+
+def changed(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    found = copy.deepcopy(spec)
+    for table, values in changes.items():
+        found[table] = {**found.get(table, {}), **values}
+    return found
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_with_several_ranks_is_refused_by_name(message):
+    spec, changes = REFUSED[message]
+    with pytest.raises(SpecError) as refused:
+        parse_spec(changed(spec, changes))
+    assert message in str(refused.value)
+    assert ";" in str(refused.value), "a refusal names the way out"
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_one_rank_takes_the_same(message):
+    spec, changes = REFUSED[message]
+    alone = changed(spec, changes)
+    alone["parallel"] = {key: value for key, value in alone["parallel"].items() if key == "layout"}
+    parse_spec(alone)
+
+
+def test_muon_goes_with_adapters_that_every_rank_holds():
+    parse_spec(changed(SFT, {"model": {"lora": {"rank": 4}}, "train": {"optimizer": {"kind": "muon"}}}))
+
+
+def test_a_launcher_says_how_many_ranks_there_are(monkeypatch):
+    spec = parse_spec(changed(SFT, {"parallel": {"ranks": 4}}))
+    assert as_launched(spec) is spec
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert as_launched(spec).parallel.ranks == 2
+    assert as_launched(spec).parallel.num_shares == 4, "fewer ranks go on to the same bytes"
+
+
+def test_more_ranks_than_shares_are_refused_where_shares_were_said():
+    spec = parse_spec(changed(SFT, {"parallel": {"ranks": 2, "shares": 2}}))
+    assert on_ranks(spec, 2) is spec
+    with pytest.raises(SpecError, match=r"parallel.shares = 2: fewer micro-batches than parallel.ranks = 4"):
+        on_ranks(spec, 4)
+
+
+def test_one_rank_loads_nothing_of_a_crew(tmp_path):
+    rows = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": rows}) + "\n") * 30)
+    script = f"""
+import json, sys, tandem
+spec = {SFT!r} | {{"parallel": {{}}, "data": {{"kind": "file", "path": {str(tmp_path / "rows.jsonl")!r}}}}}
+tandem.run(spec, {str(tmp_path / "run")!r})
+import torch
+ours = [name for name in sys.modules if name.startswith("tandem.") and ("crew" in name or name.endswith("model.rows"))]
+print(json.dumps([sorted(ours), torch.distributed.is_initialized()]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["tandem.recipes.crew"], False]
