@@ -53,8 +53,9 @@ class CausalPolicy:
         compiled: bool = False,
         place: Callable[[Any, Any], Inside] | None = None,
     ) -> None:
-        """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py. `place`
-        takes the module and PEFT's view of it, puts its weights where they are to be, and says how it is run."""
+        """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py.
+        `place` takes the module and PEFT's view of it, puts its weights where they are to be, and returns how to run
+        it."""
         attention_masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None

@@ -47,7 +47,7 @@ class RankProcesses:
 
     def ended(self) -> Mapping[int, str]:
         """Return how those ended that have ended."""
-        return {rank: child.epitaph() for rank, child in self._children.items() if child.exit_code is not None}
+        return {rank: child.exit_report() for rank, child in self._children.items() if child.exit_code is not None}
 
     def kill(self) -> None:
         for child in self._children.values():
