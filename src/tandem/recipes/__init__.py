@@ -247,6 +247,9 @@ async def _train(
             raise SpecError("--rehearse: the planner does not know this model; leave --rehearse out")
         await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
+    if crew is not None:
+        run.event("ranks", ranks=crew.ranks, hosts=crew.hosts)
+        run.view.say(f"   {crew.ranks} ranks, on {', '.join(dict.fromkeys(crew.hosts))}; their logs are in ranks/")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run, checkpointer, crew)
         return

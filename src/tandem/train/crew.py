@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem import errors
-from tandem.errors import EngineError, RankLost, SyncError
+from tandem.errors import CheckpointUnsaved, EngineError, RankLost, SyncError
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Crew:
         self._deadline_s, self._children = deadline_s, children
         self._handlers: dict[str, Handler] = {}
         self._ordering = threading.Lock()
+        self._ordering_thread = 0
         self._order = self._done = self._mine_done = self._ticks = self._gathered = 0
         self._broken = self._failed_here = ""
         self._waiting: Sequence[str] = ()
@@ -118,31 +119,45 @@ class Crew:
     def order(self, name: str, **what: Any) -> list[Any]:
         """Rank 0: have every rank do it; return the answers in the order of ranks. The first is rank 0's own result."""
         assert self.rank == 0, "orders are given by rank 0"
-        with self._ordering:
-            self._refuse_if_broken()
-            self._order += 1
-            number = self._order
-            told = {"name": name, "what": what}
-            self._set(f"order/{number}", json.dumps(told))
-            failure: BaseException | None = None
-            mine: Any = None
-            try:
-                mine = self._handlers[name](**what)
-            except (SyncError, EngineError) as error:
-                failure = error
-            except BaseException as error:
-                raise self._explained(error) from error
-            self._mine_done = number
-            answers = [mine, *(self._answer(number, rank) for rank in range(1, self.ranks))]
-            self._refuse_if_broken()
-            self._done = number
-            self._forget(number)
-            if failure is not None:
-                raise failure
-            for rank, answer in enumerate(answers[1:], 1):
-                if "error" in answer:
-                    raise getattr(errors, answer["error"], SyncError)(f"{self._called(rank)}: {answer['text']}")
-            return [mine, *(answer["value"] for answer in answers[1:])]
+        self._take_turn(name)
+        try:
+            return self._ordered(name, what)
+        finally:
+            self._ordering_thread = 0
+            self._ordering.release()
+
+    def _ordered(self, name: str, what: Mapping[str, Any]) -> list[Any]:
+        self._refuse_if_broken()
+        self._order += 1
+        number, gathered = self._order, self._gathered
+        told = {"name": name, "what": what}
+        self._set(f"order/{number}", json.dumps(told))
+        failure: BaseException | None = None
+        mine: Any = None
+        try:
+            mine = self._handlers[name](**what)
+        except (SyncError, EngineError) as error:
+            failure = error
+        except BaseException as error:
+            raise self._explained(error) from error
+        self._mine_done = number
+        answers = [mine, *(self._answer(number, rank) for rank in range(1, self.ranks))]
+        self._refuse_if_broken()
+        self._done = number
+        self._forget(number, gathered)
+        if failure is not None:
+            raise failure
+        for rank, answer in enumerate(answers[1:], 1):
+            if "error" in answer:
+                raise getattr(errors, answer["error"], SyncError)(f"{self._called(rank)}: {answer['text']}")
+        return [mine, *(answer["value"] for answer in answers[1:])]
+
+    def _take_turn(self, name: str) -> None:
+        """One order at a time. A signal's handler may come in the middle of one: it must not wait for it."""
+        mine = threading.get_ident()
+        if self._ordering_thread == mine or not self._ordering.acquire(timeout=self._deadline_s):
+            raise CheckpointUnsaved(f"crew: another order is under way, so '{name}' cannot be done now")
+        self._ordering_thread = mine
 
     def follow(self) -> None:
         """The other ranks: do what is ordered until the order is `end`."""
@@ -237,8 +252,11 @@ class Crew:
     def _answer(self, number: int, rank: int) -> dict[str, Any]:
         return json.loads(self._get(f"answer/{number}/{rank}", timeout_s=None))
 
-    def _forget(self, number: int) -> None:
-        gone = [f"order/{number}", *(f"answer/{number}/{rank}" for rank in range(1, self.ranks))]
+    def _forget(self, number: int, gathered: int) -> None:
+        """Every rank has read what this order wrote into the store."""
+        others = range(1, self.ranks)
+        gone = [f"order/{number}", *(f"answer/{number}/{rank}" for rank in others)]
+        gone += [f"gather/{each + 1}/{rank}" for each in range(gathered, self._gathered) for rank in range(self.ranks)]
         for key in gone:
             self._store.delete_key(key)
 
