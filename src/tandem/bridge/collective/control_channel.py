@@ -12,13 +12,14 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.manifest import need
 from tandem.errors import SyncError
 
 _T = TypeVar("_T")
@@ -45,9 +46,29 @@ class ChannelAddress:
     device: str
     """The trainer's: cpu, cuda."""
     deadline_s: float
+    senders: int = 1
+    """Ranks of the trainer: the first members of the group. The others are receivers."""
 
     def to_link(self) -> dict[str, Any]:
-        return asdict(self)
+        link = asdict(self)
+        if self.senders == 1:  # as releases know it whose trainer is one process
+            del link["senders"]
+        return link
+
+    @classmethod
+    def from_link(cls, link: Mapping[str, Any]) -> ChannelAddress:
+        kinds = {"int": int, "float": float, "str": str}
+        what = f"{link.get('mode')}: the link"
+        whole = {"senders": 1, **link}
+        return cls(**{each.name: need(whole, each.name, kinds[str(each.type)], what) for each in fields(cls)})
+
+    @property
+    def num_receivers(self) -> int:
+        return self.world_size - self.senders
+
+    def member(self, rank: int) -> str:
+        """Return what messages call this member of the group."""
+        return f"rank {rank} of the trainer" if rank < self.senders else f"receiver {rank - self.senders}"
 
     def connect(self) -> TCPStore:
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._patience)
