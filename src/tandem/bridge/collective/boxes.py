@@ -208,7 +208,7 @@ class HeldWeights:
     def send(self, plan: Plan, rank: int, first_receiver: int, group: Group, deadline: Deadline) -> None:
         """Send what the plan says. Each bucket is filled while the one before travels. `first_receiver`: the rank in
         the group of receiver 0."""
-        failed = f"{self._what} was not taken"
+        failed = f"version {self._weights.version} was not taken"
         rounds = plan.rounds_of_rank(rank)
         buffers = _two_buffers(group, rounds)
         parts = _PartsInOrder(self._weights, rounds, self._what)

@@ -25,6 +25,7 @@ from tandem.errors import SyncError
 _T = TypeVar("_T")
 BROKEN = "the transfer was broken off"
 """The verdict of an engine that did not read to the end begins so. It ends the connection."""
+LOST = "a partner was lost"
 _LOOK_S = 0.0005
 _SHORT, _AS_IT_IS = 2**16, "="  # characters; no base64 text begins with "="
 CLOSING_S = 1.0
@@ -184,7 +185,7 @@ def as_sync_errors(mode: str, what_failed: str, deadline: Deadline) -> Iterator[
     except RuntimeError as error:
         if deadline.left_s < 0.01 or "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise deadline.missed(what_failed) from error
-        raise SyncError(f"{mode}: {what_failed}: a partner was lost ({first_line(error)}); {WAY_OUT}") from error
+        raise SyncError(f"{mode}: {what_failed}: {LOST} ({first_line(error)}); {WAY_OUT}") from error
 
 
 @contextmanager

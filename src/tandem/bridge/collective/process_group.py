@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from tandem.bridge.collective.control_channel import CLOSING_S, ChannelAddress, ControlChannel, as_sync_errors
+from tandem.bridge.collective.control_channel import CLOSING_S, LOST, ChannelAddress, ControlChannel, as_sync_errors
 from tandem.bridge.common.deadline import Deadline, run_on_thread
 from tandem.errors import SyncError, SyncTimeout
 
@@ -155,9 +155,10 @@ class Group(SideStream):
         if all(work.is_completed() for work in works):
             return True
         if time.monotonic() >= self._next_look:
-            for key in self._keys:
-                if why := self._channel.read_if_there(key, what_failed, deadline):
-                    raise SyncError(f"{self._address.mode}: {what_failed}: {why}")
+            told = [self._channel.read_if_there(key, what_failed, deadline) for key in self._keys]
+            if any(told):  # first who broke off for a reason of its own; those who miss it then say so, too
+                why = "; ".join(sorted(filter(None, told), key=lambda each: LOST in each))
+                raise SyncError(f"{self._address.mode}: {what_failed}: {why}")
             self._next_look = time.monotonic() + _LISTEN_S
         return False
 

@@ -64,6 +64,8 @@ class OtherRanks:
         self._number = 0
         self._state: Literal["idle", "ordered", "asked"] = "idle"
         """ordered: they wait for the question. asked: they wait for `go`."""
+        self._refused = ""
+        """Why the last version does not travel. A rank that comes late reads it where the connection is closed."""
 
     @property
     def numbers(self) -> range:
@@ -72,7 +74,7 @@ class OtherRanks:
     def begin(self) -> None:
         """The others were ordered to send."""
         if self.numbers:
-            self._state = "ordered"
+            self._state, self._refused = "ordered", ""
 
     def ask(self, content: Mapping[str, Any], deadline: Deadline) -> None:
         if self.numbers:
@@ -108,13 +110,18 @@ class OtherRanks:
         """Tell the others that the version does not travel, if they wait."""
         tell = {"idle": None, "ordered": self.ask, "asked": self.go}[self._state]
         if tell is not None:
+            self._refused = why
             with suppress(SyncError):
                 tell({"refused": why}, Deadline(self._address.mode, CLOSING_S))
 
     def close(self, why: str) -> None:
         if self.numbers:
             self.refuse(why)
-            self._channel.close(self._number, why, Deadline(self._address.mode, CLOSING_S))
+            self._channel.close(
+                self._number,
+                f"{why}; {self._refused}" if self._refused else why,
+                Deadline(self._address.mode, CLOSING_S),
+            )
 
     def _delete_old(self, number: int) -> None:
         of_ranks = [f"{number}/held/{rank}" for rank in self.numbers]
@@ -221,7 +228,9 @@ class _RankConnection:
         def break_off(why: str) -> None:
             with suppress(SyncError):
                 told = Deadline(self._address.mode, CLOSING_S)
-                channel.write(f"{sequence}/sent/{self._rank}", f"{BROKEN}: {why}", told)
+                channel.write(
+                    f"{sequence}/sent/{self._rank}", f"{BROKEN}: {self._address.member(self._rank)}: {why}", told
+                )
             self._end(why, broken=True)
 
         with reported(self._address.mode, failed, break_off):

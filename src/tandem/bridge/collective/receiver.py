@@ -19,6 +19,10 @@ between the ranks. For the receivers two more come before the manifest, and each
     T  boxes/<checksum>        what each rank holds and each receiver serves; written when that changes
     T  <seq>/expected/<rank>   the digest that each box of this receiver must have
 
+and one at the end, for each of them has seen its own boxes alone:
+
+    T  <seq>/all               "" (every receiver has the right boxes: it may serve them), or why not
+
 Reading shared buffers cannot hang. So a version of one bucket for one worker is written before it is announced
 (shared_buffers.py), and one round trip is enough:
 
@@ -396,6 +400,10 @@ class _WorkerReceiver:
             self._report(channel, f"{sequence}/done", str(error), deadline)
             raise
         channel.write(f"{sequence}/done/{self._rank}", "", deadline)
+        if not isinstance(flat, Flat):  # another worker's boxes may be wrong: none serves the version then
+            failed = f"version {weights.version}: the trainer did not say whether every worker has its boxes"
+            if why := channel.read(f"{sequence}/all", failed, deadline):
+                raise SyncError(f"{self._address.mode}: version {weights.version} will not be served: {why}")
 
     def _report(self, channel: ControlChannel, key: str, what_is_wrong: str, deadline: Deadline) -> None:
         """Tell the sender what is wrong, if it still listens. The caller raises in any case."""

@@ -294,9 +294,16 @@ class _Connection:
             self._others.refuse(str(error) or type(error).__name__)
             raise
         self._others.go({"sequence": self._sequence, "boxes": manifest.boxes, "way": manifest.way}, deadline)
-        self._move(packed, manifest, deadline)
-        phases.end("move")
-        self._await_verdicts(manifest, deadline)
+        try:
+            self._move(packed, manifest, deadline)
+            phases.end("move")
+            self._await_verdicts(manifest, deadline)
+        except BaseException as error:
+            self._tell_all(str(error) or type(error).__name__)
+            if isinstance(error, SyncTimeout) and (silent := self._silent()):
+                raise SyncTimeout(f"{error}; {', '.join(silent)} said nothing more") from error
+            raise
+        self._tell_all("")
         phases.end("confirm")
         transport = {**chosen._asdict(), "ranks": str(self._address.senders)}
         return Sent(
@@ -307,6 +314,10 @@ class _Connection:
             phases.seconds,
             transport=transport,
         )
+
+    def _tell_all(self, why_not: str) -> None:
+        """Tell receivers whether all of them have what they serve: none serves the version otherwise."""
+        self._channel.write(f"{self._sequence}/all", why_not, Deadline(self._address.mode, CLOSING_S))
 
     def _write_once(self, key: str, text: str, deadline: Deadline) -> None:
         """Write what stays until it changes: its key has its checksum."""
@@ -422,8 +433,7 @@ class _Connection:
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
             self._group = Group(self._address, 0, self._channel, device, deadline)
-        done = [f"{self._sequence}/done/{rank}" for rank in self._receivers]
-        self._group.listen([*done, *(f"{self._sequence}/sent/{rank}" for rank in self._others.numbers)])
+        self._group.listen([*self._last_messages.values()])
         return self._group
 
     def _await_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
@@ -469,9 +479,7 @@ class _Connection:
     def _read_until_broken(self, failed: str, deadline: Deadline) -> dict[int, str]:
         """Return the last message of every other member of the group, by rank. As soon as one of them broke off, return
         what there is: others may wait for it."""
-        keys = {rank: f"{self._sequence}/sent/{rank}" for rank in self._others.numbers}
-        keys |= {rank: f"{self._sequence}/done/{rank}" for rank in self._receivers}
-        found: dict[int, str] = {}
+        keys, found = self._last_messages, dict[int, str]()
 
         def ended() -> bool:
             for rank in [rank for rank in keys if rank not in found and self._channel.has(keys[rank])]:
@@ -481,9 +489,23 @@ class _Connection:
         try:
             deadline.until(ended, failed)
         except SyncTimeout:
-            silent = ", ".join(self._address.member(rank) for rank in keys if rank not in found)
-            raise deadline.missed(failed.format(silent)) from None
-        return found
+            late = ", ".join(self._address.member(rank) for rank in keys if rank not in found)
+            raise deadline.missed(failed.format(late)) from None
+        return dict(sorted(found.items()))
+
+    def _silent(self) -> list[str]:
+        """Return who says nothing although the transfer was broken off. Those who only waited for them have said so."""
+        keys = self._last_messages
+        with suppress(SyncTimeout):
+            said = Deadline(self._address.mode, CLOSING_S)
+            said.until(lambda: all(self._channel.has(key) for key in keys.values()), "some said nothing")
+        return [self._address.member(rank) for rank, key in keys.items() if not self._channel.has(key)]
+
+    @property
+    def _last_messages(self) -> dict[int, str]:
+        """By rank: the key of the last message of every other member of the group."""
+        keys = {rank: f"{self._sequence}/sent/{rank}" for rank in self._others.numbers}
+        return keys | {rank: f"{self._sequence}/done/{rank}" for rank in self._receivers}
 
     def _raise_refusals(self, version: int, verdicts: Mapping[int, str]) -> None:
         """Raise SyncError if any receiver refused the version."""
@@ -511,10 +533,10 @@ class _Connection:
 
     def _delete_old(self, sequence: int) -> None:
         """Delete the messages of an announcement that no receiver reads any more."""
-        ranks = range(self._address.world_size)
-        answers = [f"{sequence}/{name}/{rank}" for name in ("answer", "done") for rank in self._receivers]
+        names = ("answer", "done", "expected") if self._boxes.used else ("answer", "done")
+        answers = [f"{sequence}/{name}/{rank}" for name in names for rank in self._receivers]
         if self._boxes.used:
-            answers += [f"{sequence}/{name}/{rank}" for name in ("expected", "sent") for rank in ranks]
+            answers += [f"{sequence}/all", *(f"{sequence}/sent/{rank}" for rank in self._others.numbers)]
         for key in (f"{sequence}/manifest", f"{sequence}/go", *answers):
             self._channel.store.delete_key(key)
 
