@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -154,12 +154,12 @@ class Counted:
         self.sent = self.received = 0
         whole = Group.exchange
 
-        def exchange(group: Group, sent: list[Message], received: list[Message], deadline: Any) -> Any:
+        def exchange(group: Group, sent: Sequence[Message], received: Sequence[Message], deadline: Any) -> Any:
             self.sent += sum(each.buffer.nbytes for each in sent)
             self.received += sum(each.buffer.nbytes for each in received)
             return whole(group, sent, received, deadline)
 
-        Group.exchange = exchange
+        Group.exchange = exchange  # pyright: ignore[reportAttributeAccessIssue]
 
     def take(self) -> dict[str, int]:
         found = {"sent_bytes": self.sent, "received_bytes": self.received}
@@ -213,7 +213,7 @@ def strike_in_the_middle(strike: int) -> None:
             time.sleep(0.5)  # until it is delivered
         return whole(*arguments)
 
-    Group.exchange = exchange
+    Group.exchange = exchange  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def piece_hash(tensor: Tensor, box: Box) -> str:

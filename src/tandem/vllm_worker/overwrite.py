@@ -15,6 +15,8 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_copy import copy_all
+from tandem.ops.parts import rows_and_cols
+from tandem.types import Part
 from tandem.vllm_worker.tensor_layout import TensorLayout
 
 PieceDigest = tuple[str, int, int, int, int, int]
@@ -46,6 +48,32 @@ Moves = list[tuple[Tensor, Tensor]]
 def moves(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> Moves:
     """Return the copies that apply a version. Call after `check`, before the engine is paused."""
     return [(piece.view, piece.cut(arrived[piece.name])) for piece in layout]
+
+
+def moves_of_parts(layout: TensorLayout, arrived: Sequence[Part]) -> Moves:
+    """Return the copies that apply a version of which this worker got its boxes alone. SyncError, before anything is
+    written, unless they are exactly those that it serves."""
+    forms = layout.forms()
+    found: dict[tuple[Any, ...], Tensor] = {}
+    for name, tensor, row_start, col_start, full_shape in arrived:
+        is_served = forms.get(name, ("nothing", []))
+        if (str(tensor.dtype).removeprefix("torch."), list(full_shape)) != (is_served[0], list(is_served[1])):
+            raise SyncError(
+                f"apply: a box of '{name}' arrived as {tensor.dtype} of {list(full_shape)}, and is served as "
+                f"{is_served[0]} {list(is_served[1])}; nothing was written"
+            )
+        rows, cols = rows_and_cols(tensor.shape)
+        found[name, row_start, row_start + rows, col_start, col_start + cols] = tensor
+    if odd := sorted(found.keys() ^ set(layout.boxes())):
+        side = "is no box of this worker" if odd[0] in found else "did not arrive"
+        name, *box = odd[0]
+        raise SyncError(
+            f"apply: '{name}', rows and columns {box}, {side} ({len(odd)} boxes differ); nothing was written"
+        )
+    for name in layout.tables():
+        assert layout.rotary is not None
+        layout.rotary.check_received(name, next(part.tensor for part in arrived if part.name == name))
+    return [(piece.view, found[piece.name, *piece.box].view(piece.view.shape)) for piece in layout]
 
 
 @torch.no_grad()

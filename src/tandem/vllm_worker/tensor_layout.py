@@ -135,6 +135,11 @@ class TensorLayout:
         }
         return forms | {name: ("float32", list(tensor.shape)) for name, tensor in self.tables().items()}
 
+    def boxes(self) -> list[tuple[str, int, int, int, int]]:
+        """Return name, rows from and to, columns from and to of everything that this worker needs of a full version."""
+        tables = [(name, 0, len(tensor), 0, 1) for name, tensor in self.tables().items()]
+        return [*dict.fromkeys((piece.name, *piece.box) for piece in self), *tables]
+
     def tables(self) -> dict[str, Tensor]:
         """Return the tensors that the engine computes itself, under the trainer's names."""
         return {} if self.rotary is None else dict.fromkeys(ROTARY_NAMES, self.rotary.inv_freq)

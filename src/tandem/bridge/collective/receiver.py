@@ -59,7 +59,7 @@ from tandem.bridge.collective.prefetch import Prefetch, PrefetchedVersion
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferReader, MappedBuffers
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check, need
 from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
 from tandem.ops import digest
@@ -79,6 +79,8 @@ class GroupSource(EngineEndBase):
     ) -> None:
         super().__init__(link, mode, carries)
         self._address = ChannelAddress.from_link(link)
+        self._first = need({"rank": 0, **link}, "rank", int, f"{mode}: the link")
+        """This engine's first receiver, where the connection has several engines."""
         if (
             device is None
         ):  # chosen on the thread that opens the link: on another thread the current device is the first GPU
@@ -97,6 +99,7 @@ class GroupSource(EngineEndBase):
         return True
 
     def receive(self, version: int, rank: int = 0) -> Weights:
+        rank += self._first
         if not 0 <= rank < self._address.num_receivers:
             raise SyncError(
                 f"{self._mode}: receiver {rank} is not part of this connection (size {self._address.num_receivers})"
@@ -109,7 +112,7 @@ class GroupSource(EngineEndBase):
         )
 
     def prefetch(self, rank: int = 0) -> None:
-        if self._reuse and (worker := self._workers.get(rank)) is not None:
+        if self._reuse and (worker := self._workers.get(self._first + rank)) is not None:
             worker.prefetch(Deadline(self._mode, _LISTENING_S, self._given_up), self.deadline)
 
     def close(self) -> None:

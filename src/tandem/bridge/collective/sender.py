@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,33 +30,17 @@ from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.rank_senders import OtherRanks
 from tandem.bridge.collective.receiver import GroupSource
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferWriter, SharedBuffers, Unmapped
+from tandem.bridge.collective.transport import Backend, Transport, choose_transport
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import padded
 from tandem.bridge.common.packer import Carrier, PackedVersion, Packing, num_buffers
 from tandem.errors import SpecError, SyncError, SyncTimeout
-from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
 from tandem.types import Sent, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 _BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
-
-Backend = Literal["auto", "gloo", "nccl", "ipc"]
-
-
-class Transport(NamedTuple):
-    """What moves the buckets of one connection."""
-
-    requested: Backend
-    engaged: Literal["gloo", "nccl", "ipc", "memory"]
-    """ipc: shared memory of one GPU. memory: shared memory of one host."""
-    why: str = ""
-    """Why auto took none of the faster ones."""
-
-    @property
-    def is_shared(self) -> bool:
-        return self.engaged in ("ipc", "memory")
 
 
 class CollectiveBridge:
@@ -557,53 +541,3 @@ class _Connection:
         self._others.close(self._ended)
         if group is not None:
             group.close(broken=broken)
-
-
-def choose_transport(
-    mode: str,
-    requested: Backend,
-    device: torch.device,
-    theirs: Sequence[str],
-    *,
-    roomy: bool,
-    other_ranks: Sequence[str] = (),
-) -> Transport:
-    """Choose what moves the buckets. `theirs`: the device of each engine worker. `roomy`: the GPU has memory for a
-    second copy of what travels. `other_ranks`: the device of each other rank of the trainer."""
-    ours = device_name(device)
-    alone = "" if not other_ranks else f"shared buffers are for one rank, and the trainer has {1 + len(other_ranks)}"
-    if requested == "ipc" and alone:
-        raise SyncError(f"{mode}: sync.backend = 'ipc': {alone}; use 'nccl', 'gloo' or 'auto'")
-    if device.type == "cpu":
-        if requested == "nccl":
-            raise SyncError(f"{mode}: sync.backend = 'nccl': the trainer is on a CPU; use 'gloo' or 'ipc'")
-        return Transport(requested, "memory" if requested == "ipc" else "gloo")
-    match requested:
-        case "gloo":
-            return Transport(requested, "gloo")
-        case "ipc":
-            if odd := [each for each in theirs if each != ours]:
-                raise SyncError(
-                    f"{mode}: sync.backend = 'ipc': the trainer is on GPU {ours} and an engine on {odd[0] or 'none'}; "
-                    "use 'nccl' or 'gloo'"
-                )
-            return Transport(requested, "ipc")
-        case "nccl":
-            if why := _why_no_nccl([ours, *other_ranks], theirs):
-                raise SyncError(f"{mode}: sync.backend = 'nccl': {why}; use 'auto' or 'gloo'")
-            return Transport(requested, "nccl")
-        case "auto":
-            if roomy and set(theirs) == {ours} and not alone:
-                return Transport(requested, "ipc")
-            why = _why_no_nccl([ours, *other_ranks], theirs)
-            return Transport(
-                requested, "gloo" if why else "nccl", "; ".join(filter(None, (why, alone if roomy else "")))
-            )
-
-
-def _why_no_nccl(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    if odd := [each for each in theirs if each in ("", "cpu")]:
-        return f"an engine is on {odd[0] or 'a device that it does not name'}, and NCCL joins GPUs"
-    if len({*ours, *theirs}) < len(ours) + len(theirs):
-        return "NCCL cannot have two of its ranks on one GPU"
-    return ""
