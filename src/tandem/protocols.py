@@ -167,6 +167,7 @@ class Optimizer(Protocol):
     @property
     def workspace_bytes(self) -> int: ...                 # the most memory that an update needs meanwhile
     def drain_metrics(self) -> Metrics: ...               # of the updates since the last call
+    def drain_sums(self) -> Sequence[float]: ...          # the same, as sums that those of other ranks are added to
     def state(self) -> dict[str, Tensor]: ...             # by parameter name; with the bits that 16-bit weights lack
     def load(self, state: Mapping[str, Tensor]) -> None: ...   # takes such a state back
 

@@ -19,7 +19,7 @@ Measure: TypeAlias = Literal["accuracy", "reward", "loss"]
 """What held-out scores are: the share of right answers; rewards, on the scale of their environment; or a loss, which is
 better where it is lower."""
 
-MEASURED = ("time/", "memory/")
+MEASURED = ("time/", "memory/", "parallel/")
 """What keys begin with that are measurements of a machine: the only ones that may differ between two equal runs."""
 
 MAX_METRICS = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tandem.rollout.judge import Judge
     from tandem.rollout.remote.trainer_store import RemoteStore
     from tandem.text.renderer import Renderer
+    from tandem.train.crew import Crew
 
 # Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
 
@@ -101,6 +102,10 @@ class BuiltModel:
     """Most tokens of a sequence, prompt and completion together."""
     master: Master
     """The master weights; all stages of a run share them, as they share the model."""
+    crew: Crew | None = None
+    """The ranks that hold the model together; None: this process has all of it."""
+    num_shares: int = 1
+    """Micro-batches come in multiples of this."""
 
     @property
     def shares(self) -> Shares:
@@ -135,8 +140,26 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max_context: int = 0) -> BuiltModel:
-    """Create or load the model, apply warm start, precision and adapters, and move it to `device`."""
+def run_model(spec: RunSpec, crew: Crew | None, max_context: int = 0) -> BuiltModel:
+    """Build the model of a run: in this process, or on all ranks of the crew."""
+    device = settle_torch(spec)
+    if crew is not None:
+        return crew.order("model", max_context=max_context)[0]
+    return model(spec.model, spec.precision, spec.seed, device, max_context, num_shares=spec.parallel.num_shares)
+
+
+def model(
+    spec: ModelSpec,
+    precision: PrecisionSpec,
+    seed: int,
+    device: Any,
+    max_context: int = 0,
+    *,
+    crew: Crew | None = None,
+    num_shares: int = 1,
+) -> BuiltModel:
+    """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
+    rank calls this, and keeps its rows."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -161,16 +184,42 @@ def model(spec: ModelSpec, precision: PrecisionSpec, seed: int, device: Any, max
         else:
             module = begin_with(module, spec.warm_start)  # before narrow, so that no bit of 32 is lost
     master_weights = master(precision, seed, adapters=spec.lora is not None)
-    if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
-        narrow(module, device, None if spec.lora else master_weights.adopt)
-    module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto the device
-    policy = CausalPolicy(
-        module, tokenizer, lora=spec.lora, adapter=adapter, activations=spec.activations,
-        packed=spec.attention == "packed", compiled=spec.compile,
-    )  # fmt: skip
+    options = {
+        "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
+        "compiled": spec.compile,
+    }  # fmt: skip
+    policy: Any
+    if crew is not None:
+        policy = _policy_by_rows(module, tokenizer, precision, master_weights, crew, options)
+    else:
+        if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
+            narrow(module, device, None if spec.lora else master_weights.adopt)
+        module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto it
+        policy = CausalPolicy(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
-    return BuiltModel(policy, Renderer(tokenizer, thinking=spec.thinking), device, context, master_weights)
+    renderer = Renderer(tokenizer, thinking=spec.thinking)
+    return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
+
+
+def _policy_by_rows(
+    module: Any, tokenizer: Any, precision: PrecisionSpec, master: Master, crew: Crew, options: dict[str, Any]
+) -> Any:
+    """Cut the module into rows; return the policy through which rank 0 reaches all ranks."""
+    import torch
+
+    from tandem.model.cast_precision import narrow
+    from tandem.model.rows import Rows, RowsPolicy
+    from tandem.train.crew_policy import CrewPolicy
+    from tandem.train.gradient_tree import tree
+
+    narrowed = isinstance(precision, Bfloat16Precision)
+    rows = Rows(crew.rank, crew.ranks, crew.device, tree=tree, tick=crew.tick)
+    dtype = torch.bfloat16 if narrowed else torch.float32
+    adopt = master.adopt if narrowed and not options["lora"] else None
+    if narrowed and options["lora"]:
+        narrow(module, torch.device("cpu"), None)  # before adapters are made: peft gives them the values of 16 bits
+    return CrewPolicy(crew, RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, **options))
 
 
 def tokenizer_from_scratch(idle: int) -> Any:
@@ -242,7 +291,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         if stage is not None and stage.gradient_release:
             costs = "a failed step has already changed some weights; clipping uses the norm of earlier steps"
             found.append((f"{name}.gradient_release", True, True, costs))
-    why_not = model.policy.head.why_not_fused(getattr(spec.train, "top_p", 1.0))
+    why_not = model.policy.why_not_fused(getattr(spec.train, "top_p", 1.0))
     found.append(("fused lm-head", True, not why_not, why_not))
     if digests := digest.fused(model.device):
         found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
@@ -331,30 +380,58 @@ def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[
 
 def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int, seed: int) -> Trainer:
     """Build the trainer of one stage, which starts at `version`."""
-    from tandem.optim.schedule import lr_share
+    from tandem.optim.optimizer import metrics_of
     from tandem.train.trainer import PolicyTrainer
 
+    options = trainer_options(stage, version)
+    if model.crew is not None:  # every rank builds its own, from the spec
+        return model.crew.order("trainer", stage=options["stage"], version=version)[0]
+    by_tree = model.num_shares > 1
+    made = stage_optimizer(stage, model.policy, model.master, seed, by_row=by_tree)
+    if not by_tree:
+        return PolicyTrainer(model.policy, algorithm, made, **options)
+    from tandem.train.tree_trainer import TreeTrainer
+
+    return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **options)
+
+
+def trainer_options(stage: Stage, version: int) -> dict[str, Any]:
+    """Return what a trainer of this stage is told."""
+    from tandem.optim.schedule import lr_share
+
     on_rollouts = isinstance(stage, RlStage)
-    return PolicyTrainer(
-        model.policy,
-        algorithm,
-        optimizer(
-            model.policy.trainable(),
-            stage.optimizer,
-            master=model.master,
-            tables=model.policy.tables(),
-            lora_plus=stage.lora_plus,
-            seed=seed,
-        ),
-        lr=lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
-        clip_norm=stage.clip_norm,
-        version=version,
-        temperature=stage.temperature if on_rollouts else 1.0,
-        top_p=stage.top_p if on_rollouts else 1.0,
-        max_logprob_gap=stage.max_logprob_gap if on_rollouts else float("inf"),
-        max_idle_steps=stage.max_idle_steps,
-        release=stage.gradient_release,
-        stage="warmup" if isinstance(stage, WarmupStage) else "train",
+    return {
+        "lr": lambda step: stage.lr * lr_share(stage.schedule, step, stage.steps),
+        "clip_norm": stage.clip_norm,
+        "version": version,
+        "temperature": stage.temperature if on_rollouts else 1.0,
+        "top_p": stage.top_p if on_rollouts else 1.0,
+        "max_logprob_gap": stage.max_logprob_gap if on_rollouts else float("inf"),
+        "max_idle_steps": stage.max_idle_steps,
+        "release": stage.gradient_release,
+        "stage": "warmup" if isinstance(stage, WarmupStage) else "train",
+    }
+
+
+def stage_optimizer(
+    stage: Stage,
+    policy: Any,
+    master: Master,
+    seed: int,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    by_row: bool = True,
+) -> Optimizer:
+    """Build the optimizer of one stage. `shapes`: of the whole tensors, where the policy holds rows of them."""
+    return optimizer(
+        policy.trainable(),
+        stage.optimizer,
+        master=master,
+        tables=policy.tables(),
+        lora_plus=stage.lora_plus,
+        seed=seed,
+        shapes=shapes,
+        by_row=by_row,
     )
 
 
@@ -366,21 +443,26 @@ def optimizer(
     tables: Collection[str],
     lora_plus: float,
     seed: int,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    by_row: bool = False,
 ) -> Optimizer:
     """Build the optimizer. `tables`: names of the tensors with one row per token (embeddings and head)."""
     from tandem.optim.optimizer import Optimizer
 
-    matrices, others = rules(spec, seed)
+    matrices, others = rules(spec, seed, shapes)
     return Optimizer(
         named_parameters,
         {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named_parameters},
         master,
         weight_decay=spec.weight_decay,
         lr_scale={name: lora_plus for name, _ in named_parameters if ".lora_B." in name},
+        by_row=by_row,
     )
 
 
-def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
+def rules(
+    spec: OptimizerSpec, seed: int, shapes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[UpdateRule, UpdateRule]:
     """Return two update rules: for matrices, and for embeddings, head and vectors, which no matrix rule suits."""
     from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
 
@@ -391,7 +473,7 @@ def rules(spec: OptimizerSpec, seed: int) -> tuple[UpdateRule, UpdateRule]:
         return muon.Muon(spec), adamw.AdamW(spec)
     rule: UpdateRule
     if isinstance(spec, AdamW8bitSpec):
-        rule = adamw_8bit.AdamW8bit(spec)
+        rule = adamw_8bit.AdamW8bit(spec, shapes)
     elif isinstance(spec, AdamWOffloadSpec):
         rule = adamw_offload.AdamWOffload(spec)
     elif isinstance(spec, AdamWSpec):
@@ -482,6 +564,8 @@ def caller(deterministic: bool) -> Call:
 
 def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
     """Return the function that packs groups into the batch of one step."""
+    import torch
+
     from tandem.train.batch_packing import make_batch
 
     def make(groups: list[Group], version: int) -> Batch:
@@ -491,7 +575,8 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
             micro_tokens=stage.micro_tokens,
             version=version,
             shares=model.shares,
-            device=model.device,
+            device=model.device if model.crew is None else torch.device("cpu"),  # it is sent to all ranks
+            multiple=model.num_shares,
         )
 
     return make
@@ -579,8 +664,7 @@ def weights_writer(model: BuiltModel) -> Callable[[Path], None]:
     def write(directory: Path) -> None:
         from safetensors.torch import save_file
 
-        trained = {name: tensor.detach().cpu().contiguous() for name, tensor in model.policy.trainable()}
-        save_file(trained, directory / "weights.safetensors")
+        save_file(model.policy.whole_trained(), directory / "weights.safetensors")
 
     return write
 
@@ -592,6 +676,9 @@ def load_weights(model: BuiltModel, directory: Path) -> None:
 
     from tandem.ops.module_tensors import check_alike
 
+    if model.crew is not None:
+        model.policy.load_trained(directory)
+        return
     saved = load_file(directory / "weights.safetensors")
     check_alike(dict(model.policy.trainable()), saved, f"{directory}: the saved weights belong to another model")
     with torch.no_grad():

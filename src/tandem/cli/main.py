@@ -54,6 +54,9 @@ def train(
     rehearse: Annotated[
         bool, typer.Option("--rehearse", help="First try the largest micro-batches and a sync; compare with the plan.")
     ] = False,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Resume the run in --run-dir if there is one; otherwise start it there.")
+    ] = False,
     overrides: Overrides = None,
 ) -> None:
     """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
@@ -70,11 +73,22 @@ def train(
 
         directory = run_dir or Run.new_directory(Path("runs"), checked.name)
         raise typer.Exit(supervise_run(directory, spec, overrides or ()))
-    from tandem.recipes import run
+    if go_on and run_dir is None:
+        raise typer.BadParameter("--go-on: say which run with --run-dir")
+    from tandem.recipes import resume, run
+    from tandem.recipes.crew import as_launched, follow, is_follower, leading
     from tandem.runs.failure_diagnosis import exits_by_class
 
     with exits_by_class():
-        run(checked, run_dir, rehearse=rehearse)
+        checked = as_launched(checked)
+        if is_follower():
+            follow(checked)
+            return
+        with leading():
+            if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
+                resume(run_dir, ranks=checked.parallel.ranks)
+            else:
+                run(checked, run_dir, rehearse=rehearse)
 
 
 @app.command()

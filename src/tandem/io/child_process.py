@@ -88,11 +88,11 @@ class Child:
         """SIGTERM, some time to end by itself, then SIGKILL to its whole group. May be called again."""
         if self.exit_code is None:
             self._leash.terminate()
-            self._ended_within(grace_s)
+            self.ended_within(grace_s)
         if self._ours >= 0:
             os.close(self._ours)
             self._ours = -1
-        if not self._ended_within(_KILL_S):
+        if not self.ended_within(_KILL_S):
             self._leash.kill()  # it is stopped itself; the kernel takes the program along
             self._leash.wait()
 
@@ -112,7 +112,7 @@ class Child:
     def _program(self) -> str:
         return " ".join(self.command[:4])
 
-    def _ended_within(self, seconds: float) -> bool:
+    def ended_within(self, seconds: float) -> bool:
         try:
             self._leash.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -29,6 +29,14 @@ from tandem.ops.module_tensors import live_tensors, move_in, stand_on
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
+Inside = Callable[..., Any]
+"""`inside(function, *args)` calls the function where all weights of a module are there to be read. What it returns
+must be tensors, or tuples of them, if there is to be a gradient."""
+
+
+def _directly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
 
 class CausalPolicy:
     """`module` is the transformers model itself; LoRA layers, if any, sit inside it."""
@@ -43,13 +51,16 @@ class CausalPolicy:
         activations: ActivationPolicy = "keep",
         packed: bool = False,
         compiled: bool = False,
+        place: Callable[[Any, Any], Inside] | None = None,
     ) -> None:
-        """`adapter`: a saved one that `lora` begins with. `packed`, `compiled`: as model/forward.py says."""
+        """`adapter`: a saved one that `lora` begins with. `packed`, `compiled`: as model/forward.py says. `place` takes
+        the module and PEFT's view of it, puts its weights where they are to be, and says how it is run."""
         attention_masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
+        self._inside: Inside = place(module, self._adapter) if place else _directly
         self._served_adapter = served_weights.StableAdapter(served_weights.adapted(module))
         self._reference: Head | None = None
         self._adapter_then: list[Tensor] = []
@@ -61,12 +72,12 @@ class CausalPolicy:
         self.head = Head(module, len(tokenizer))
         module.eval()  # and so it stays: with dropout on, this would not be the policy that the engine samples from
         why_not = _why_not_compiled(module, activations)
-        self.forward = Forward(
-            module, packed=packed, compiled=compiled, selective=by_compiler, why_not_compiled=why_not
+        self.forward: Forward = self._inside(
+            lambda: Forward(module, packed=packed, compiled=compiled, selective=by_compiler, why_not_compiled=why_not)
         )
         if by_compiler and self.forward.why_not_compiled:
             self.activations = Activations(module, activations)
-        self.head.check(module)
+        self._inside(self.head.check, module)
 
     # --- scoring
 
@@ -145,13 +156,23 @@ class CausalPolicy:
                 tensor.data = mine
 
     def _score(self, head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
+        inside = self._inside_of(head)
+        return TokenLogprobs(*inside(self._scored, head, micro, temperature, top_p))
+
+    def _scored(self, head: Head, micro: MicroBatch, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         hidden_TH, source_N = self.forward.hidden(head, micro)
         ids_N = micro.ids_BT.flatten()[micro.target_N]
-        logprobs_N, entropy_N = head.logprobs(hidden_TH[source_N], ids_N, temperature, top_p)
-        return TokenLogprobs(logprobs_N, entropy_N)
+        return head.logprobs(hidden_TH[source_N], ids_N, temperature, top_p)
+
+    def _inside_of(self, head: Head) -> Inside:
+        """How the module of this head is run: the policy's, or its reference's."""
+        return self._inside
 
     def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]:
         return self.head.buffer_bytes(num_tokens, top_p)
+
+    def why_not_fused(self, top_p: float) -> str:
+        return self.head.why_not_fused(top_p)
 
     def hides_activations(self) -> bool:
         return self.activations.hidden
@@ -160,6 +181,10 @@ class CausalPolicy:
 
     def trainable(self) -> Sequence[tuple[str, Tensor]]:
         return [(name, tensor) for name, tensor in self.module.named_parameters() if tensor.requires_grad]
+
+    def whole_trained(self) -> dict[str, Tensor]:
+        """Copies of the parameters that the optimizer updates, on the host."""
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in self.trainable()}
 
     def tables(self) -> set[str]:
         """Names of what holds a row a token: embeddings and the head."""

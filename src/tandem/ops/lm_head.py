@@ -147,7 +147,7 @@ class Head:
         ids = torch.arange(8, device=device)[None] % self.num_ids
         hidden = self.hidden(ids, torch.arange(8, device=device)[None], None)
         ours = self.logits(hidden)
-        theirs = module(input_ids=ids).logits[..., : self.num_ids].float()
+        theirs = module.forward(input_ids=ids).logits[..., : self.num_ids].float()
         gap = (ours - theirs).abs().max().item()
         # Theirs are rounded to the model's own dtype, and again by each step after the product.
         tolerance = max(1e-3, 2 * torch.finfo(hidden.dtype).eps)

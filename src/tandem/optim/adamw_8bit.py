@@ -25,7 +25,7 @@ CPU it codes 1e-8 of a block's greatest number as 1.6e-5 of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,21 +42,23 @@ _BLOCK = ROWS_8BIT
 class AdamW8bit:
     by_rows = True
 
-    def __init__(self, spec: AdamWSpec) -> None:
-        self._spec, self._adamw = spec, AdamW(spec)
+    def __init__(self, spec: AdamWSpec, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+        """`shapes`: of the whole tensors, where only some rows of them are here."""
+        self._spec, self._adamw, self._shapes = spec, AdamW(spec), shapes or {}
         self._codes = {"exp_avg": Code.signed(), "exp_avg_sq": Code.positive()}
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        shapes = state_shapes("adamw_8bit", like.shape)
+        shapes = state_shapes("adamw_8bit", self._shapes.get(name, like.shape))
         if "exp_avg_scale" not in shapes:
             return self._adamw.init(name, like)
         dtypes = {1: torch.uint8, 4: torch.float32}
         return {
-            key: torch.zeros(dims, dtype=dtypes[width], device=like.device) for key, (dims, width) in shapes.items()
+            key: torch.zeros((len(like), *dims[1:]), dtype=dtypes[width], device=like.device)
+            for key, (dims, width) in shapes.items()
         }
 
     def why_not_whole(self, live: Tensor) -> str:
-        coded = "exp_avg_scale" in state_shapes("adamw_8bit", live.shape)
+        coded = live.ndim > 1 if self._shapes else "exp_avg_scale" in state_shapes("adamw_8bit", live.shape)
         if coded and live[0].numel() % _BLOCK:
             return f"a row of {live[0].numel()} numbers is not of whole blocks of {_BLOCK}"
         return self._adamw.why_not_whole(live)

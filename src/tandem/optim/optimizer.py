@@ -29,7 +29,10 @@ class Optimizer:
         *,
         weight_decay: float = 0.0,
         lr_scale: Mapping[str, float] | None = None,
+        by_row: bool = False,
     ) -> None:
+        """`by_row`: what became of an update is summed row by row, so that it does not depend on which rows of a
+        parameter are here."""
         self._parameters = dict(named_parameters)
         self._rules, self._master = rules, master
         self._decay = {name: weight_decay if tensor.ndim >= 2 else 0.0 for name, tensor in named_parameters}
@@ -38,6 +41,7 @@ class Optimizer:
         self._steps = dict.fromkeys(self._parameters, 0)
         self._whole = {name for name, tensor in named_parameters if not self.why_not_whole(name, tensor.detach())}
         self._tally = _Tally()
+        self._by_row = by_row
 
     def why_not_whole(self, name: str, live: Tensor) -> str:
         """Why this parameter goes through several operations; empty if its rule reads, updates and writes in one."""
@@ -76,8 +80,12 @@ class Optimizer:
 
     def drain_metrics(self) -> Metrics:
         """What became of the updates since the last call."""
+        return metrics_of(self.drain_sums())
+
+    def drain_sums(self) -> list[float]:
+        """The same as sums, of which those of other rows may be added; empty if there was no update."""
         tally, self._tally = self._tally, _Tally()
-        return tally.metrics()
+        return tally.numbers()
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the served weights that the next step depends on, by parameter name."""
@@ -140,7 +148,7 @@ class Optimizer:
 
     def _apply(self, pieces: list[_ParameterSlice]) -> None:
         slots = [piece.slot for piece in pieces]
-        look = _Look(pieces)
+        look = _Look(pieces, by_row=self._by_row)
         by_rule: defaultdict[int, list[Slot]] = defaultdict(list)
         for slot in slots:
             by_rule[id(self._rules[slot.name])].append(slot)
@@ -163,8 +171,8 @@ class _ParameterSlice:
 class _Look:
     """What became of an update: taken before it, compared after it, counted on the device."""
 
-    def __init__(self, pieces: Sequence[_ParameterSlice]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Sequence[_ParameterSlice], *, by_row: bool) -> None:
+        self._pieces, self._by_row = pieces, by_row
         self._narrow = any(piece.live.dtype != torch.float32 for piece in pieces)
         self._old = _flat([piece.slot.value for piece in pieces]).clone()
         self._had_gradient = _flat([piece.slot.grad for piece in pieces]) != 0  # now: a rule may overwrite it
@@ -179,8 +187,20 @@ class _Look:
         lost = torch.dot(wanted - kept, update) if self._narrow else torch.zeros_like(energy)
         serves = _flat([piece.live for piece in self._pieces]) if self._narrow else kept
         counts = [self._had_gradient, self._had_gradient & changed, serves != self._served, changed]
+        if self._by_row:
+            energy, lost = self._sums_by_row(update, wanted - kept)
         total = torch.full_like(energy, changed.numel(), dtype=torch.float64)
         return torch.stack([energy.double(), lost.double(), *(mask.sum().double() for mask in counts), total])
+
+    def _sums_by_row(self, update: Tensor, missed: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = [piece.live.numel() for piece in self._pieces]
+        energy = lost = update.new_zeros((), dtype=torch.float64)
+        for piece, moved, gone in zip(self._pieces, update.split(sizes), missed.split(sizes), strict=True):
+            rows = max(1, len(piece.live)) if piece.live.ndim else 1
+            moved, gone = moved.view(rows, -1), gone.view(rows, -1)
+            energy = energy + torch.linalg.vector_norm(moved, dim=1).double().square().sum()
+            lost = lost + (moved * gone).sum(1).double().sum()
+        return energy, lost
 
 
 class _Tally:
@@ -192,17 +212,22 @@ class _Tally:
     def add(self, sums: Tensor) -> None:
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def metrics(self) -> Metrics:
-        if self._sums is None:
-            return {}
-        energy, lost, with_gradient, effective, served, stored, total = self._sums.tolist()
-        return {
-            "update/effective_fraction": effective / with_gradient if with_gradient else 0.0,
-            "update/lost_energy": lost / energy if energy else 0.0,
-            "update/served_fraction": served / total,
-            "update/stored_fraction": stored / total,
-            "update/norm": energy**0.5,
-        }
+    def numbers(self) -> list[float]:
+        return [] if self._sums is None else self._sums.tolist()
+
+
+def metrics_of(sums: Sequence[float]) -> Metrics:
+    """`sums`: what `Optimizer.drain_sums` returns, or such numbers of several ranks added up."""
+    if not sums:
+        return {}
+    energy, lost, with_gradient, effective, served, stored, total = sums
+    return {
+        "update/effective_fraction": effective / with_gradient if with_gradient else 0.0,
+        "update/lost_energy": lost / energy if energy else 0.0,
+        "update/served_fraction": served / total,
+        "update/stored_fraction": stored / total,
+        "update/norm": energy**0.5,
+    }
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
 from tandem.obs.trackers.tracker_process import TrackerTarget, openers
 from tandem.obs.trackers.tracker_queue import Feed
+from tandem.recipes.crew import crew_of, on_ranks, until_lost
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
@@ -81,14 +82,18 @@ def _refuse_missing(spec: RunSpec) -> None:
             refuse_no_file(Path(data.eval_path), f"{field}.eval_path")
 
 
-def resume(directory: str | Path, *, take_over: bool = False, view: LiveView | None = None) -> Mapping[str, Any]:
+def resume(
+    directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0
+) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
-    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended."""
+    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: train
+    on so many; 0: as before."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
+            spec = on_ranks(spec, ranks or spec.parallel.ranks)
             environment = _environment(spec)
             return _run(spec, lease, directory, environment, view).status
         try:
@@ -147,7 +152,10 @@ def _run(
                     run.event("resume", step=found.version, epoch=lease.epoch)
                     view.say(f"   resumes from the checkpoint of step {found.version}")
                 try:
-                    asyncio.run(_train(spec, run, environment, checkpointer, rehearse=rehearse, fresh=lease.epoch == 1))
+                    fresh = lease.epoch == 1
+                    with crew_of(spec, directory) as crew:
+                        training_of = _train(spec, run, environment, checkpointer, crew, rehearse=rehearse, fresh=fresh)
+                        asyncio.run(until_lost(crew, training_of))
                 except Exception as error:
                     if checkpointer.ending in chain(error):  # a library wrapped it in an error of its own at import
                         raise checkpointer.ending from error
@@ -203,7 +211,14 @@ def _upload(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: flo
 
 
 async def _train(
-    spec: RunSpec, run: Run, environment: Any, checkpointer: RunCheckpointer, *, rehearse: bool, fresh: bool
+    spec: RunSpec,
+    run: Run,
+    environment: Any,
+    checkpointer: RunCheckpointer,
+    crew: Any,
+    *,
+    rehearse: bool,
+    fresh: bool,
 ) -> None:
     """Set up trackers, progress and plan, then train by the spec's recipe. `fresh`: no process has run it before."""
     from tandem.build import training
@@ -221,17 +236,21 @@ async def _train(
     if plan is not None and fresh:
         need_room(run.directory, "begin", int(plan.checkpoint_gib * 2**30), ", one checkpoint included")
     if rehearse:
+        if crew is not None:
+            raise SpecError(
+                f"--rehearse: rehearses one process, and parallel.ranks = {crew.ranks}; leave --rehearse out"
+            )
         if plan is None:
             raise SpecError("--rehearse: the planner does not know this model; leave --rehearse out")
         await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
     if isinstance(spec, SftSpec):
-        await train_sft(spec, run, checkpointer)
+        await train_sft(spec, run, checkpointer, crew)
         return
     if isinstance(spec, PreferenceSpec):
-        await train_preference(spec, run, checkpointer)
+        await train_preference(spec, run, checkpointer, crew)
         return
-    rl = RlRun(spec, run, environment, checkpointer)
+    rl = RlRun(spec, run, environment, checkpointer, crew)
     try:
         await rl.train()
         training.export(rl.model, run.directory / "export")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from tandem.build import training
 from tandem.data.preference_pairs import Pair
@@ -25,10 +26,10 @@ from tandem.spec.run import PreferenceSpec
 from tandem.types import Group, Metrics
 
 
-async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunCheckpointer) -> None:
+async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunCheckpointer, crew: Any = None) -> None:
     """Train as a preference spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
-    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+    model = training.run_model(spec, crew)
     for note in training.options(spec, model):
         run.note_option(*note)
     pairs, held_out = checked_pairs(model, spec.data, run)

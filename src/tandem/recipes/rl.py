@@ -48,11 +48,17 @@ def training_reward(run_dir: Path) -> dict[str, Any]:
 class RlRun:
     """One RL run: the model, engine, publisher and environment that its stages share."""
 
-    def __init__(self, spec: RlSpec, run: Run, environment: Environment | None, checkpointer: RunCheckpointer) -> None:
+    def __init__(
+        self,
+        spec: RlSpec,
+        run: Run,
+        environment: Environment | None,
+        checkpointer: RunCheckpointer,
+        crew: Any = None,
+    ) -> None:
+        """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
-        self.model = training.model(
-            spec.model, spec.precision, spec.seed, training.settle_torch(spec), getattr(spec.engine, "max_context", 0)
-        )
+        self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
         self.joined = run_engines.join(spec, self.model, run.directory / "engines")
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = run_engines.publisher(

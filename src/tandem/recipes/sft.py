@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tandem.build import training
 from tandem.recipes.supervised_steps import (
@@ -20,10 +21,10 @@ from tandem.spec.run import SftSpec
 from tandem.types import Metrics, Trajectory
 
 
-async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer) -> None:
+async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer, crew: Any = None) -> None:
     """Train as an SFT spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
-    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+    model = training.run_model(spec, crew)
     for note in training.options(spec, model):
         run.note_option(*note)
     recordings, held_out = checked_rows(model, spec.data, run, "data")

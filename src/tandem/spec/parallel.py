@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
 
 from tandem.spec.base import Spec
+from tandem.spec.model import ModelSpec
+from tandem.spec.train import Stage
+
+_BY_ROWS = ("adamw", "adamw_8bit", "adamw_offload")
+"""Optimizers that treat every row alone."""
 
 
 class ParallelSpec(Spec):
@@ -29,3 +35,61 @@ class ParallelSpec(Spec):
     def num_shares(self) -> int:
         """Return `shares`, or its default."""
         return self.shares or self.ranks
+
+
+def check_parallel(
+    parallel: ParallelSpec,
+    model: ModelSpec,
+    stages: Mapping[str, Stage],
+) -> None:
+    """Raise ValueError for what does not go with several ranks, before anything is loaded."""
+    ranks = parallel.ranks
+    if ranks > 1 and parallel.num_shares < ranks:
+        raise ValueError(
+            f"parallel.shares = {parallel.shares}: fewer micro-batches than parallel.ranks = {ranks} leave ranks "
+            f"without work; set shares to {ranks} or more, or leave it out"
+        )
+    if parallel.num_shares > 1:
+        for name, stage in stages.items():
+            if stage.gradient_release:
+                raise ValueError(
+                    f"{name}.gradient_release = true: with parallel.shares = {parallel.num_shares} a step has several "
+                    "micro-batches, whose gradients are summed first; set gradient_release = false"
+                )
+    if ranks == 1:
+        return
+    if parallel.hosts > 1:
+        raise ValueError(
+            f"parallel.hosts = {parallel.hosts}: sums between hosts are not there yet; set hosts = 1, and start the "
+            "ranks of all hosts with torchrun: rows are then cut over all of them"
+        )
+    if parallel.layout == "whole" and model.lora is None:
+        raise ValueError(
+            "parallel.layout = 'whole': is for adapters, and every weight is trained; add [model.lora], or "
+            "leave layout out"
+        )
+    if parallel.layout == "rows" and model.lora is not None:
+        raise ValueError(
+            "parallel.layout = 'rows': adapters are held whole by every rank; leave layout out, or "
+            "leave [model.lora] out"
+        )
+    _check_model(ranks, model)
+    for name, stage in stages.items():
+        if model.lora is None and stage.optimizer.kind not in _BY_ROWS:
+            raise ValueError(
+                f"{name}.optimizer.kind = '{stage.optimizer.kind}': needs whole matrices, and with parallel.ranks = "
+                f"{ranks} each rank has some rows of them; choose {', '.join(_BY_ROWS)}, or set parallel.ranks = 1"
+            )
+
+
+def _check_model(ranks: int, model: ModelSpec) -> None:
+    if model.activations == "offload":
+        raise ValueError(
+            f"model.activations = 'offload': does not go with parallel.ranks = {ranks}; choose 'recompute' or "
+            "'selective'"
+        )
+    if model.lora is not None and model.lora.base != "exact":
+        raise ValueError(
+            f"model.lora.base = '{model.lora.base}': a quantised base cannot be cut into rows; leave base out, or set "
+            "parallel.ranks = 1"
+        )

@@ -17,10 +17,10 @@ from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.pairing import check_sync
-from tandem.spec.parallel import ParallelSpec
+from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
-from tandem.spec.rollouts import LocalRollouts, RolloutsSpec
+from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -126,7 +126,40 @@ class RlSpec(_RunSpecBase):
         if self.warmup is not None:
             _check_stage("warmup", self.warmup, self.model)
         _check_algorithm(self.algorithm, self.train)
+        check_parallel(self.parallel, self.model, self.stages)
+        if self.parallel.ranks > 1:
+            self._check_ranks()
         return self
+
+    def _check_ranks(self) -> None:
+        """Raise ValueError for what RL cannot do yet with a trainer of several ranks."""
+        ranks = self.parallel.ranks
+        if isinstance(self.engine, HfEngineSpec):
+            raise ValueError(
+                f"engine.kind = 'hf': runs inside one process on the trainer's own module, and parallel.ranks = "
+                f"{ranks}; set engine.kind = 'server' or 'vllm', with sync.bridge = 'broadcast'"
+            )
+        by_adapter = self.sync.traits.carries == "adapter"
+        if self.model.lora is not None and not by_adapter:
+            raise ValueError(
+                f"sync.bridge = '{self.sync.bridge}': with parallel.ranks = {ranks} adapters are sent as they are, not "
+                "merged; choose 'adapter' or 'adapter_broadcast'"
+            )
+        if not by_adapter and self.sync.bridge != "broadcast":
+            raise ValueError(
+                f"sync.bridge = '{self.sync.bridge}': needs whole weights in one process, and parallel.ranks = "
+                f"{ranks}; choose 'broadcast', or with [model.lora] 'adapter' or 'adapter_broadcast'"
+            )
+        if isinstance(self.algorithm, DistillSpec):
+            raise ValueError(
+                f"algorithm.kind = 'distill': its teacher is one process's, and parallel.ranks = {ranks}; set "
+                "parallel.ranks = 1"
+            )
+        if isinstance(self.rollouts, AtroposRollouts):
+            raise ValueError(
+                f"rollouts.kind = 'atropos': its trainer is one process, and parallel.ranks = {ranks}; set "
+                "parallel.ranks = 1"
+            )
 
     def _check_environment(self) -> None:
         """Raise ValueError if the environment is missing although the run needs it."""
@@ -160,6 +193,7 @@ class SftSpec(_RunSpecBase):
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:
         _check_stage("train", self.train, self.model)
+        check_parallel(self.parallel, self.model, {"train": self.train})
         return self
 
 
@@ -179,6 +213,7 @@ class PreferenceSpec(_RunSpecBase):
     @model_validator(mode="after")
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
+        check_parallel(self.parallel, self.model, {"train": self.train})
         return self
 
 

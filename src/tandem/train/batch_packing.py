@@ -20,6 +20,7 @@ from tandem.ops.byte_sizes import Shares
 from tandem.ops.packed_attention import pack
 from tandem.ops.row_packing import common_prefix, first_fit, micro_batches
 from tandem.protocols import Algorithm
+from tandem.train import balance
 from tandem.types import NO_VERSION, UNKNOWN_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
 _DTYPES = {"q": torch.int64, "f": torch.float32}
@@ -60,9 +61,10 @@ def make_batch(
     version: int,
     shares: Shares,
     device: torch.device,
+    multiple: int = 1,
 ) -> Batch:
     """A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
-    term holds it to the reference.
+    term holds it to the reference. `multiple`: as many micro-batches as a multiple of this, if there are rows enough.
     """
     items: list[_RowItem] = []
     totals, credited, unknown = Totals(0, 0), 0, 0
@@ -89,7 +91,10 @@ def make_batch(
         **({"tokens/version_unknown": float(unknown)} if unknown else {}),
         **({"lag/max": float(max(lags)), "lag/mean": sum(lags) / len(lags)} if lags else {}),
     }
-    micro = [_to_tensors(part, device) for part in _split(rows, micro_tokens)]
+    parts = _split(rows, micro_tokens)
+    if multiple > 1:
+        parts = _split_in_multiples(rows, micro_tokens, len(parts), multiple)
+    micro = [_to_tensors(part, device) for part in parts]
     return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
 
 
@@ -126,6 +131,21 @@ def _pack(items: Sequence[_RowItem]) -> list[_PackedRow]:
 
 def _split(rows: list[_PackedRow], micro_tokens: int) -> list[list[_PackedRow]]:
     parts = micro_batches([row.length for row in rows], micro_tokens)
+    return [[rows[index] for index in part] for part in parts]
+
+
+def _split_in_multiples(
+    rows: list[_PackedRow], micro_tokens: int, at_least: int, multiple: int
+) -> list[list[_PackedRow]]:
+    """Rows with several items are cut in two where there are fewer rows than micro-batches."""
+    rows = list(rows)
+    wanted = -(-at_least // multiple) * multiple
+    while len(rows) < wanted and any(len(row.items) > 1 for row in rows):
+        index = max((i for i, row in enumerate(rows) if len(row.items) > 1), key=lambda i: rows[i].length)
+        items = rows[index].items
+        halves = (items[: len(items) // 2], items[len(items) // 2 :])
+        rows[index : index + 1] = [_PackedRow(sum(item.length for item in half), half) for half in halves]
+    parts = balance.in_multiples([row.length for row in rows], micro_tokens, at_least, multiple)
     return [[rows[index] for index in part] for part in parts]
 
 

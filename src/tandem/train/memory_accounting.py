@@ -30,7 +30,7 @@ class MemoryBreakdown:
         self._largest_micro = 0
         self._gib: Metrics = {}
         self._always = 0.0
-        held = [tensor for _, tensor in policy.weights(0, "live").tensors()]
+        held = [part.tensor for part in policy.weights(0, "live").parts()]
         held_bytes = size_bytes([*held, *optimizer.state().values()])
         self.gives_back = not self._on_gpu and held_bytes >= GIVEN_BACK_BYTES
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
@@ -58,7 +58,7 @@ class MemoryBreakdown:
             yield
             return
         self._largest_micro = size
-        weights = [tensor for _, tensor in self._policy.weights(0, "live").tensors()]
+        weights = [part.tensor for part in self._policy.weights(0, "live").parts()]
         saved = _Saved(weights)
         before = torch.cuda.memory_allocated() if self._on_gpu else 0
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
 from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
 from tandem.train.no_learning_check import Guard
-from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, WeightKind, Weights
+from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, Totals, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +113,7 @@ class PolicyTrainer:
 
     def _copied(self) -> tuple[Callable[[Path], None], Mapping[str, Tensor]]:
         """Into memory that the next copy takes again."""
-        kinds = {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
-        copies = {file: self._copies[file].of(tensors) for file, tensors in kinds.items()}
+        copies = {file: self._copies[file].of(tensors) for file, tensors in self._state().items()}
         clock = {
             "version": self.version,
             "first_version": self._first_version,
@@ -128,6 +128,10 @@ class PolicyTrainer:
 
         return write, copies["weights"]
 
+    def _state(self) -> dict[str, Mapping[str, Tensor]]:
+        """What is saved, by file."""
+        return {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
+
     def load(self, path: Path) -> None:
         """All of it or nothing."""
         clock = json.loads((path / "trainer.json").read_text())
@@ -137,6 +141,9 @@ class PolicyTrainer:
         with torch.no_grad():
             for name, tensor in self._parameters:
                 tensor.copy_(saved[name])
+        self._take_clock(clock)
+
+    def _take_clock(self, clock: Mapping[str, Any]) -> None:
         self.version, self._first_version = clock["version"], clock["first_version"]
         self._guard.load(clock["guard"])
         if self._released:
@@ -177,31 +184,37 @@ class PolicyTrainer:
     def _forward_backward(self, batch: Batch, *, refuse_first: bool = False) -> Metrics:
         """`refuse_first`: backward moves weights, so whatever speaks against that is looked at before."""
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
-        gap = _Gap()
+        gap = Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro if not micro.hold)
         for micro in batch.micro:
             self.on_micro_batch()
-            if micro.hold:
-                loss = micro.hold * self._policy.divergence(micro).sum()
-                sums["loss/held"] += loss.item()
-                sums["loss/total"] += loss.item()
-                loss.backward()
-                continue
-            if self._algorithm.needs_reference:
-                micro.reference_N = self._policy.reference_logprobs(micro, **self._sampling)
-            with self._memory.forward(micro):
-                scored = self._policy.logprobs(micro, **self._sampling)
-            gap.add(scored, micro, self.version)
-            loss, token_sums = self._algorithm.loss(scored, micro, batch.totals)
-            sums["loss/total"] += loss.item()
-            if refuse_first:
+            loss = self._loss(micro, batch.totals, computed, sums, gap)
+            if refuse_first and not micro.hold:
                 gap.metrics(self._max_gap)
                 if not math.isfinite(sums["loss/total"]):
                     break
             loss.backward()
-            for name, value in token_sums.items():
-                sums[name] += value / computed
         return {**sums, **gap.metrics(self._max_gap)}
+
+    def _loss(
+        self, micro: MicroBatch, totals: Totals, computed: int, sums: defaultdict[str, float], gap: Gap
+    ) -> Tensor:
+        """Of one micro-batch; what it adds to the step's metrics is added. `computed`: tokens of the whole step."""
+        if micro.hold:
+            loss = micro.hold * self._policy.divergence(micro).sum()
+            sums["loss/held"] += loss.item()
+            sums["loss/total"] += loss.item()
+            return loss
+        if self._algorithm.needs_reference:
+            micro.reference_N = self._policy.reference_logprobs(micro, **self._sampling)
+        with self._memory.forward(micro):
+            scored = self._policy.logprobs(micro, **self._sampling)
+        gap.add(scored, micro, self.version)
+        loss, token_sums = self._algorithm.loss(scored, micro, totals)
+        sums["loss/total"] += loss.item()
+        for name, value in token_sums.items():
+            sums[name] += value / computed
+        return loss
 
     def _set_aside(self, batch: Batch, what: str) -> None:
         self._note_bad(batch, f"{what}: the batch is set aside, the weights are as before")
@@ -212,11 +225,11 @@ class PolicyTrainer:
         _log.warning("version %d: %s; its tasks: %s", self.version, what, ", ".join(dict.fromkeys(batch.task_ids)))
 
 
-class _Gap:
+class Gap:
     """How far engine and trainer are apart about the same tokens: of the current version; older ones may differ."""
 
-    def __init__(self) -> None:
-        self._sum, self._max, self._count = 0.0, 0.0, 0
+    def __init__(self, total: float = 0.0, most: float = 0.0, count: int = 0) -> None:
+        self._sum, self._max, self._count = total, most, count
 
     def add(self, scored: TokenLogprobs, micro: MicroBatch, version: int) -> None:
         current_N = micro.versions_N == version
@@ -225,6 +238,14 @@ class _Gap:
             self._sum += gap_N.sum().item()
             self._max = max(self._max, gap_N.max().item())
             self._count += int(current_N.sum())
+
+    def numbers(self) -> tuple[float, float, int]:
+        return self._sum, self._max, self._count
+
+    def join(self, other: Gap) -> None:
+        self._sum, self._max, self._count = (
+            self._sum + other._sum, max(self._max, other._max), self._count + other._count,
+        )  # fmt: skip
 
     def metrics(self, limit: float) -> Metrics:
         if not self._count:

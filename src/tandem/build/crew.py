@@ -1,0 +1,134 @@
+"""Build what every rank of a crew has: its rows of the model, and its trainer. Rank 0 orders it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tandem.build import training
+from tandem.protocols import Trainer
+from tandem.spec.load import parse_spec
+from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
+from tandem.spec.train import WarmupStage
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.train.crew import Children, Crew
+
+
+def device_of(spec: RunSpec, local_rank: int, local_ranks: int) -> torch.device:
+    """Return the device of the rank that is number `local_rank` on its host; on a CPU, share its threads."""
+    import torch
+
+    device = training.pick_device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_ranks))
+    return device
+
+
+def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, children: Children | None) -> Crew:
+    """Meet the other ranks as rank 0, and tell them the spec."""
+    from tandem.train.crew import Crew
+
+    crew = Crew(
+        store,
+        0,
+        spec.parallel.ranks,
+        device=device_of(spec, local_rank, local_ranks),
+        deadline_s=spec.parallel.deadline_s,
+        children=children,
+    )
+    member = Member(crew)
+    crew.handle("begin", member.begin)
+    crew.order("begin", spec=spec.model_dump(mode="json", exclude_none=True))
+    return crew
+
+
+def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int, local_ranks: int) -> None:
+    """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended."""
+    import signal
+    import threading
+
+    from tandem.train.crew import Crew
+
+    # Rank 0 decides when the run ends, on Ctrl-C and SIGTERM, too. A thread waits for them: the main one is in C++.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    met: list[Crew] = []
+
+    def wait_for_signal() -> None:
+        while True:
+            if signal.sigwait({signal.SIGTERM, signal.SIGINT}) == signal.SIGTERM:
+                if not met:
+                    os._exit(128 + signal.SIGTERM)
+                met[0].ask_to_end()
+
+    threading.Thread(target=wait_for_signal, name="signals", daemon=True).start()
+    device = device_of(spec, local_rank, local_ranks)
+    crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
+    met.append(crew)
+    member = Member(crew)
+    crew.handle("begin", member.begin)
+    try:
+        crew.follow()
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told to rank 0
+        crew.fail(error)
+
+
+def call_off(store: Any) -> None:
+    """Let the ranks that wait for this one go: there is nothing to train."""
+    from tandem.train import crew
+
+    crew.call_off(store)
+
+
+class Member:
+    """One rank. Its handlers build the same as the other ranks' build."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def begin(self, spec: dict[str, Any]) -> None:
+        self._spec = parse_spec(spec)
+        training.settle_torch(self._spec)
+        self._crew.handle("model", self._model)
+        self._crew.handle("trainer", self._trainer)
+
+    def _model(self, max_context: int) -> training.BuiltModel | None:
+        spec = self._spec
+        self._built = training.model(
+            spec.model, spec.precision, spec.seed, self._crew.device, max_context, crew=self._crew,
+            num_shares=spec.parallel.num_shares,
+        )  # fmt: skip
+        return self._built if self._crew.rank == 0 else None
+
+    def _trainer(self, stage: str, version: int) -> Trainer | None:
+        from tandem.optim.optimizer import metrics_of
+        from tandem.train.crew_trainer import CrewTrainer
+
+        spec, built = self._spec, self._built
+        its_stage = getattr(spec, stage)
+        policy = built.policy.inner
+        self._made = CrewTrainer(
+            self._crew,
+            policy,
+            self._algorithm(its_stage),
+            training.stage_optimizer(its_stage, policy, built.master, spec.seed, shapes=policy.full_shapes()),
+            held_by_all=policy.rows.held_by_all,
+            rounds=policy.rows,
+            update_metrics=metrics_of,
+            **training.trainer_options(its_stage, version),
+        )
+        return self._made if self._crew.rank == 0 else None
+
+    def _algorithm(self, stage: Any) -> Any:
+        if isinstance(stage, WarmupStage):
+            return training.sft_algorithm()
+        if isinstance(self._spec, RlSpec):
+            return training.algorithm(self._spec.algorithm, self._spec.train.max_tokens)
+        if isinstance(self._spec, PreferenceSpec):
+            return training.preference_algorithm(self._spec.algorithm)
+        return training.sft_algorithm()

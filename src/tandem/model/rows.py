@@ -1,0 +1,441 @@
+"""A policy of which each rank holds some rows: torch's FSDP2, with sums in the order of train/gradient_tree.py.
+
+Each decoder layer is a unit, and the rest of the module (embeddings, norm, head: tied weights are in one unit) another.
+A unit's weights are gathered before they are read and freed after it; gradients go to the ranks that hold the rows.
+Adapters (layout `whole`) are on every rank, and their gradients are summed in the same order.
+
+Everything of FSDP2 that torch calls private is used in this file alone:
+
+- its sum over ranks is replaced: pieces are sent to the rank that holds the rows, and added there as a tree;
+- the float32 sum is kept here: for bf16 weights FSDP2 would round it to bf16;
+- a computation is a forward pass of the whole module (`inside`), because the head and the loss read weights, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from tandem.errors import SpecError, SyncError
+from tandem.model import served_weights
+from tandem.model.export_copy import Deployer
+from tandem.model.policy import CausalPolicy, Inside
+from tandem.ops.lm_head import Head
+from tandem.ops.parts import rows_of
+from tandem.types import Part, TokenLogprobs, WeightKind, Weights
+
+Tree = Callable[[Sequence[Tensor]], Tensor]
+Adopt = Callable[[str, Tensor], Tensor]
+_INSIDE = "_tandem_inside"
+
+
+class Local(NamedTuple):
+    """What this rank holds of a parameter: plain memory, that FSDP2 gathers from."""
+
+    name: str
+    tensor: Tensor
+    row_start: int
+    full_shape: tuple[int, ...]
+
+
+class Rows:
+    """The rows of one module on this rank. `tree` adds the parts of ranks; `tick` is called as work goes on."""
+
+    def __init__(
+        self, rank: int, ranks: int, device: torch.device, *, tree: Tree, tick: Callable[[], None], mesh: Any = None
+    ) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.mesh = mesh or init_device_mesh(device.type, (ranks,))
+        self._tree, self._tick = tree, tick
+        self._module: Any = None
+        self._units: list[Any] = []
+        self._sums: list[_OrderedSum] = []
+        self._names: dict[int, str] = {}
+        self._present: list[bool] = [True] * ranks
+        self.local: list[Local] = []
+        self.whole: list[tuple[str, Tensor]] = []
+        """What is trained and on every rank."""
+
+    def another(self) -> Rows:
+        """For a second module on the same ranks."""
+        return Rows(self.rank, self.ranks, self.device, tree=self._tree, tick=self._tick, mesh=self.mesh)
+
+    def shard(self, module: Any, values: Callable[[str, int, int], Tensor]) -> Inside:
+        """`module` has its parameters on the meta device, adapters and buffers apart. `values(name, from, to)` gives
+        these rows, in the parameter's type."""
+        whole = {each for name, each in module.named_parameters() if not each.is_meta}
+        for each in [*whole, *module.buffers()]:
+            each.data = each.data.to(self.device)
+        self.whole = [(name, each) for name, each in module.named_parameters() if each in whole]
+        options: dict[str, Any] = {
+            "mesh": self.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32), "ignored_params": whole,
+        }  # fmt: skip
+        self._units = [*_layers(module), module]
+        for unit in self._units[:-1]:
+            fully_shard(unit, **options)
+        fully_shard(module, reshard_after_forward=False, **options)  # read again at once, by the head's backward
+        module._apply(lambda each: torch.empty_like(each, device=self.device) if each.is_meta else each)
+        self._module = module
+        for unit in self._units:
+            self._sums.append(_OrderedSum(self))
+            unit.set_custom_reduce_scatter(self._sums[-1])
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self._fill(module, values)
+        setattr(module, _INSIDE, types.MethodType(_call, module))
+        register_fsdp_forward_method(module, _INSIDE)
+        return self.inside
+
+    def inside(self, function: Callable[..., Any], *args: Any) -> Any:
+        self._tick()
+        done = getattr(self._module, _INSIDE)(function, *args)
+        if not torch.is_grad_enabled():
+            self.settle()
+        return done
+
+    def settle(self) -> None:
+        """Free what was gathered: the rows may change now."""
+        self._module.reshard()
+
+    # --- gradients, as train/gradient_tree.py asks for them
+
+    def begin(self, present: Sequence[bool]) -> None:
+        self._tick()
+        self._present = list(present)
+        for each in self._sums:
+            each.kept = None
+
+    def end(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for unit, sums in zip(self._units, self._sums, strict=True):
+            if sums.kept is not None:
+                found |= self._taken_apart(unit, sums.kept)
+                sums.kept = None
+        for each in self._module.parameters():
+            if each not in self._whole_set:
+                each.grad = None
+        if self.whole:
+            found |= self._sum_of_whole()
+        return found
+
+    @property
+    def held_by_all(self) -> bool:
+        """Whether all ranks hold the same gradients."""
+        return bool(self.whole)
+
+    def added(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over the ranks that have a micro-batch. The parts are overwritten."""
+        return self._tree([part for part, there in zip(parts, self._present, strict=True) if there])
+
+    def _sum_of_whole(self) -> dict[str, Tensor]:
+        gradients = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for _, tensor in self.whole]
+        flat = torch.cat([gradient.float().flatten() for gradient in gradients])
+        for _, tensor in self.whole:
+            tensor.grad = None
+        received = flat.new_empty(self.ranks, flat.numel())
+        dist.all_gather_into_tensor(received.view(-1), flat, group=self.mesh.get_group())
+        total = self.added(list(received))
+        pieces = total.split([tensor.numel() for _, tensor in self.whole])
+        return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(self.whole, pieces, strict=True)}
+
+    def _taken_apart(self, unit: Any, flat: Tensor) -> dict[str, Tensor]:
+        """The flat sum has the rows of each parameter one behind the other, all padded to the same number of rows."""
+        if flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream())
+        found: dict[str, Tensor] = {}
+        at = 0
+        for parameter in _fsdp_params(unit):
+            if parameter.sharded_param.requires_grad:
+                count = parameter.sharded_size.numel()
+                if count:
+                    rows = flat[at : at + count].view(parameter.sharded_size)
+                    found[self._names[id(parameter.sharded_param)]] = rows
+                at += parameter._sharded_param_data.numel()
+        assert at == flat.numel(), f"FSDP2 reduced {flat.numel()} numbers, and its parameters have {at}"
+        return found
+
+    # --- weights
+
+    @torch.no_grad()
+    def _fill(self, module: Any, values: Callable[[str, int, int], Tensor]) -> None:
+        self._whole_set = {tensor for _, tensor in self.whole}
+        for name, parameter in module.named_parameters():
+            if not isinstance(parameter, DTensor):
+                continue
+            self._names[id(parameter)] = name
+            shape = tuple(parameter.shape)
+            top, bottom = rows_of(shape[0], self.rank, self.ranks)
+            local = parameter.to_local().detach()
+            assert local.shape[0] == bottom - top, f"FSDP2 cuts '{name}' otherwise than ops/parts.py"
+            if bottom > top:
+                local.copy_(values(name, top, bottom))
+                self.local.append(Local(name, local, top, shape))
+            self._tick()
+
+    def gathered(self, name: str) -> Tensor:
+        """A whole tensor, on every rank. Called by all ranks."""
+        parameter = dict(self._module.named_parameters())[name].detach()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+class _OrderedSum(ReduceScatter):
+    """Sends each rank its rows, and adds what came in the order of ranks: every number of ranks gives the same sum."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.kept: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._rows._tick()
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.copy_(self._rows.added(list(received.view(group.size(), -1))))
+        self.kept = output_tensor
+
+
+def _call(module: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _layers(module: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def _fsdp_params(unit: Any) -> list[Any]:
+    (group,) = unit._get_fsdp_state()._fsdp_param_groups
+    return group.fsdp_params
+
+
+def to_meta(module: Any, dtype: Callable[[Tensor], torch.dtype]) -> dict[str, Tensor]:
+    """Take the values of all parameters that are no adapters out of a module, and return them by name. What is tied
+    stays tied."""
+    values = {name: each.data for name, each in module.named_parameters() if ".lora_" not in name}
+    kept = {id(each) for name, each in module.named_parameters() if ".lora_" in name}
+    metas: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None or id(parameter) in kept:
+                continue
+            if id(parameter) not in metas:
+                shape_only = torch.empty(parameter.shape, dtype=dtype(parameter), device="meta")
+                metas[id(parameter)] = nn.Parameter(shape_only, requires_grad=parameter.requires_grad)
+            part._parameters[key] = metas[id(parameter)]
+    return values
+
+
+class RowsPolicy(CausalPolicy):
+    """A CausalPolicy whose weights are on several ranks. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self, module: Any, tokenizer: Any, *, rows: Rows, adopt: Adopt | None, dtype: torch.dtype, **options: Any
+    ) -> None:
+        """`adopt(name, exact)` says what serves for exact rows of a trained parameter, and may keep what that lacks.
+        `dtype`: of all weights but adapters."""
+        if options.get("activations") == "offload":
+            raise SpecError("model.activations = 'offload': does not go with parallel.ranks > 1; choose 'recompute'")
+        self.rows = rows
+        self._reference_rows: Rows | None = None
+        self._adopt, self._dtype = adopt, dtype
+        super().__init__(module, tokenizer, place=self._place, **options)
+        for _, tensor in module.named_parameters():
+            tensor.grad = None  # of trials
+        self._head_shape = _shape_of(self.head)
+
+    def _place(self, module: Any, adapter: Any) -> Inside:
+        values = to_meta(module, lambda _: self._dtype)
+        # Of the module before it is cut: for exports, and for a reference.
+        self._plain = copy.deepcopy(adapter if adapter is not None else module)
+
+        def of_rows(name: str, top: int, bottom: int) -> Tensor:
+            exact = values.pop(name)[top:bottom].to(self.rows.device, copy=True)
+            if self._dtype == exact.dtype:
+                return exact
+            return self._adopt(name, exact) if self._adopt is not None else exact.to(self._dtype)
+
+        inside = self.rows.shard(module, of_rows)
+        if self._dtype == torch.bfloat16:
+            module.config.dtype = self._dtype
+            self._plain_module().config.dtype = self._dtype
+        return inside
+
+    def _plain_module(self) -> Any:
+        return self._plain if self._adapter is None else self._plain.base_model.model
+
+    # --- scoring
+
+    def keep_reference(self) -> None:
+        if self._adapter is not None:
+            super().keep_reference()
+            return
+        frozen = copy.deepcopy(self._plain).requires_grad_(False).eval()
+        now = {each.name: each.tensor for each in self.rows.local}
+        self._reference_rows = self.rows.another()
+        self._reference_rows.shard(frozen, lambda name, top, bottom: now[name])
+        self._reference = Head(frozen, len(self.tokenizer))
+
+    def follow(self, teacher: Any) -> None:
+        raise SpecError("algorithm.kind = 'distill': a teacher does not go with parallel.ranks > 1 yet; use one rank")
+
+    def drop_reference(self) -> None:
+        super().drop_reference()
+        self._reference_rows = None
+
+    def reference_bytes(self) -> int:
+        if self._reference_rows is not None:
+            return sum(each.tensor.nbytes for each in self._reference_rows.local)
+        return sum(tensor.nbytes for tensor in self._adapter_then)
+
+    def _inside_of(self, head: Head) -> Inside:
+        if head is self._reference and self._reference_rows is not None:
+            return self._reference_rows.inside
+        return self._inside
+
+    def scored_apart(self, micro: Any, temperature: float, top_p: float) -> TokenLogprobs:
+        with torch.no_grad():
+            return self._score(self.head, micro, temperature, top_p)
+
+    def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]:
+        return self._head_shape.buffer_bytes(num_tokens, top_p)
+
+    def why_not_fused(self, top_p: float) -> str:
+        return self._head_shape.why_not_fused(top_p)
+
+    def hides_activations(self) -> bool:
+        return True  # what is gathered for a layer would count as one
+
+    # --- weights
+
+    def trainable(self) -> Sequence[tuple[str, Tensor]]:
+        if self._adapter is not None:
+            return self.rows.whole
+        return [(each.name, each.tensor) for each in self.rows.local]
+
+    def full_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """By name, of what is trained."""
+        if self._adapter is not None:
+            return {name: tuple(tensor.shape) for name, tensor in self.rows.whole}
+        return {each.name: each.full_shape for each in self.rows.local}
+
+    def settle(self) -> None:
+        self.rows.settle()
+
+    def trained_parts(self) -> list[Part]:
+        """What this rank holds of the trained parameters. What all ranks hold is rank 0's."""
+        if self._adapter is not None:
+            whole = self.rows.whole if self.rows.rank == 0 else []
+            return [Part(name, tensor.detach(), 0, 0, tuple(tensor.shape)) for name, tensor in whole]
+        return [Part(each.name, each.tensor, each.row_start, 0, each.full_shape) for each in self.rows.local]
+
+    def weights(self, version: int, kind: WeightKind) -> Weights:
+        if kind == "adapter":
+            return super().weights(version, kind)
+        if self._adapter is not None and kind == "full":
+            raise SyncError(
+                "sync: with parallel.ranks > 1 adapters cannot be merged while training; choose sync.bridge = "
+                "'adapter' or 'adapter_broadcast'"
+            )
+        return Weights(version, kind, _no_whole_tensors, rows=self.parts)
+
+    def parts(self) -> Iterator[Part]:
+        """What this rank holds of the module. Buffers and adapters are on every rank, and are rank 0's."""
+        for each in self.rows.local:
+            yield Part(each.name, each.tensor, each.row_start, 0, each.full_shape)
+        if self.rows.rank == 0:
+            for name, tensor in self.replicas():
+                yield Part(name, tensor, 0, 0, tuple(tensor.shape))
+
+    def replicas(self) -> Iterator[tuple[str, Tensor]]:
+        """What every rank holds: it must be equal on all."""
+        yield from ((name, tensor.detach()) for name, tensor in self.rows.whole)
+        yield from self.module.named_buffers()
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """One whole tensor at a time, on every rank. Called by all ranks."""
+        for name, tensor in served_weights.base_parameters(self.module):
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        for name, tensor in self.module.named_buffers():
+            yield name.replace(".base_layer.", "."), tensor
+
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
+        raise SyncError("sync.bridge = 'shared': does not go with parallel.ranks > 1; choose 'broadcast'")
+
+    def base_in(self, storage: Mapping[str, Tensor]) -> int:
+        raise SyncError("sync: a shared base does not go with parallel.ranks > 1")
+
+    def export(self, path: Path) -> None:
+        """Rank 0 writes; every rank calls it. The whole model is on rank 0's host meanwhile."""
+        whole = self._whole_module()
+        if whole is None:
+            return
+        alone = CausalPolicy.__new__(CausalPolicy)
+        alone._adapter = None if self._adapter is None else whole
+        alone.module = whole if self._adapter is None else whole.base_model.model
+        alone.tokenizer = self.tokenizer
+        CausalPolicy.export(alone, path)
+
+    @torch.no_grad()
+    def _whole_module(self) -> Any:
+        """The module as it would be on one rank, on rank 0's host; None elsewhere."""
+        plain = copy.deepcopy(self._plain) if self.rows.rank == 0 else None
+        inner = None if plain is None else plain if self._adapter is None else plain.base_model.model
+        owners = _owners(inner)
+        for name, _ in list(self.module.named_parameters()):
+            tensor = self.rows.gathered(name)
+            if inner is not None:
+                for part, key in owners[name]:
+                    part._parameters[key] = nn.Parameter(tensor.cpu().clone(), requires_grad=False)
+                first = owners[name][0]
+                for part, key in owners[name][1:]:
+                    part._parameters[key] = first[0]._parameters[first[1]]
+        return plain
+
+    def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]:
+        plain = copy.deepcopy(self._plain)
+        if self._adapter is None:
+            return Deployer(plain, None, self.tokenizer).write
+        return Deployer(plain.base_model.model, plain, self.tokenizer).write
+
+
+def _shape_of(head: Head) -> Head:
+    """What a head's buffers take, after its weight has been cut: a weight of this shape, without memory."""
+    weight: Any = head.linear.weight
+    shape_only = torch.empty(1, 1, dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    found = copy.copy(head)
+    found.linear = nn.Linear(1, 1, bias=False, device="meta")
+    found.linear.weight = nn.Parameter(shape_only, requires_grad=weight.requires_grad)
+    return found
+
+
+def _no_whole_tensors() -> Iterator[tuple[str, Tensor]]:
+    raise SyncError("sync: a trainer of several ranks has no whole tensors to send; choose sync.bridge = 'broadcast'")
+
+
+def _owners(module: Any) -> dict[str, list[tuple[Any, str]]]:
+    """By the name that `named_parameters` gives: every module that has this parameter, and under which key."""
+    if module is None:
+        return {}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found: dict[str, list[tuple[Any, str]]] = {name: [] for name in names.values()}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                found[names[id(parameter)]].append((part, key))
+    return found

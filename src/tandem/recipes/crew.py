@@ -1,0 +1,158 @@
+"""The ranks of a run: `parallel.ranks` processes, of which this one is rank 0, the run itself.
+
+On one host this process starts the others. Under torchrun they are there: each runs the same command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import RankLost
+from tandem.runs.rank_processes import RankProcesses, given_by_launcher, loopback_only
+from tandem.spec.load import parse_spec
+from tandem.spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from tandem.train.crew import Crew
+
+_LAUNCHER = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_LOOK_S = 0.2
+_SETTLE_S = 1.0
+
+
+def as_launched(spec: RunSpec) -> RunSpec:
+    """Return the spec with as many ranks as a launcher has started, if one has. `shares` stay what they were: on fewer
+    ranks, a run goes on to the same bytes."""
+    given = given_by_launcher()
+    return spec if given is None else on_ranks(spec, given[1])
+
+
+def on_ranks(spec: RunSpec, ranks: int) -> RunSpec:
+    """Return the spec with another number of ranks, checked again. A run of several ranks keeps its number of shares."""
+    if ranks == spec.parallel.ranks:
+        return spec
+    shares = spec.parallel.shares
+    if not shares and spec.parallel.ranks > 1:
+        shares = max(spec.parallel.ranks, ranks)
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares}
+    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
+
+
+def is_follower() -> bool:
+    """Return whether a launcher started this process as another rank than 0."""
+    given = given_by_launcher()
+    return given is not None and given[0] > 0
+
+
+@contextmanager
+def leading() -> Iterator[None]:
+    """Around a command that trains: where a launcher has started ranks and nothing was trained, let them go."""
+    try:
+        yield
+    finally:
+        if given_by_launcher() is not None:  # crew_of hides it once the ranks have met
+            from tandem.build import crew as build
+
+            build.call_off(_given_store())
+
+
+def follow(spec: RunSpec) -> None:
+    """Be another rank than 0, as the launcher's variables say, until rank 0 ends the run."""
+    from tandem.build import crew as build
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_ranks = _local()
+    build.follow(_given_store(), rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks)
+
+
+@contextmanager
+def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
+    """Rank 0's crew; None if the run is one process. The other ranks end with it."""
+    if spec.parallel.ranks == 1:
+        yield None
+        return
+    given = given_by_launcher()
+    processes = None
+    if given is None:
+        os.environ.update(loopback_only())
+        processes = RankProcesses(spec.parallel.ranks, directory)
+    crew: Crew | None = None
+    try:
+        from tandem.build import crew as build
+
+        store = _given_store() if processes is None else _own_store(processes)
+        local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
+        crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
+        _hide_launcher()
+        yield crew
+    finally:
+        if crew is not None:
+            crew.close()
+        if processes is not None:
+            processes.close(grace_s=0.0 if crew is None or crew.broken else 10.0)
+
+
+async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> None:
+    """Await the training. RankLost as soon as a rank is lost, also while no order is under way."""
+    if crew is None:
+        await training
+        return
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def look() -> None:
+        while not crew.broken:
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_SETTLE_S)  # an order that is under way raises by itself
+        task.cancel()
+
+    looking = asyncio.create_task(look())
+    try:
+        await training
+    except RankLost:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        if crew.broken:
+            raise RankLost(crew.broken) from error
+        raise
+    finally:
+        looking.cancel()
+
+
+def _hide_launcher() -> None:
+    """Processes that rank 0 starts, engines above all, are no ranks: torch would take them for some."""
+    for name in [*os.environ]:
+        if name in _LAUNCHER or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+
+
+def _local() -> tuple[int, int]:
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def _given_store() -> Any:
+    """The store that the launcher's variables name."""
+    import torch.distributed as dist
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agents have it
+        store, _, _ = next(iter(dist.rendezvous("env://")))
+        return store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
+
+
+def _own_store(processes: RankProcesses) -> Any:
+    import torch.distributed as dist
+
+    listening = processes.listening.detach()
+    return dist.TCPStore(
+        processes.host, processes.port, is_master=True, wait_for_workers=False, master_listen_fd=listening
+    )

@@ -1,0 +1,450 @@
+"""The processes that train one policy together (ranks), as one of them sees the others.
+
+Rank 0 is the run. The other ranks wait for its orders, and every rank has the same handlers, by name:
+
+    rank 0                        ranks 1 to N-1
+    order/7 = {name, arguments} -> all of them read it
+    runs its own handler           run theirs; inside, collectives are allowed
+    answer/7/1, answer/7/2      <- their return values
+    returns all answers
+
+Orders and answers are JSON in a TCPStore: a wait in a store ends at its deadline, a collective with a process that
+stands still does not. Tensors go through `group` (gloo, on GPUs nccl too), inside an order only.
+
+Every rank writes a sign of life five times a second, from a thread of its own, and looks at `failed`: who fails writes
+there why, before it ends. Rank 0 also judges the signs of the others. Once one rank is lost, all end: a crew that lacks
+a rank can neither train nor save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tandem import errors
+from tandem.errors import EngineError, RankLost, SyncError
+from tandem.types import Part
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[..., Any]
+
+BEAT_S = 0.2
+_PREFIX = "tandem"
+_FEW_BEATS_S = 3.0
+"""Without a sign of life for so long, a rank is suspected once something else has failed."""
+_EXPLAIN_S = 6.0
+"""After a collective has failed: most seconds until the cause is known."""
+_MEET_S = 600.0
+_LONG = timedelta(days=365)
+_EXIT_LOST = 1
+_TEXT = 2000
+
+
+def call_off(store: Any) -> None:
+    """Rank 0: let the ranks that wait for it go; there is nothing to train."""
+    dist.PrefixStore(_PREFIX, store).set("host/0", "")
+
+
+class Children(Protocol):
+    """The processes of the other ranks, where rank 0 has started them."""
+
+    def ended(self) -> Mapping[int, str]: ...  # of those that have ended: how
+    def kill(self) -> None: ...  # all, at once
+
+
+class Crew:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        *,
+        device: torch.device,
+        deadline_s: float,
+        children: Children | None = None,
+    ) -> None:
+        """Wait until all ranks are there. `deadline_s`: of a rank that shows no life, or no progress in an order."""
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.host = socket.gethostname()
+        self._deadline_s, self._children = deadline_s, children
+        self._handlers: dict[str, Handler] = {}
+        self._ordering = threading.Lock()
+        self._order = self._done = self._mine_done = self._ticks = self._gathered = 0
+        self._broken = self._failed_here = ""
+        self._waiting: Sequence[str] = ()
+        self._ended = False
+        self._asked_to_end_at = 0.0
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self._watched = self._store.clone()  # a wait of one thread holds its client
+        self._set(f"host/{rank}", self.host)
+        self._set(f"alive/{rank}", self._sign(0))
+        watcher = _Watcher(self, self._watched)
+        for work in (watcher.run, watcher.guard):
+            threading.Thread(target=work, name="crew", daemon=True).start()
+        if not self._get("host/0"):
+            raise SystemExit(0)  # rank 0 has nothing to train
+        self._wait([f"host/{each}" for each in range(ranks)], _MEET_S)
+        self.hosts = [self._get(f"host/{each}") for each in range(ranks)]
+        watcher.all_there = True
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline_s),
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+        self.group: Any = dist.group.WORLD
+
+    # --- orders
+
+    def handle(self, name: str, handler: Handler) -> None:
+        """Register what this rank does at an order of this name; the same name again replaces it."""
+        self._handlers[name] = handler
+
+    def order(self, name: str, **what: Any) -> list[Any]:
+        """Rank 0: have every rank do it; return the answers in the order of ranks. The first is rank 0's own result."""
+        assert self.rank == 0, "orders are given by rank 0"
+        with self._ordering:
+            self._refuse_if_broken()
+            self._order += 1
+            number = self._order
+            told = {"name": name, "what": what}
+            self._set(f"order/{number}", json.dumps(told))
+            failure: BaseException | None = None
+            mine: Any = None
+            try:
+                mine = self._handlers[name](**what)
+            except (SyncError, EngineError) as error:
+                failure = error
+            except BaseException as error:
+                raise self._explained(error) from error
+            self._mine_done = number
+            answers = [mine, *(self._answer(number, rank) for rank in range(1, self.ranks))]
+            self._refuse_if_broken()
+            self._done = number
+            self._forget(number)
+            if failure is not None:
+                raise failure
+            for rank, answer in enumerate(answers[1:], 1):
+                if "error" in answer:
+                    raise getattr(errors, answer["error"], SyncError)(f"{self._called(rank)}: {answer['text']}")
+            return [mine, *(answer["value"] for answer in answers[1:])]
+
+    def follow(self) -> None:
+        """The other ranks: do what is ordered until the order is `end`."""
+        while True:
+            number = self._done + 1
+            told = json.loads(self._get(f"order/{number}", timeout_s=None))
+            self._order = number
+            if told["name"] == "end":
+                self._ended = True
+                return
+            try:
+                answer = {"value": self._handlers[told["name"]](**told["what"])}
+            except (SyncError, EngineError) as error:
+                answer = {"error": type(error).__name__, "text": str(error)}
+            self._set(f"answer/{number}/{self.rank}", json.dumps(answer))
+            self._done = number
+
+    def gather(self, value: Any) -> list[Any]:
+        """Inside an order, called by all ranks: a small JSON value of each, in the order of ranks."""
+        self._gathered += 1
+        keys = [f"gather/{self._gathered}/{rank}" for rank in range(self.ranks)]
+        self._set(keys[self.rank], json.dumps(value))
+        self._wait(keys)
+        return [json.loads(self._get(key)) for key in keys]
+
+    def gather_tensor(self, mine: Tensor) -> list[Tensor]:
+        """Inside an order, called by all ranks: rank 0 gets a flat tensor of each, on the host; the others get none."""
+        sizes = self.gather(mine.numel())
+        if self.rank:
+            if mine.numel():
+                dist.send(mine.cpu().contiguous(), 0, group=self.group)
+            return []
+        found = [mine.cpu()]
+        for rank in range(1, self.ranks):
+            theirs = torch.empty(sizes[rank], dtype=mine.dtype)
+            if sizes[rank]:
+                dist.recv(theirs, rank, group=self.group)
+            found.append(theirs)
+        return found
+
+    def gather_parts(self, parts: Sequence[Part]) -> dict[str, Tensor]:
+        """Inside an order, called by all ranks: rank 0 gets whole tensors, on the host. For models that fit there."""
+        told = [
+            [
+                part.name,
+                str(part.tensor.dtype).removeprefix("torch."),
+                part.row_start,
+                part.tensor.shape,
+                part.full_shape,
+            ]
+            for part in parts
+        ]
+        flat = [part.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts]
+        data = self.gather_tensor(torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8))
+        found: dict[str, Tensor] = {}
+        for bytes_, of_rank in zip(data, self.gather(told), strict=False):
+            at = 0
+            for name, kind, start, shape, full_shape in of_rank:
+                dtype = getattr(torch, kind)
+                size = math.prod(shape) * dtype.itemsize
+                whole = found.setdefault(name, torch.empty(full_shape, dtype=dtype))
+                piece = bytes_[at : at + size].clone().view(dtype).view(shape)
+                if full_shape:
+                    whole[start : start + shape[0]] = piece
+                else:
+                    whole.copy_(piece)
+                at += size
+        return found
+
+    def share(self, data: Tensor | None, size: int) -> Tensor:
+        """Inside an order, called by all ranks: the bytes that rank 0 has, on every rank."""
+        data = torch.empty(size, dtype=torch.uint8) if data is None else data
+        dist.broadcast(data, 0, group=self.group)
+        return data
+
+    def tick(self) -> None:
+        """A sign of progress within an order."""
+        self._ticks += 1
+
+    # --- ends
+
+    def close(self) -> None:
+        """Rank 0: let the others go. After a failure they have gone already, or go now."""
+        if self._ended:
+            return
+        if not self._broken and not self._failed_here and self._order == self._done and not self._ordering.locked():
+            self._set(f"order/{self._order + 1}", json.dumps({"name": "end"}))
+        else:
+            self._tell_failed(0, "Ended", "the run ended")
+        self._ended = True
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Another rank than 0: say why, and end. An error of a collective is the failure of another rank."""
+        text = f"{type(error).__name__}: {error}"
+        _log.error("rank %d: %s", self.rank, text, exc_info=error)
+        with suppress(Exception):
+            if _is_of_a_collective(error):
+                self._set(f"stranded/{self.rank}", text[:_TEXT])
+                until = time.monotonic() + 2 * _EXPLAIN_S
+                while time.monotonic() < until and not self._watched_failed():
+                    time.sleep(BEAT_S)
+            else:
+                self._tell_failed(self.rank, type(error).__name__, str(error))
+        os._exit(_EXIT_LOST)
+
+    @property
+    def broken(self) -> str:
+        """Which rank is lost and why; empty while none is."""
+        return self._broken
+
+    def ask_to_end(self) -> None:
+        """Another rank than 0 got SIGTERM: rank 0 decides when the run ends, as long as it lives."""
+        self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
+
+    # --- within
+
+    def _answer(self, number: int, rank: int) -> dict[str, Any]:
+        return json.loads(self._get(f"answer/{number}/{rank}", timeout_s=None))
+
+    def _forget(self, number: int) -> None:
+        gone = [f"order/{number}", *(f"answer/{number}/{rank}" for rank in range(1, self.ranks))]
+        for key in gone:
+            self._store.delete_key(key)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Rank 0's own error breaks the crew; one of a collective is told as what caused it."""
+        if isinstance(error, RankLost) or not _is_of_a_collective(error):
+            self._failed_here = f"{type(error).__name__}: {error}"
+            self._tell_failed(0, type(error).__name__, str(error))
+            return error
+        until = time.monotonic() + _EXPLAIN_S
+        while time.monotonic() < until and not self._broken:
+            time.sleep(BEAT_S / 4)
+        if not self._broken:
+            self.lost(0, f"{type(error).__name__}: {error}")
+        return RankLost(self._broken)
+
+    def lost(self, rank: int, why: str) -> None:
+        """This rank is lost: no order is given any more, and every process of the crew ends."""
+        self._broken = self._broken or f"{self._called(rank)}: {why}"
+        self._tell_failed(rank, "RankLost", why)
+        with suppress(Exception):
+            for key in self._waiting:
+                self._watched.compare_set(key, "", "{}")
+        if self._children is not None:
+            self._children.kill()  # their sockets close, so that a collective of ours ends
+        if self.device.type == "cuda":
+            with suppress(Exception):
+                self.group._get_backend(self.device).abort()
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken or self._failed_here:
+            raise RankLost(self._broken or f"{self._called(0)}: {self._failed_here}")
+
+    def _called(self, rank: int) -> str:
+        return f"rank {rank} on host {self.hosts[rank] if hasattr(self, 'hosts') else self.host}"
+
+    def _sign(self, beat: int) -> str:
+        return f"{beat} {self._order} {self._done} {self._ticks}"
+
+    def _tell_failed(self, rank: int, kind: str, text: str) -> None:
+        told = json.dumps({"rank": rank, "class": kind, "text": text[:_TEXT]})
+        with suppress(Exception):
+            self._watched.compare_set("failed", "", told)
+
+    def _watched_failed(self) -> bool:
+        return bool(self._watched.check(["failed"]))
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def _get(self, key: str, timeout_s: float | None = _MEET_S) -> str:
+        self._wait([key], timeout_s)
+        return self._store.get(key).decode()
+
+    def _wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
+        """Until all are there. When the crew breaks, the watcher writes those that are missing."""
+        self._waiting = keys
+        try:
+            self._refuse_if_broken()
+            self._store.wait(list(keys), _LONG if timeout_s is None else timedelta(seconds=timeout_s))
+        except dist.DistStoreError as error:
+            missing = [key for key in keys if not self._store.check([key])]
+            raise RankLost(f"{', '.join(missing)}: not there within {timeout_s:g} s") from error
+        finally:
+            self._waiting = ()
+        self._refuse_if_broken()
+
+
+class _Watcher:
+    """On a thread of its own: says that this rank lives, and looks whether the others do."""
+
+    def __init__(self, crew: Crew, store: Any) -> None:
+        self._crew, self._store = crew, store
+        self._beat = 0
+        self._signs: dict[int, tuple[str, float]] = {}
+        self._moved = ("", 0.0)
+        self._looked_at = time.monotonic()
+        self.all_there = False
+
+    def guard(self) -> None:
+        """The store is rank 0's: while that stands still, so does a look at it."""
+        crew = self._crew
+        while not crew._ended and crew.rank:
+            time.sleep(BEAT_S)
+            if (silent_s := time.monotonic() - self._looked_at) > crew._deadline_s:
+                self._leave(f"rank 0 shows no sign of life for {silent_s:.0f} s")
+
+    def run(self) -> None:
+        crew = self._crew
+        while not crew._ended:
+            self._beat += 1
+            now = time.monotonic()
+            if now - self._looked_at > _FEW_BEATS_S:
+                self._signs.clear()  # this process stood still itself: it knows nothing of the others
+            self._looked_at = now
+            try:
+                self._store.set(f"alive/{crew.rank}", crew._sign(self._beat))
+                if self._store.check(["failed"]):
+                    self._heard(json.loads(self._store.get("failed")))
+                    return
+                if crew.rank == 0:
+                    self._look_at_children()
+                if self.all_there:
+                    self._look_at_signs()
+            except dist.DistError as error:
+                if crew._ended:
+                    return
+                self._leave(f"rank 0 is gone: {error}")
+            if crew._broken:
+                return
+            time.sleep(BEAT_S)
+
+    def _heard(self, told: Mapping[str, Any]) -> None:
+        crew = self._crew
+        why = told["text"] if told["class"] == "RankLost" else f"{told['class']}: {told['text']}"
+        if crew.rank:
+            self._leave(f"{crew._called(told['rank'])}: {why}")
+        elif told["rank"]:
+            crew.lost(told["rank"], why)
+
+    def _look_at_children(self) -> None:
+        crew = self._crew
+        if crew._children is None or not (ended := crew._children.ended()):
+            return
+        time.sleep(BEAT_S)  # what it said itself is more than how it ended
+        if self._store.check(["failed"]):
+            return
+        rank, how = min(ended.items())
+        crew.lost(rank, f"ended: {how}")
+
+    def _look_at_signs(self) -> None:
+        crew, now = self._crew, time.monotonic()
+        others = range(1, crew.ranks) if crew.rank == 0 else (0,)
+        for rank in others:
+            sign = self._store.get(f"alive/{rank}").decode()
+            if sign != self._signs.get(rank, ("", 0.0))[0]:
+                self._signs[rank] = sign, now
+        silent_s = {rank: now - at for rank, (_, at) in self._signs.items()}
+        if crew.rank:
+            asked = crew._asked_to_end_at and now - crew._asked_to_end_at > _FEW_BEATS_S
+            if silent_s[0] > (_FEW_BEATS_S if asked else crew._deadline_s):
+                self._leave(f"rank 0 shows no sign of life for {silent_s[0]:.0f} s")
+            return
+        stranded = any(self._store.check([f"stranded/{rank}"]) for rank in others)
+        limit = _FEW_BEATS_S if stranded else crew._deadline_s
+        if silent := [rank for rank in others if silent_s[rank] > limit]:
+            crew.lost(silent[0], f"shows no sign of life for {silent_s[silent[0]]:.0f} s (it has died or stands still)")
+            return
+        self._look_at_progress(now)
+
+    def _look_at_progress(self, now: float) -> None:
+        """Within an order nothing moves. A rank that has come less far than rank 0 holds the others up."""
+        crew, number = self._crew, self._crew._order
+        progress: dict[int, tuple[int, int]] = {}
+        for rank, (sign, _) in self._signs.items():
+            _, _, done, ticks = (int(each) for each in sign.split())
+            progress[rank] = done, ticks
+        seen = f"{number} {crew._done} {crew._mine_done} {crew._ticks} {sorted(progress.items())}"
+        if seen != self._moved[0]:
+            self._moved = seen, now
+        if now - self._moved[1] < crew._deadline_s:
+            return
+        behind = {rank: ticks for rank, (done, ticks) in progress.items() if done < number}
+        if not behind:
+            return
+        rank = min(behind, key=lambda each: (behind[each], each))
+        if crew._mine_done == number or behind[rank] < crew._ticks:
+            crew.lost(rank, f"has made no progress in an order for {crew._deadline_s:g} s (parallel.deadline_s)")
+
+    def _leave(self, why: str) -> None:
+        """Another rank than 0 ends: nothing of it is needed any more."""
+        crew = self._crew
+        if crew.rank == 0:
+            crew._broken = crew._broken or why
+            return
+        _log.error("rank %d ends: %s", crew.rank, why)
+        logging.shutdown()
+        os._exit(_EXIT_LOST)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether it says no more than that another rank is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo" in text.lower() or "NCCL" in text)

@@ -1,0 +1,102 @@
+"""Sums of gradients in an order that depends on the micro-batches alone, and norms that depend on no rank.
+
+Micro-batch i of a step is leaf i of one binary tree: (0 + 1) + (2 + 3), then (that) + (4 + 5), and so on. With N ranks,
+round k computes the leaves kN to kN + N - 1, one on each rank. Their sum over ranks is a subtree if N is a power of
+two, so 1, 2, 4 and 8 ranks add the same numbers in the same order. A leaf that is absent (fewer micro-batches than
+ranks in the last round) is left out: adding zero would turn -0.0 into 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Gradients = dict[str, Tensor]
+
+
+class Rounds(Protocol):
+    """Where the gradients of one round come from: float32, summed over ranks, of the rows that this rank holds."""
+
+    def begin(self, present: Sequence[bool]) -> None: ...  # before forward; which ranks have a micro-batch
+    def end(self) -> Gradients: ...  # after backward
+
+
+class OneRank:
+    """Rounds of a trainer that is one process: every gradient as backward left it."""
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        self._parameters = parameters
+
+    def begin(self, present: Sequence[bool]) -> None:
+        for _, tensor in self._parameters:
+            tensor.grad = None
+
+    def end(self) -> Gradients:
+        taken = {name: tensor.grad.float() for name, tensor in self._parameters if tensor.grad is not None}
+        for _, tensor in self._parameters:
+            tensor.grad = None
+        return taken
+
+
+class TreeSum:
+    """A binary counter: level k holds a sum of 2^k rounds that follow each other, so log2(rounds) sums exist."""
+
+    def __init__(self) -> None:
+        self._levels: list[Gradients | None] = []
+
+    def add(self, gradients: Gradients) -> None:
+        """Takes the tensors: they are added to in place."""
+        level = 0
+        while level < len(self._levels) and (earlier := self._levels[level]) is not None:
+            gradients = _sum(earlier, gradients)
+            self._levels[level] = None
+            level += 1
+        if level == len(self._levels):
+            self._levels.append(None)
+        self._levels[level] = gradients
+
+    def take(self) -> Gradients:
+        """The sum of all; empty if there were none."""
+        total: Gradients | None = None
+        for level in self._levels:
+            if level is not None:
+                total = level if total is None else _sum(level, total)
+        self._levels = []
+        return total or {}
+
+
+def _sum(earlier: Gradients, later: Gradients) -> Gradients:
+    for name in [*later]:
+        gradient = later.pop(name)
+        earlier[name] = earlier[name].add_(gradient) if name in earlier else gradient
+    return earlier
+
+
+def tree(leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of leaves that follow each other. The first ones are overwritten."""
+    level = list(leaves)
+    while len(level) > 1:
+        level = [level[i].add_(level[i + 1]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
+    return level[0]
+
+
+@torch.no_grad()
+def row_squares(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of each row the square of its norm, in double precision. A row is whole on one rank."""
+    return {
+        name: torch.linalg.vector_norm(_rows(each), dim=1, dtype=torch.float32).double().square()
+        for name, each in gradients.items()
+    }
+
+
+def norm_of(squares: Iterable[Tensor]) -> float:
+    """Exactly rounded, so the order of rows makes no difference."""
+    return math.sqrt(math.fsum(value for each in squares for value in each.tolist()))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)

@@ -1,0 +1,131 @@
+"""A trainer whose gradients are summed in an order that depends on the micro-batches alone (train/gradient_tree.py).
+
+It is the trainer of one process with `parallel.shares` above 1, and what every rank of a crew has. A step is in two
+parts, so that what is decided between them is decided on the numbers of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SpecError
+from tandem.protocols import Algorithm, Optimizer, Policy
+from tandem.train.batch_packing import plain_row
+from tandem.train.gradient_release import clip_scale
+from tandem.train.gradient_tree import Gradients, OneRank, Rounds, TreeSum, norm_of, row_squares
+from tandem.train.memory_accounting import size_bytes
+from tandem.train.trainer import Gap, PolicyTrainer
+from tandem.types import Batch, Metrics, MicroBatch, Totals
+
+
+class Report(TypedDict):
+    """What one micro-batch adds to the metrics of its step."""
+
+    sums: dict[str, float]
+    gap: tuple[float, float, int]
+
+
+class TreeTrainer(PolicyTrainer):
+    """`rounds`: where gradients come from. `update_metrics`: of the sums that the optimizer returns."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        optimizer: Optimizer,
+        *,
+        update_metrics: Callable[[Sequence[float]], Metrics],
+        rounds: Rounds | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(policy, algorithm, optimizer, **options)
+        if options.get("release"):
+            raise SpecError(
+                f"{options['stage']}.gradient_release = true: does not go with parallel.shares above 1, whose "
+                "gradients are summed over micro-batches; set gradient_release = false"
+            )
+        self._update_metrics = update_metrics
+        self._rounds = rounds or OneRank(self._parameters)
+        self._gradients: Gradients = {}
+
+    # --- the parts of a step on this rank
+
+    def backward(
+        self, micros: Sequence[MicroBatch | None], present: Sequence[Sequence[bool]], totals: Totals, computed: int
+    ) -> list[Report]:
+        """One micro-batch a round; None where this rank has none and only takes part. `present`: of each round, which
+        ranks have one."""
+        tree = TreeSum()
+        reports: list[Report] = []
+        for micro, there in zip(micros, present, strict=True):
+            self.on_micro_batch()
+            self._rounds.begin(there)
+            if micro is None:
+                self._take_part()
+            else:
+                sums: defaultdict[str, float] = defaultdict(float)
+                gap = Gap()
+                self._loss(micro, totals, computed, sums, gap).backward()
+                reports.append({"sums": sums, "gap": gap.numbers()})
+            tree.add(self._rounds.end())
+        self._gradients = tree.take()
+        return reports
+
+    def squares(self) -> list[Tensor]:
+        """Of each row of the gradients, by which the norm is computed."""
+        return list(row_squares(self._gradients).values())
+
+    def conclude(self, lr: float, scale: float) -> list[float]:
+        """Move the weights, and return what became of it as sums. A negative `scale`: leave them as they are."""
+        gradients, self._gradients = self._gradients, {}
+        if scale < 0:
+            return []
+        with self._memory.exact():
+            self._optimizer.update(gradients, lr, scale)
+        return self._optimizer.drain_sums()
+
+    def _take_part(self) -> None:
+        """In the gathering and reducing of the other ranks, with a micro-batch that adds nothing."""
+        micro = plain_row([0, 0], 1, self._parameters[0][1].device)
+        if self._algorithm.needs_reference:
+            self._policy.reference_logprobs(micro, **self._sampling)
+        (self._policy.logprobs(micro, **self._sampling).logprobs_N.sum() * 0.0).backward()
+
+    # --- a step of one rank
+
+    def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
+        reports = self.backward(batch.micro, [[True]] * len(batch.micro), batch.totals, computed_tokens(batch))
+        metrics, scale = self._decided(batch, reports, self.squares())
+        memory = self._memory.metrics(size_bytes(self._gradients.values()), len(batch.micro))
+        sums = self.conclude(lr, scale)
+        return None if scale < 0 else {**metrics, **memory, **self._moved(sums)}
+
+    def _decided(self, batch: Batch, reports: Sequence[Report], squares: Sequence[Tensor]) -> tuple[Metrics, float]:
+        """The step's metrics, and by what the gradient is multiplied; below 0 if the batch is set aside. `reports`: in
+        the order of the micro-batches."""
+        sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
+        gap = Gap()
+        for report in reports:
+            for name, value in report["sums"].items():
+                sums[name] += value
+            gap.join(Gap(*report["gap"]))
+        metrics = {**sums, **gap.metrics(self._max_gap)}
+        norm = norm_of(squares)
+        if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
+            self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
+            return metrics, -1.0
+        return {**metrics, "grad/norm": norm}, clip_scale(norm, self._clip_norm)
+
+    def _moved(self, sums: Sequence[float]) -> Metrics:
+        """As float32, which is what the sums are worth: how they were added up does not show."""
+        return {name: torch.tensor(value).item() for name, value in self._update_metrics(sums).items()}
+
+
+def computed_tokens(batch: Batch) -> int:
+    return sum(len(micro.target_N) for micro in batch.micro if not micro.hold)
