@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +26,39 @@ from tandem.bridge.collective.control_channel import (
     ControlChannel,
     reported,
 )
+from tandem.bridge.collective.last_messages import LastMessages
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.rank_senders import OtherRanks
 from tandem.bridge.collective.receiver import GroupSource
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferWriter, SharedBuffers, Unmapped
-from tandem.bridge.collective.transport import Backend, Transport, choose_transport
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import padded
 from tandem.bridge.common.packer import Carrier, PackedVersion, Packing, num_buffers
 from tandem.errors import SpecError, SyncError, SyncTimeout
+from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
 from tandem.types import Sent, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 _BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+
+
+Backend = Literal["auto", "gloo", "nccl", "ipc"]
+
+
+class Transport(NamedTuple):
+    """What moves the buckets of one connection."""
+
+    requested: Backend
+    engaged: Literal["gloo", "nccl", "ipc", "memory"]
+    """ipc: shared memory of one GPU. memory: shared memory of one host."""
+    why: str = ""
+    """Why auto took none of the faster ones."""
+
+    @property
+    def is_shared(self) -> bool:
+        return self.engaged in ("ipc", "memory")
 
 
 class CollectiveBridge:
@@ -284,7 +302,7 @@ class _Connection:
             self._await_verdicts(manifest, deadline)
         except BaseException as error:
             self._tell_all(str(error) or type(error).__name__)
-            if isinstance(error, SyncTimeout) and (silent := self._silent()):
+            if isinstance(error, SyncTimeout) and (silent := self._last_messages.silent()):
                 raise SyncTimeout(f"{error}; {', '.join(silent)} said nothing more") from error
             raise
         self._tell_all("")
@@ -417,7 +435,7 @@ class _Connection:
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
             self._group = Group(self._address, 0, self._channel, device, deadline)
-        self._group.listen([*self._last_messages.values()])
+        self._group.listen([*self._last_messages.keys.values()])
         return self._group
 
     def _await_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
@@ -452,44 +470,13 @@ class _Connection:
         failed = f"version {version}: {{}} did not confirm it"
         try:
             if manifest.boxes:
-                verdicts = self._read_until_broken(failed, deadline)
+                verdicts = self._last_messages.read(failed, deadline)
             else:
                 verdicts = self._read_from_all(f"{self._sequence}/done", failed, deadline)
         except BaseException as error:  # how far a silent receiver has come, is unknown
             self._break_off(str(error) or type(error).__name__)
             raise
         self._raise_refusals(version, verdicts)
-
-    def _read_until_broken(self, failed: str, deadline: Deadline) -> dict[int, str]:
-        """Return the last message of every other member of the group, by rank. As soon as one of them broke off, return
-        what there is: others may wait for it."""
-        keys, found = self._last_messages, dict[int, str]()
-
-        def ended() -> bool:
-            for rank in [rank for rank in keys if rank not in found and self._channel.has(keys[rank])]:
-                found[rank] = self._channel.read(keys[rank], failed, deadline)
-            return len(found) == len(keys) or any(text.startswith(BROKEN) for text in found.values())
-
-        try:
-            deadline.until(ended, failed)
-        except SyncTimeout:
-            late = ", ".join(self._address.member(rank) for rank in keys if rank not in found)
-            raise deadline.missed(failed.format(late)) from None
-        return dict(sorted(found.items()))
-
-    def _silent(self) -> list[str]:
-        """Return who says nothing although the transfer was broken off. Those who only waited for them have said so."""
-        keys = self._last_messages
-        with suppress(SyncTimeout):
-            said = Deadline(self._address.mode, CLOSING_S)
-            said.until(lambda: all(self._channel.has(key) for key in keys.values()), "some said nothing")
-        return [self._address.member(rank) for rank, key in keys.items() if not self._channel.has(key)]
-
-    @property
-    def _last_messages(self) -> dict[int, str]:
-        """By rank: the key of the last message of every other member of the group."""
-        keys = {rank: f"{self._sequence}/sent/{rank}" for rank in self._others.numbers}
-        return keys | {rank: f"{self._sequence}/done/{rank}" for rank in self._receivers}
 
     def _raise_refusals(self, version: int, verdicts: Mapping[int, str]) -> None:
         """Raise SyncError if any receiver refused the version."""
@@ -531,6 +518,10 @@ class _Connection:
         self._end(why, broken=True)
 
     @property
+    def _last_messages(self) -> LastMessages:
+        return LastMessages(self._address, self._channel, self._sequence)
+
+    @property
     def _receivers(self) -> range:
         """Their ranks in the group."""
         return range(self._address.senders, self._address.world_size)
@@ -541,3 +532,53 @@ class _Connection:
         self._others.close(self._ended)
         if group is not None:
             group.close(broken=broken)
+
+
+def choose_transport(
+    mode: str,
+    requested: Backend,
+    device: torch.device,
+    theirs: Sequence[str],
+    *,
+    roomy: bool,
+    other_ranks: Sequence[str] = (),
+) -> Transport:
+    """Choose what moves the buckets. `theirs`: the device of each engine worker. `roomy`: the GPU has memory for a
+    second copy of what travels. `other_ranks`: the device of each other rank of the trainer."""
+    ours = device_name(device)
+    alone = "" if not other_ranks else f"shared buffers are for one rank, and the trainer has {1 + len(other_ranks)}"
+    if requested == "ipc" and alone:
+        raise SyncError(f"{mode}: sync.backend = 'ipc': {alone}; use 'nccl', 'gloo' or 'auto'")
+    if device.type == "cpu":
+        if requested == "nccl":
+            raise SyncError(f"{mode}: sync.backend = 'nccl': the trainer is on a CPU; use 'gloo' or 'ipc'")
+        return Transport(requested, "memory" if requested == "ipc" else "gloo")
+    match requested:
+        case "gloo":
+            return Transport(requested, "gloo")
+        case "ipc":
+            if odd := [each for each in theirs if each != ours]:
+                raise SyncError(
+                    f"{mode}: sync.backend = 'ipc': the trainer is on GPU {ours} and an engine on {odd[0] or 'none'}; "
+                    "use 'nccl' or 'gloo'"
+                )
+            return Transport(requested, "ipc")
+        case "nccl":
+            if why := _why_no_nccl([ours, *other_ranks], theirs):
+                raise SyncError(f"{mode}: sync.backend = 'nccl': {why}; use 'auto' or 'gloo'")
+            return Transport(requested, "nccl")
+        case "auto":
+            if roomy and set(theirs) == {ours} and not alone:
+                return Transport(requested, "ipc")
+            why = _why_no_nccl([ours, *other_ranks], theirs)
+            return Transport(
+                requested, "gloo" if why else "nccl", "; ".join(filter(None, (why, alone if roomy else "")))
+            )
+
+
+def _why_no_nccl(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    if odd := [each for each in theirs if each in ("", "cpu")]:
+        return f"an engine is on {odd[0] or 'a device that it does not name'}, and NCCL joins GPUs"
+    if len({*ours, *theirs}) < len(ours) + len(theirs):
+        return "NCCL cannot have two of its ranks on one GPU"
+    return ""
