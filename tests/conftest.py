@@ -14,6 +14,8 @@ SLOW = {
     "faults": "kills, hangs and lies between real processes",
     "learning": "whole runs that must learn, and the examples",
     "conformance/test_bridge_processes.py": "both ends of each bridge killed at many instants",
+    "parallel/test_rank_rewards.py": "whole runs of two ranks that must learn",
+    "parallel/test_broadcast_boxes.py": "ranks and workers in processes of their own, some of them killed",
     "http/test_slow_bodies.py": "bodies that arrive slower than their deadline",
     "http/test_service_run.py": "a whole run over the rollout service",
     "http/test_online_take_home.py": "an online server that is taught, exported and served",

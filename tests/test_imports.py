@@ -401,6 +401,7 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
         "ops/digest_triton.py",
         "ops/named_tensors.py",
         "ops/option_report.py",
+        "ops/parts.py",
         "ops/phase_timer.py",
         "ops/vllm_token_protocol.py",
     }, ours

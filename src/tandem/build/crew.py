@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,7 @@ from tandem.spec.train import WarmupStage
 if TYPE_CHECKING:
     import torch
 
+    from tandem.bridge.collective.rank_senders import RankSender
     from tandem.optim.master_weights import Master
     from tandem.train.crew import Children, Crew
 
@@ -92,7 +94,6 @@ def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, childr
 def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int, local_ranks: int) -> None:
     """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended."""
     import signal
-    import threading
 
     from tandem.train.crew import Crew
 
@@ -131,12 +132,14 @@ class Member:
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
+        self._sender: RankSender | None = None
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
         training.settle_torch(self._spec)
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
+        self._crew.handle("send", self._send)  # on rank 0 its bridge takes this order over
 
     def _model(self, max_context: int) -> training.BuiltModel | None:
         spec = self._spec
@@ -164,6 +167,23 @@ class Member:
             **training.trainer_options(its_stage, version),
         )
         return self._made if self._crew.rank == 0 else None
+
+    def _send(self, link: dict[str, Any]) -> None:
+        """Send this rank's rows when rank 0 sends its own. That may take as long as `sync.deadline_s`."""
+        from tandem.bridge.collective.rank_senders import RankSender
+
+        self._sender = self._sender or RankSender(self._crew.rank, self._crew.device)
+        ended = threading.Event()
+
+        def tick() -> None:
+            while not ended.wait(1.0):
+                self._crew.tick()
+
+        threading.Thread(target=tick, name="send", daemon=True).start()
+        try:
+            self._sender.send(link, self._built.policy.inner.weights(self._made.version, "full"))
+        finally:
+            ended.set()
 
     def _algorithm(self, stage: Any) -> Any:
         if isinstance(stage, WarmupStage):

@@ -35,6 +35,7 @@ from tandem.types import Proof
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
+    from tandem.train.crew import Crew
 
 
 # Fields of [engine] that are for the run, which owns the engine process, and not for the process itself.
@@ -52,9 +53,10 @@ class Joined:
     """The engine has no prefix cache and no CUDA graphs that could still hold older weights."""
 
 
-def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False) -> Joined:
+def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False, crew: Crew | None = None) -> Joined:
     """Build the engine and the bridge of a run. `home`: directory for engine logs and files, and for versions that are
-    sent as files. `unchecked`: accept a vLLM version that has not passed the conformance suite."""
+    sent as files. `unchecked`: accept a vLLM version that has not passed the conformance suite. `crew`: rank 0's, where
+    several ranks train."""
     if isinstance(spec.engine, HfEngineSpec):
         engine = standalone_engines.embedded(spec.engine, model, inline=spec.deterministic)
         return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: no retry is possible
@@ -63,7 +65,12 @@ def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False
         start = starting_model(spec, model, home)
     engine = outside(spec, model, home, start, unchecked=unchecked)
     bare = isinstance(spec.engine, ServerEngineSpec)
-    return Joined(engine, bridge(spec, model, home, start), spec.sync.retries, bare)
+    made = bridge(spec, model, home, start)
+    if crew is not None and isinstance(spec.sync, BroadcastSync):
+        from tandem.train.crew_bridge import CrewBridge
+
+        made = CrewBridge(crew, made)
+    return Joined(engine, made, spec.sync.retries, bare)
 
 
 # --- engines
@@ -282,6 +289,8 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
                 bucket_bytes=sync.bucket_mib * 2**20,
                 deadline_s=sync.deadline_s,
                 backend=sync.backend,
+                ranks=spec.parallel.ranks,
+                shards=spec.parallel.ranks // spec.parallel.hosts,
             )
         case AdapterBroadcastSync():
             from tandem.bridge.collective.sender import AdapterBroadcastBridge

@@ -59,7 +59,7 @@ class RlRun:
         """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
         self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
-        self.joined = run_engines.join(spec, self.model, run.directory / "engines")
+        self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = run_engines.publisher(
             self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached

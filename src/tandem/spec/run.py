@@ -150,6 +150,11 @@ class RlSpec(_RunSpecBase):
                 f"sync.bridge = '{self.sync.bridge}': needs whole weights in one process, and parallel.ranks = "
                 f"{ranks}; choose 'broadcast', or with [model.lora] 'adapter' or 'adapter_broadcast'"
             )
+        if getattr(self.sync, "backend", "") == "ipc" and not by_adapter:
+            raise ValueError(
+                f"sync.backend = 'ipc': shared memory is one process's, and parallel.ranks = {ranks}; choose 'nccl' or "
+                "'gloo', or leave it out"
+            )
         if isinstance(self.algorithm, DistillSpec):
             raise ValueError(
                 f"algorithm.kind = 'distill': its teacher is one process's, and parallel.ranks = {ranks}; set "

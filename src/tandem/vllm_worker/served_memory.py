@@ -15,7 +15,6 @@ checked before the first write, and every write is complete: no fused parameter 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,6 +26,8 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_launches import copy_all
+from tandem.ops.parts import rows_and_cols
+from tandem.types import Part
 from tandem.vllm_worker.unpacked_cpu_weights import plain_linear
 
 _WRAPPED = ".base_layer"
@@ -51,7 +52,7 @@ class TensorPiece:
     @property
     def box(self) -> tuple[int, int, int, int]:
         """Rows from and to, columns from and to."""
-        rows, cols = _rows_and_cols(self.view.shape)
+        rows, cols = rows_and_cols(self.view.shape)
         return self.row_start, self.row_start + rows, self.col_start, self.col_start + cols
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -138,6 +139,11 @@ class TensorLayout:
             for name, parts in self.pieces.items()
         }
         return forms | {name: ("float32", list(tensor.shape)) for name, tensor in self.tables().items()}
+
+    def boxes(self) -> list[tuple[str, int, int, int, int]]:
+        """Return name, rows from and to, columns from and to of everything that this worker needs of a full version."""
+        tables = [(name, 0, len(tensor), 0, 1) for name, tensor in self.tables().items()]
+        return [*dict.fromkeys((piece.name, *piece.box) for piece in self), *tables]
 
     def tables(self) -> dict[str, Tensor]:
         """Return the tensors that the engine computes itself, under the trainer's names."""
@@ -401,10 +407,6 @@ def _digest_of_ones(name: str, shape: torch.Size) -> int:
     return digest.piece(torch.ones(shape, dtype=torch.float32), name)
 
 
-def _rows_and_cols(shape: torch.Size) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
-
-
 # --- a full version
 
 
@@ -437,6 +439,32 @@ Moves = list[tuple[Tensor, Tensor]]
 def moves(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> Moves:
     """Return the copies that apply a version. Call after `check`, before the engine is paused."""
     return [(piece.view, piece.cut(arrived[piece.name])) for piece in layout]
+
+
+def moves_of_parts(layout: TensorLayout, arrived: Sequence[Part]) -> Moves:
+    """Return the copies that apply a version of which this worker got its boxes alone. SyncError, before anything is
+    written, unless they are exactly those that it serves."""
+    forms = layout.forms()
+    found: dict[tuple[Any, ...], Tensor] = {}
+    for name, tensor, row_start, col_start, full_shape in arrived:
+        is_served = forms.get(name, ("nothing", []))
+        if (str(tensor.dtype).removeprefix("torch."), list(full_shape)) != (is_served[0], list(is_served[1])):
+            raise SyncError(
+                f"apply: a box of '{name}' arrived as {tensor.dtype} of {list(full_shape)}, and is served as "
+                f"{is_served[0]} {list(is_served[1])}; nothing was written"
+            )
+        rows, cols = rows_and_cols(tensor.shape)
+        found[name, row_start, row_start + rows, col_start, col_start + cols] = tensor
+    if odd := sorted(found.keys() ^ set(layout.boxes())):
+        side = "is no box of this worker" if odd[0] in found else "did not arrive"
+        name, *box = odd[0]
+        raise SyncError(
+            f"apply: '{name}', rows and columns {box}, {side} ({len(odd)} boxes differ); nothing was written"
+        )
+    for name in layout.tables():
+        assert layout.rotary is not None
+        layout.rotary.check_received(name, next(part.tensor for part in arrived if part.name == name))
+    return [(piece.view, found[piece.name, *piece.box].view(piece.view.shape)) for piece in layout]
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ class Arrived:
 
     weights: Weights
     tensors: Mapping[str, Tensor]
+    """Those that are here whole; of a full version, only what the engine computes itself may be asked for here."""
     moves: served_memory.Moves
     """Of a full version: the copies that apply it."""
     seconds: Mapping[str, float]
@@ -88,7 +89,7 @@ class Incoming:
         phases = Phases()
         weights = self._source.receive(self.version, self._rank)
         phases.end("wait")
-        tensors = dict(weights.tensors())
+        tensors = {part.name: part.tensor for part in weights.parts() if tuple(part.tensor.shape) == part.full_shape}
         moves = self._look(weights, tensors)
         phases.end("check")
         return Arrived(weights, tensors, moves, phases.seconds)
@@ -151,6 +152,8 @@ class EngineWorker:
             "digests": digest.fused(self._theirs.device),
             **handles,
         }
+        if self._world > 1 and source.carries == "full":
+            reply["boxes"] = self._layout.boxes()
         if source.carries == "adapter":
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
@@ -216,6 +219,8 @@ class EngineWorker:
 
     def _look(self, weights: Weights, tensors: Mapping[str, Tensor]) -> served_memory.Moves:
         """Refuse a version that does not fit, on the thread that received it; return the copies that apply it."""
+        if weights.kind == "full" and weights.rows is not None:
+            return served_memory.moves_of_parts(self._layout, list(weights.parts()))
         if weights.kind == "full":
             served_memory.check(self._layout, tensors)
             return served_memory.moves(self._layout, tensors)
@@ -276,7 +281,7 @@ class EngineWorker:
     # --- a full version
 
     def _overwrite(self, arrived: Arrived, phases: Phases) -> None:
-        weights, shapes = arrived.weights, {name: list(tensor.shape) for name, tensor in arrived.tensors.items()}
+        weights, shapes = arrived.weights, {name: shape for name, (_, shape) in self._layout.forms().items()}
         if self._theirs.device.type == "cuda":
             torch.cuda.synchronize()  # a step that was given up may still read
         self._torn = f"version {weights.version} was not written completely"

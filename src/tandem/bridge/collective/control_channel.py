@@ -12,18 +12,20 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.manifest import need
 from tandem.errors import SyncError
 
 _T = TypeVar("_T")
 BROKEN = "the transfer was broken off"
 """The verdict of an engine that did not read to the end begins so. It ends the connection."""
+LOST = "a partner was lost"
 _LOOK_S = 0.0005
 _SHORT, _AS_IT_IS = 2**16, "="  # characters; no base64 text begins with "="
 CLOSING_S = 1.0
@@ -45,9 +47,29 @@ class ChannelAddress:
     device: str
     """The trainer's: cpu, cuda."""
     deadline_s: float
+    senders: int = 1
+    """Ranks of the trainer: the first members of the group. The others are receivers."""
 
     def to_link(self) -> dict[str, Any]:
-        return asdict(self)
+        link = asdict(self)
+        if self.senders == 1:  # as releases know it whose trainer is one process
+            del link["senders"]
+        return link
+
+    @classmethod
+    def from_link(cls, link: Mapping[str, Any]) -> ChannelAddress:
+        kinds = {"int": int, "float": float, "str": str}
+        what = f"{link.get('mode')}: the link"
+        whole = {"senders": 1, **link}
+        return cls(**{each.name: need(whole, each.name, kinds[str(each.type)], what) for each in fields(cls)})
+
+    @property
+    def num_receivers(self) -> int:
+        return self.world_size - self.senders
+
+    def member(self, rank: int) -> str:
+        """Return what messages call this member of the group."""
+        return f"rank {rank} of the trainer" if rank < self.senders else f"receiver {rank - self.senders}"
 
     def connect(self) -> TCPStore:
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=self._patience)
@@ -163,7 +185,7 @@ def as_sync_errors(mode: str, what_failed: str, deadline: Deadline) -> Iterator[
     except RuntimeError as error:
         if deadline.left_s < 0.01 or "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise deadline.missed(what_failed) from error
-        raise SyncError(f"{mode}: {what_failed}: a partner was lost ({first_line(error)}); {WAY_OUT}") from error
+        raise SyncError(f"{mode}: {what_failed}: {LOST} ({first_line(error)}); {WAY_OUT}") from error
 
 
 @contextmanager

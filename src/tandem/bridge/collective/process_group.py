@@ -1,6 +1,7 @@
-"""Broadcast buckets over a process group of one connection: NCCL between GPUs, gloo between CPUs.
+"""Move buckets over a process group of one connection: NCCL between GPUs, gloo between CPUs.
 
-By default torch's NCCL group ends the whole process when a partner is lost; here that is turned off.
+A bucket goes from rank 0 to all (`broadcast`), or from one member to another (`exchange`). By default torch's NCCL
+group ends the whole process when a partner is lost; here that is turned off.
 """
 
 from __future__ import annotations
@@ -12,18 +13,25 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from tandem.bridge.collective.control_channel import CLOSING_S, ChannelAddress, ControlChannel, as_sync_errors
-from tandem.bridge.common.deadline import Deadline
-from tandem.errors import SyncError
+from tandem.bridge.collective.control_channel import CLOSING_S, LOST, ChannelAddress, ControlChannel, as_sync_errors
+from tandem.bridge.common.deadline import Deadline, run_on_thread
+from tandem.errors import SyncError, SyncTimeout
 
 _LISTEN_S = 0.2
+
+
+class Message(NamedTuple):
+    """A buffer that goes to one other rank of the group, or comes from it."""
+
+    buffer: Tensor
+    peer: int
 
 
 class SideStream:
@@ -103,6 +111,37 @@ class Group(SideStream):
         self._works.clear()
         self.settle(what_failed, deadline)
 
+    def exchange(self, sent: Sequence[Message], received: Sequence[Message], deadline: Deadline) -> list[Any]:
+        """Start to send and receive these buffers; return at once. On GPUs they travel together: one after the other,
+        ranks could wait for each other in a ring."""
+        on_gpu = self._stream is not None
+        with as_sync_errors(self._address.mode, "a bucket was not taken", deadline):
+            if on_gpu:
+                self._group._start_coalescing()
+            works = [(self._group.send([buffer], peer, 0), peer) for buffer, peer in sent]
+            works += [(self._group.recv([buffer], peer, 0), peer) for buffer, peer in received]
+            begun = [self._group._end_coalescing()] if on_gpu else [_Waited(*each) for each in works]
+        self._works += begun
+        return begun
+
+    def await_exchange(self, works: Sequence[Any], what_failed: str, deadline: Deadline) -> None:
+        """Wait until the buffers of an exchange may be used again: on a GPU by kernels launched from now on."""
+        if self._stream is None:
+
+            def ended() -> bool:
+                return any(work.failed for work in works) or self._completed(works, what_failed, deadline)
+
+            try:
+                deadline.until(ended, what_failed)
+            except SyncTimeout:
+                silent = sorted({self._address.member(each.peer) for each in works if not each.is_completed()})
+                raise deadline.missed(f"{what_failed}, since {', '.join(silent)} stood still") from None
+        for work in sorted(works, key=lambda each: not getattr(each, "failed", False)):
+            peer = getattr(work, "peer", None)
+            at = "" if peer is None else f" (with {self._address.member(peer)})"
+            with as_sync_errors(self._address.mode, f"{what_failed}{at}", deadline):
+                work.wait()
+
     def close(self, *, broken: bool) -> None:
         """End the group; return soon, whatever its state. Deleting a group with work in it would wait and hold the
         interpreter: a thread deletes it when the work has ended."""
@@ -116,9 +155,10 @@ class Group(SideStream):
         if all(work.is_completed() for work in works):
             return True
         if time.monotonic() >= self._next_look:
-            for key in self._keys:
-                if why := self._channel.read_if_there(key, what_failed, deadline):
-                    raise SyncError(f"{self._address.mode}: {what_failed}: {why}")
+            told = [self._channel.read_if_there(key, what_failed, deadline) for key in self._keys]
+            if any(told):  # first who broke off for a reason of its own; those who miss it then say so, too
+                why = "; ".join(sorted(filter(None, told), key=lambda each: LOST in each))
+                raise SyncError(f"{self._address.mode}: {what_failed}: {why}")
             self._next_look = time.monotonic() + _LISTEN_S
         return False
 
@@ -142,6 +182,35 @@ class Group(SideStream):
             first.wait()
             torch.cuda.current_stream().synchronize()
             return group
+
+
+class _Waited:
+    """A message by gloo: only a thread that waits for it learns that it has ended."""
+
+    def __init__(self, work: Any, peer: int) -> None:
+        self.peer = peer
+        self._work, self._ended = work, threading.Event()
+        self._error: RuntimeError | None = None
+        run_on_thread(self._run)
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._ended.set()
 
 
 def _address_towards(host: str, port: int) -> str:

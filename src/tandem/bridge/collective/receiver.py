@@ -12,6 +12,17 @@ message on the control channel:
     E  <seq>/done/<rank>       "" (digests compared), or what is wrong with what arrived, or that it broke off. From a
                                worker that compares an adapter where it serves it, "" means that it is copied out
 
+Where the trainer has several ranks, or a worker serves only a part of each tensor, tensors travel as boxes (boxes.py).
+The ranks of the trainer are then the first of the group, and the receivers follow. rank_senders.py has the messages
+between the ranks. For the receivers two more come before the manifest, and each gets its own boxes alone:
+
+    T  boxes/<checksum>        what each rank holds and each receiver serves; written when that changes
+    T  <seq>/expected/<rank>   the digest that each box of this receiver must have
+
+and one at the end, for each of them has seen its own boxes alone:
+
+    T  <seq>/all               "" (every receiver has the right boxes: it may serve them), or why not
+
 Reading shared buffers cannot hang. So a version of one bucket for one worker is written before it is announced
 (shared_buffers.py), and one round trip is enough:
 
@@ -28,8 +39,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +59,14 @@ from tandem.bridge.collective.prefetch import Prefetch, PrefetchedVersion
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferReader, MappedBuffers
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check, need
 from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
+from tandem.ops import digest
 from tandem.types import WeightKind, Weights
+
+if TYPE_CHECKING:
+    from tandem.bridge.collective.boxes import BoxTables, StagedBoxes
 
 _LISTENING_S = 3600.0  # for a version that the engine has not asked for yet
 
@@ -64,10 +78,9 @@ class GroupSource(EngineEndBase):
         self, link: Mapping[str, Any], mode: str, carries: WeightKind, device: torch.device | None = None
     ) -> None:
         super().__init__(link, mode, carries)
-        kinds = {"int": int, "float": float, "str": str}
-        self._address = ChannelAddress(
-            **{each.name: self._need(each.name, kinds[str(each.type)]) for each in fields(ChannelAddress)}
-        )
+        self._address = ChannelAddress.from_link(link)
+        self._first = need({"rank": 0, **link}, "rank", int, f"{mode}: the link")
+        """This engine's first receiver, where the connection has several engines."""
         if (
             device is None
         ):  # chosen on the thread that opens the link: on another thread the current device is the first GPU
@@ -86,9 +99,10 @@ class GroupSource(EngineEndBase):
         return True
 
     def receive(self, version: int, rank: int = 0) -> Weights:
-        if not 0 <= rank < self._address.world_size - 1:
+        rank += self._first
+        if not 0 <= rank < self._address.num_receivers:
             raise SyncError(
-                f"{self._mode}: receiver {rank} is not part of this connection (size {self._address.world_size - 1})"
+                f"{self._mode}: receiver {rank} is not part of this connection (size {self._address.num_receivers})"
             )
         worker = self._workers.setdefault(rank, _WorkerReceiver(self._address, rank, self._device))
         adapters = self.carries == "adapter"  # the memory of a whole model is needed for other things
@@ -98,7 +112,7 @@ class GroupSource(EngineEndBase):
         )
 
     def prefetch(self, rank: int = 0) -> None:
-        if self._reuse and (worker := self._workers.get(rank)) is not None:
+        if self._reuse and (worker := self._workers.get(self._first + rank)) is not None:
             worker.prefetch(Deadline(self._mode, _LISTENING_S, self._given_up), self.deadline)
 
     def close(self) -> None:
@@ -112,7 +126,7 @@ class _Accepted(NamedTuple):
 
     sequence: int
     manifest: Manifest
-    flat: Flat
+    flat: Flat | StagedBoxes
     is_here: bool
 
 
@@ -120,12 +134,14 @@ class _WorkerReceiver:
     """One worker's side of a connection."""
 
     def __init__(self, address: ChannelAddress, rank: int, device: torch.device) -> None:
-        self._address, self._rank, self._device = address, rank + 1, device
+        self._address, self._receiver, self._device = address, rank, device
+        self._rank = address.senders + rank
         self._lock = threading.Lock()  # a call that gave up may still be waiting when the next one comes
         self._channel: ControlChannel | None = None
         self._group: Group | None = None
         self._mapped: MappedBuffers | None = None
         self._placement: Places | None = None
+        self._tables: BoxTables | None = None
         self._last: Flat | None = None
         self._listening: ControlChannel | None = None
         self._prefetched: Prefetch | None = None
@@ -143,12 +159,17 @@ class _WorkerReceiver:
                 self._channel = ControlChannel(self._address, self._connect(failed, deadline), mine=False)
             channel, verify = self._channel, not verify_where_served
             sequence, manifest, flat, is_here = self._accept(channel, version, carries, failed, deadline, verify=verify)
-            if reuse:
+            if reuse and isinstance(flat, Flat):
                 self._last = flat
             if not is_here:
-                self._take(channel, sequence, manifest, flat.raw, deadline)
+                self._take(channel, sequence, manifest, flat, deadline)
             weights = Weights(
-                version, manifest.kind, lambda: iter(flat), adapter=manifest.adapter, expected=manifest.digests
+                version,
+                manifest.kind,
+                lambda: iter(flat),
+                adapter=manifest.adapter,
+                expected=manifest.digests,
+                rows=None if isinstance(flat, Flat) or flat.is_whole else flat.parts,
             )
             if verify or not is_here:
                 self._confirm(channel, sequence, weights, flat, deadline, verify=verify)
@@ -157,7 +178,7 @@ class _WorkerReceiver:
             self._lock.release()
 
     def prefetch(self, listening: Deadline, a_deadline: Callable[[], Deadline]) -> None:
-        if self._address.world_size > 2 or not self._lock.acquire(blocking=False):
+        if self._address.num_receivers > 1 or not self._lock.acquire(blocking=False):
             return  # several workers must accept a version first; or a call that gave up still receives
         try:
             if self._prefetched is None and self._mapped is not None:
@@ -198,7 +219,8 @@ class _WorkerReceiver:
         while True:
             sequence, manifest, copied = self._next(channel, failed, deadline)
             self._last = copied or self._last
-            done, answer, unmapped, flat = f"{sequence}/done/{self._rank}", "", "", None
+            done, answer, unmapped = f"{sequence}/done/{self._rank}", "", ""
+            flat: Flat | StagedBoxes | None = None
             if manifest.version != version:
                 answer = f"asked for version {version}, sent was {manifest.version}"
             elif manifest.kind != carries:
@@ -212,9 +234,12 @@ class _WorkerReceiver:
             else:
                 try:
                     self._map(manifest)
-                    flat = self._buffer(manifest)
+                    flat = (
+                        self._boxes(channel, manifest, failed, deadline) if manifest.boxes else self._buffer(manifest)
+                    )
                 except SyncError as error:
-                    answer = unmapped = f"{UNMAPPED}: {error}"
+                    answer = str(error) if manifest.boxes else f"{UNMAPPED}: {error}"
+                    unmapped = "" if manifest.boxes else answer
                 except RuntimeError as error:  # fail here, and not after the others have begun to send
                     answer = f"no memory for {manifest.size_bytes} bytes beside the old version: {first_line(error)}"
             if answer or not manifest.filled:
@@ -225,6 +250,16 @@ class _WorkerReceiver:
                 raise SyncError(f"{mode}: {answer}")
             if flat is not None and (manifest.filled or not channel.read(f"{sequence}/go", failed, deadline)):
                 return _Accepted(sequence, manifest, flat, is_here=False)
+
+    def _boxes(self, channel: ControlChannel, manifest: Manifest, failed: str, deadline: Deadline) -> StagedBoxes:
+        """Return memory for this receiver's boxes."""
+        from tandem.bridge.collective.boxes import BoxTables, StagedBoxes, forms_of  # no other version needs it
+
+        self._tables = self._tables or BoxTables(self._address.mode)
+        assert self._placement is not None
+        forms = forms_of(self._placement)
+        table = self._tables.read(manifest.boxes, forms, channel, failed, deadline)
+        return StagedBoxes(table, self._receiver, self._device_of(manifest))
 
     def _buffer(self, manifest: Manifest) -> Flat:
         """Return a buffer for the version: the one of the version before if it is free and as large, else a new one."""
@@ -302,7 +337,12 @@ class _WorkerReceiver:
         return PrefetchedVersion(latest, manifest, flat)
 
     def _take(
-        self, channel: ControlChannel, sequence: int, manifest: Manifest, flat: Tensor, deadline: Deadline
+        self,
+        channel: ControlChannel,
+        sequence: int,
+        manifest: Manifest,
+        flat: Flat | StagedBoxes,
+        deadline: Deadline,
     ) -> None:
         failed = f"version {manifest.version} did not arrive completely"
         carrier: Group | BufferReader | None = None
@@ -315,7 +355,12 @@ class _WorkerReceiver:
 
         with reported(self._address.mode, failed, break_off):
             carrier = self._carrier(channel, sequence, manifest, deadline)
-            self._copy(carrier, manifest, flat, failed, deadline)
+            if isinstance(flat, Flat):
+                self._copy(carrier, manifest, flat.raw, failed, deadline)
+            else:
+                assert isinstance(carrier, Group)
+                with carrier.aside():
+                    flat.receive(carrier, failed, deadline)
 
     def _copy(
         self, carrier: Group | BufferReader, manifest: Manifest, flat: Tensor, failed: str, deadline: Deadline
@@ -338,15 +383,30 @@ class _WorkerReceiver:
         return self._group
 
     def _confirm(
-        self, channel: ControlChannel, sequence: int, weights: Weights, flat: Flat, deadline: Deadline, *, verify: bool
+        self,
+        channel: ControlChannel,
+        sequence: int,
+        weights: Weights,
+        flat: Flat | StagedBoxes,
+        deadline: Deadline,
+        *,
+        verify: bool,
     ) -> None:
         try:
-            if verify:
+            if not isinstance(flat, Flat):
+                failed = f"version {weights.version}: the digests of this receiver's boxes did not come"
+                expected = channel.read(f"{sequence}/expected/{self._rank}", failed, deadline)
+                flat.check(digest.parted(expected), f"{self._address.mode}: version {weights.version}")
+            elif verify:
                 check(weights, self._address.mode, flat.fingerprints())
         except SyncError as error:
             self._report(channel, f"{sequence}/done", str(error), deadline)
             raise
         channel.write(f"{sequence}/done/{self._rank}", "", deadline)
+        if not isinstance(flat, Flat):  # another worker's boxes may be wrong: none serves the version then
+            failed = f"version {weights.version}: the trainer did not say whether every worker has its boxes"
+            if why := channel.read(f"{sequence}/all", failed, deadline):
+                raise SyncError(f"{self._address.mode}: version {weights.version} will not be served: {why}")
 
     def _report(self, channel: ControlChannel, key: str, what_is_wrong: str, deadline: Deadline) -> None:
         """Tell the sender what is wrong, if it still listens. The caller raises in any case."""

@@ -12,11 +12,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tandem.bridge.collective.box_packing import BoxPacking
 from tandem.bridge.collective.control_channel import (
     BROKEN,
     CLOSING_S,
@@ -25,7 +26,9 @@ from tandem.bridge.collective.control_channel import (
     ControlChannel,
     reported,
 )
+from tandem.bridge.collective.last_messages import LastMessages
 from tandem.bridge.collective.process_group import Group
+from tandem.bridge.collective.rank_senders import OtherRanks
 from tandem.bridge.collective.receiver import GroupSource
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferWriter, SharedBuffers, Unmapped
 from tandem.bridge.common import manifest as wire
@@ -39,6 +42,7 @@ from tandem.types import Sent, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 _BUCKET_BYTES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+
 
 Backend = Literal["auto", "gloo", "nccl", "ipc"]
 
@@ -72,14 +76,18 @@ class CollectiveBridge:
         backend: Backend,
         *,
         roomy: bool,
+        ranks: int = 1,
+        shards: int = 0,
     ) -> None:
         """`device`: where the trainer's tensors are. `bucket_bytes`: 0 sends all in one bucket. `roomy`: the trainer's
-        GPU has memory for a second copy of what travels."""
+        GPU has memory for a second copy of what travels. `ranks`: of the trainer; this is the end of rank 0. `shards`:
+        into how many runs of rows each tensor is cut; 0: as many as ranks."""
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._host, self._bucket_bytes, self._deadline_s, self._roomy = host, bucket_bytes, deadline_s, roomy
         self._backend: Backend = backend
+        self._ranks, self._shards = ranks, shards or ranks
         self._connection: _Connection | None = None
         self._num_connections = 0
 
@@ -96,12 +104,24 @@ class CollectiveBridge:
             listening.getsockname()[1],
             uuid.uuid4().hex,
             self._num_connections,
-            num_receivers + 1,
+            num_receivers + self._ranks,
             self._device.type,
             self._deadline_s,
+            self._ranks,
         )
-        self._connection = _Connection(address, listening, self._device, self.carries, self._backend, self._roomy)
+        self._connection = _Connection(
+            address, listening, self._device, self.carries, self._backend, roomy=self._roomy, shards=self._shards
+        )
         return self._connection.source
+
+    @property
+    def rank_link(self) -> Mapping[str, Any]:
+        """What the other ranks of the trainer need to join the present connection (rank_senders.RankSender)."""
+        if self._connection is None:
+            raise SyncError(
+                f"{self.mode}: no engine was given a link, so there is nothing to join; call source() first"
+            )
+        return self._connection.source.link
 
     def storage(self) -> Mapping[str, Tensor] | None:
         return None
@@ -130,11 +150,15 @@ class BroadcastBridge(CollectiveBridge):
         deadline_s: float = 60.0,
         backend: Backend = "auto",
         roomy: bool = False,
+        ranks: int = 1,
+        shards: int = 0,
     ) -> None:
         """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 uses the default for the device.
-        `roomy`: an engine on the trainer's GPU has memory for a second copy of the weights while they arrive."""
+        `roomy`: an engine on the trainer's GPU has memory for a second copy of the weights while they arrive. `ranks`:
+        of the trainer; every other rank calls `RankSender.send` when this end sends. `shards`: into how many runs of
+        rows each tensor is cut; 0: as many as ranks."""
         size = bucket_bytes or _BUCKET_BYTES[torch.device(device).type]
-        super().__init__(device, host, padded(size), deadline_s, backend, roomy=roomy)
+        super().__init__(device, host, padded(size), deadline_s, backend, roomy=roomy, ranks=ranks, shards=shards)
 
 
 class AdapterBroadcastBridge(CollectiveBridge):
@@ -172,15 +196,21 @@ class _Connection:
         device: torch.device,
         carries: WeightKind,
         backend: Backend,
+        *,
         roomy: bool,
+        shards: int,
     ) -> None:
         self._address, self._device, self._roomy = address, device, roomy
         self._backend: Backend = backend
-        self._channel = ControlChannel(address, address.host_it(listening), mine=True)
+        store = address.host_it(listening)
+        self._channel = ControlChannel(address, store, mine=True)
+        self._others = OtherRanks(address, store)
         self.source = GroupSource(address.to_link(), address.mode, carries, device if device.type == "cpu" else None)
         self._packing = Packing(address.mode, self.source.replies)
+        self._boxes = BoxPacking(address, self.source.replies, self._others, shards)
         self._placement: wire.Places | None = None
         """The placement that receivers were sent last."""
+        self._written = set[str]()
         self._given_up = threading.Event()
         self._lock = threading.Lock()
         self._transport: Transport | None = None
@@ -196,6 +226,8 @@ class _Connection:
             if self._ended:
                 raise SyncError(f"{self._address.mode}: this connection has ended: {self._ended}; {WAY_OUT}")
             phases = Phases()
+            if self._goes_by_boxes(weights):
+                return self._send_boxes(weights, bucket_bytes, deadline, phases)
             packed = self._packing.pack(weights, phases)
             size = packed.places.size_bytes
             manifest = wire.Manifest(
@@ -241,13 +273,72 @@ class _Connection:
             self._channel.write(f"places/{places.checksum}", places.text, deadline)
             self._placement = places
 
-    def _send(self, packed: PackedVersion, manifest: wire.Manifest, deadline: Deadline, phases: Phases) -> Transport:
-        """Send by the transport that worked before. Only backend auto falls back to another."""
+    def _goes_by_boxes(self, weights: Weights) -> bool:
+        """Return whether every receiver gets its own rectangles. Shared buffers have whole tensors."""
+        if self._address.senders > 1:
+            return True
+        shards = weights.kind == "full" and any(reply.get("boxes") for reply in self.source.replies)
+        return shards and not self._chosen_transport().is_shared
+
+    def _send_boxes(self, weights: Weights, bucket_bytes: int, deadline: Deadline, phases: Phases) -> Sent:
+        """Send rectangles of tensors, from every rank to every receiver. rank_senders.py has the order of messages."""
+        self._others.begin()
+        try:
+            packed = self._boxes.pack(weights, bucket_bytes, self._write_once, deadline, phases)
+            chosen = self._chosen_transport(packed.devices)
+            manifest = packed.manifest(way=chosen.engaged)
+            for rank, digests in enumerate(packed.expected, self._address.senders):
+                self._channel.write(f"{self._sequence + 1}/expected/{rank}", "".join(digests), deadline)
+            self._placement = packed.places
+            self._gather_receivers(manifest, deadline)
+            phases.end("meet")
+        except BaseException as error:
+            self._others.refuse(str(error) or type(error).__name__)
+            raise
+        self._others.go({"sequence": self._sequence, "boxes": manifest.boxes, "way": manifest.way}, deadline)
+        try:
+            self._move(packed, manifest, deadline)
+            phases.end("move")
+            self._await_verdicts(manifest, deadline)
+        except BaseException as error:
+            self._tell_all(str(error) or type(error).__name__)
+            if isinstance(error, SyncTimeout) and (silent := self._last_messages.silent()):
+                raise SyncTimeout(f"{error}; {', '.join(silent)} said nothing more") from error
+            raise
+        self._tell_all("")
+        phases.end("confirm")
+        transport = {**chosen._asdict(), "ranks": str(self._address.senders)}
+        return Sent(
+            weights.version,
+            self._address.mode,
+            manifest.digests,
+            packed.table.plan.total_bytes,
+            phases.seconds,
+            transport=transport,
+        )
+
+    def _tell_all(self, why_not: str) -> None:
+        """Tell receivers whether all of them have what they serve: none serves the version otherwise."""
+        self._channel.write(f"{self._sequence}/all", why_not, Deadline(self._address.mode, CLOSING_S))
+
+    def _write_once(self, key: str, text: str, deadline: Deadline) -> None:
+        """Write what stays until it changes: its key has its checksum."""
+        if key not in self._written:
+            self._channel.write(key, text, deadline)
+            self._written.add(key)
+
+    def _chosen_transport(self, other_ranks: Sequence[str] = ()) -> Transport:
+        """Return the transport that worked before, or choose one. `other_ranks`: their devices."""
         if self._transport is None:
             devices = [each for reply in self.source.replies for each in reply.get("devices", ("",))]
             self._transport = choose_transport(
-                self._address.mode, self._backend, self._device, devices, roomy=self._roomy
+                self._address.mode, self._backend, self._device, devices, roomy=self._roomy, other_ranks=other_ranks
             )
+        return self._transport
+
+    def _send(self, packed: PackedVersion, manifest: wire.Manifest, deadline: Deadline, phases: Phases) -> Transport:
+        """Send by the transport that worked before. Only backend auto falls back to another."""
+        self._transport = self._chosen_transport()
         try:
             self._send_by(self._transport, packed, manifest, deadline, phases)
         except Unmapped as error:
@@ -283,7 +374,7 @@ class _Connection:
         ended."""
         size, count = min(manifest.bucket_bytes, manifest.size_bytes), max(1, num_buffers(manifest))
         if self._memory is None or self._memory.buffer_bytes < size or len(self._memory.tensors) < count:
-            receivers = self._address.world_size - 1
+            receivers = self._address.num_receivers
             self._memory = SharedBuffers(self._address.token, self._device, count, size, receivers)
         return self._memory
 
@@ -308,7 +399,7 @@ class _Connection:
         refusals: list[str] = []
         try:
             answers = self._read_from_all(f"{now}/answer", f"for version {version}, {{}} did not come", deadline)
-            refusals = [f"receiver {rank - 1}: {text}" for rank, text in answers.items() if text]
+            refusals = [f"{self._address.member(rank)}: {text}" for rank, text in answers.items() if text]
             if refusals:
                 kind = Unmapped if all(UNMAPPED in text for text in refusals) else SyncError
                 raise kind(f"{mode}: version {version} was not sent: {'; '.join(refusals)}")
@@ -322,15 +413,14 @@ class _Connection:
         carrier: Carrier | None = None
 
         def break_off(why: str) -> None:
-            closing = Deadline(self._address.mode, CLOSING_S)
             if isinstance(carrier, BufferWriter):
                 carrier.break_off(why)
-            with suppress(SyncError):
-                if manifest.filled:  # it is not announced yet, and never will be
-                    self._channel.close(self._sequence, why, closing)
-                else:
-                    self._channel.write(f"{self._sequence}/broken", why, closing)
-            self._end(why, broken=True)
+            if manifest.filled:  # it is not announced yet, and never will be
+                with suppress(SyncError):
+                    self._channel.close(self._sequence, why, Deadline(self._address.mode, CLOSING_S))
+                self._end(why, broken=True)
+            else:
+                self._break_off(why)
 
         with reported(self._address.mode, f"version {manifest.version} was not sent completely", break_off):
             carrier = self._carrier(manifest, deadline)
@@ -345,7 +435,7 @@ class _Connection:
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
             self._group = Group(self._address, 0, self._channel, device, deadline)
-        self._group.listen([f"{self._sequence}/done/{rank}" for rank in range(1, self._address.world_size)])
+        self._group.listen([*self._last_messages.keys.values()])
         return self._group
 
     def _await_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
@@ -377,56 +467,88 @@ class _Connection:
 
     def _await_verdicts(self, manifest: wire.Manifest, deadline: Deadline) -> None:
         version = manifest.version
+        failed = f"version {version}: {{}} did not confirm it"
         try:
-            verdicts = self._read_from_all(
-                f"{self._sequence}/done", f"version {version}: {{}} did not confirm it", deadline
-            )
+            if manifest.boxes:
+                verdicts = self._last_messages.read(failed, deadline)
+            else:
+                verdicts = self._read_from_all(f"{self._sequence}/done", failed, deadline)
         except BaseException as error:  # how far a silent receiver has come, is unknown
-            self._end(str(error) or type(error).__name__, broken=True)
+            self._break_off(str(error) or type(error).__name__)
             raise
         self._raise_refusals(version, verdicts)
 
     def _raise_refusals(self, version: int, verdicts: Mapping[int, str]) -> None:
         """Raise SyncError if any receiver refused the version."""
-        if wrong := [f"receiver {rank - 1}: {text}" for rank, text in verdicts.items() if text]:
+        if wrong := [f"{self._address.member(rank)}: {text}" for rank, text in verdicts.items() if text]:
             why = f"{self._address.mode}: version {version} was refused: {'; '.join(wrong)}"
             if any(text.startswith(BROKEN) for text in verdicts.values()):
-                self._end(why, broken=True)
+                self._break_off(why)
             raise SyncError(why)
 
     def _read_from_all(self, key: str, failed: str, deadline: Deadline) -> dict[int, str]:
         """Return every receiver's message, by rank."""
         messages: dict[int, str] = {}
-        ranks = range(1, self._address.world_size)
-        for rank in ranks:
+        for rank in self._receivers:
             try:
-                messages[rank] = self._channel.read(f"{key}/{rank}", failed.format(f"receiver {rank - 1}"), deadline)
+                messages[rank] = self._channel.read(
+                    f"{key}/{rank}", failed.format(self._address.member(rank)), deadline
+                )
             except SyncTimeout:
-                silent = [each - 1 for each in ranks if not self._channel.has(f"{key}/{each}")]
+                silent = [
+                    each - self._address.senders for each in self._receivers if not self._channel.has(f"{key}/{each}")
+                ]
                 who = f"receiver{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
                 raise deadline.missed(failed.format(who)) from None
         return messages
 
     def _delete_old(self, sequence: int) -> None:
         """Delete the messages of an announcement that no receiver reads any more."""
-        ranks = range(1, self._address.world_size)
-        answers = [f"{sequence}/{name}/{rank}" for name in ("answer", "done") for rank in ranks]
+        names = ("answer", "done", "expected") if self._boxes.used else ("answer", "done")
+        answers = [f"{sequence}/{name}/{rank}" for name in names for rank in self._receivers]
+        if self._boxes.used:
+            answers += [f"{sequence}/all", *(f"{sequence}/sent/{rank}" for rank in self._others.numbers)]
         for key in (f"{sequence}/manifest", f"{sequence}/go", *answers):
             self._channel.store.delete_key(key)
+
+    def _break_off(self, why: str) -> None:
+        """Tell all that still take part, and end the connection."""
+        with suppress(SyncError):
+            self._channel.write(f"{self._sequence}/broken", why, Deadline(self._address.mode, CLOSING_S))
+        self._end(why, broken=True)
+
+    @property
+    def _last_messages(self) -> LastMessages:
+        return LastMessages(self._address, self._channel, self._sequence)
+
+    @property
+    def _receivers(self) -> range:
+        """Their ranks in the group."""
+        return range(self._address.senders, self._address.world_size)
 
     def _end(self, why: str, *, broken: bool) -> None:
         group, self._group, self._ended = self._group, None, self._ended or why
         self._memory = None
+        self._others.close(self._ended)
         if group is not None:
             group.close(broken=broken)
 
 
 def choose_transport(
-    mode: str, requested: Backend, device: torch.device, theirs: Sequence[str], *, roomy: bool
+    mode: str,
+    requested: Backend,
+    device: torch.device,
+    theirs: Sequence[str],
+    *,
+    roomy: bool,
+    other_ranks: Sequence[str] = (),
 ) -> Transport:
     """Choose what moves the buckets. `theirs`: the device of each engine worker. `roomy`: the GPU has memory for a
-    second copy of what travels."""
+    second copy of what travels. `other_ranks`: the device of each other rank of the trainer."""
     ours = device_name(device)
+    alone = "" if not other_ranks else f"shared buffers are for one rank, and the trainer has {1 + len(other_ranks)}"
+    if requested == "ipc" and alone:
+        raise SyncError(f"{mode}: sync.backend = 'ipc': {alone}; use 'nccl', 'gloo' or 'auto'")
     if device.type == "cpu":
         if requested == "nccl":
             raise SyncError(f"{mode}: sync.backend = 'nccl': the trainer is on a CPU; use 'gloo' or 'ipc'")
@@ -442,19 +564,21 @@ def choose_transport(
                 )
             return Transport(requested, "ipc")
         case "nccl":
-            if why := _why_no_nccl(ours, theirs):
+            if why := _why_no_nccl([ours, *other_ranks], theirs):
                 raise SyncError(f"{mode}: sync.backend = 'nccl': {why}; use 'auto' or 'gloo'")
             return Transport(requested, "nccl")
         case "auto":
-            if roomy and set(theirs) == {ours}:
+            if roomy and set(theirs) == {ours} and not alone:
                 return Transport(requested, "ipc")
-            why = _why_no_nccl(ours, theirs)
-            return Transport(requested, "gloo" if why else "nccl", why)
+            why = _why_no_nccl([ours, *other_ranks], theirs)
+            return Transport(
+                requested, "gloo" if why else "nccl", "; ".join(filter(None, (why, alone if roomy else "")))
+            )
 
 
-def _why_no_nccl(ours: str, theirs: Sequence[str]) -> str:
+def _why_no_nccl(ours: Sequence[str], theirs: Sequence[str]) -> str:
     if odd := [each for each in theirs if each in ("", "cpu")]:
         return f"an engine is on {odd[0] or 'a device that it does not name'}, and NCCL joins GPUs"
-    if len({ours, *theirs}) < 1 + len(theirs):
+    if len({*ours, *theirs}) < len(ours) + len(theirs):
         return "NCCL cannot have two of its ranks on one GPU"
     return ""

@@ -143,11 +143,16 @@ class Manifest:
     """The handle of the shared buffers, for each receiver."""
     filled: bool = False
     """All of the version is in the shared buffers already."""
+    boxes: str = ""
+    """The checksum of the table of boxes (bridge/collective/boxes.py), where tensors travel as rectangles. Empty, and
+    not in the text, where they travel whole."""
 
     def to_text(self, places: Places | None = None) -> str:
         """Write the manifest as JSON. `places`: of these tensors; it is sent separately, and the text has its
         checksum."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
+        if not self.boxes:
+            del content["boxes"]
         if places is None:
             content["tensors"] = {name: entry.as_json() for name, entry in self.tensors.items()}
         else:

@@ -112,6 +112,8 @@ class WeightUpdate:
         told = ("layout", "derived", "adapter_dtype", "copied", "handles", "base_memory", "versions", "digests")
         reply = {"boot_id": self.boot_id, "workers": len(answers), **{key: first[key] for key in told if key in first}}
         reply["places"] = [place for answer in answers for place in answer["places"]]
+        if "boxes" in first:
+            reply["boxes"] = [answer["boxes"] for answer in answers]
         reply["devices"] = [answer["device"] for answer in answers]
         reply |= more
         if self._process.options.adapter_slots and self._process.options.device != "cpu":

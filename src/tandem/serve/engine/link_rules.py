@@ -50,6 +50,7 @@ class GroupLink(_Link):
     generation: int = Field(ge=1, lt=2**31)
     world_size: int = Field(ge=2, lt=2**16)
     device: Literal["cpu", "cuda"]
+    senders: int = Field(default=1, ge=1, lt=2**16)
 
 
 _FORMS: dict[str, type[_Link]] = {"memory": MemoryLink, "group": GroupLink, "files": FilesLink}
