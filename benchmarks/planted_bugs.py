@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,8 +32,8 @@ from common import table
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 TIMEOUT_S = 300
-IN_A_FORK = ("-p", "no:rerunfailures", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-OPTIONS = ("-q", "-x", "--no-header", "-p", "no:cacheprovider")
+IN_A_FORK = ("-x", "-p", "no:rerunfailures", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = ("-q", "--no-header", "-p", "no:cacheprovider")
 FAILED = 1
 """pytest's exit code where tests ran and some failed. A test that cannot be collected, or is not there, has another."""
 
@@ -94,18 +95,17 @@ def occurrences(bug: PlantedBug) -> int:
 
 
 def red_without_a_bug(bugs: Sequence[PlantedBug], jobs: int) -> set[str]:
-    """Run the tests all at once; only if one fails, each alone, to say which."""
+    """Run all tests on the source as it is; return those that fail, as the entries name them."""
     tests = sorted({test for bug in bugs for test in bug.tests})
-    if not tests or run_all(tests, jobs):
+    if not tests:
         return set()
-    return {test for test in tests if not run_all([test], 0)}
-
-
-def run_all(tests: Sequence[str], workers: int) -> bool:
-    """True if all of them pass, without a bug."""
-    command = [sys.executable, "-m", "pytest", *OPTIONS, "--numprocesses", f"{workers}", "--dist", "loadfile", *tests]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "-rfE", "--numprocesses", f"{jobs}", "--dist", "loadfile"]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    done = subprocess.run([*command, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    red = set(re.findall(r"^(?:FAILED|ERROR) ([\w/]+\.py(?:::\w+)?)", done.stdout, re.MULTILINE))
+    if done.returncode and not red:
+        raise SystemExit(f"the tests did not run:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return {test for test in tests if test in red or test.partition("::")[0] in red}
 
 
 def python_path(source: Path) -> str:

@@ -18,10 +18,10 @@ import pytest
 
 from tandem.build import online
 from tandem.engine.restartable import RestartableEngine
-from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap
+from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap, SyncError
 from tandem.io.request_key import RequestKey
 from tandem.online.job_store import ENDED, Job, JobStore
-from tandem.online.messages import Sequence1, Teaching
+from tandem.online.messages import Publish, Sequence1, Teaching
 from tandem.online.orchestrator import Orchestrator
 from tandem.online.regression_watch import Regression
 from tandem.online.sample_replay import ReplayMemory
@@ -118,6 +118,31 @@ def test_the_orchestrator_goes_on_over_failures(tmp_path: Path, monkeypatch: pyt
             await a_trainer_process_that_hangs_is_restarted(played)
             await a_checkpoint_that_cannot_be_written_ends_nothing(played, monkeypatch)
             await requests_are_refused_once_the_loop_has_stopped(played)
+        finally:
+            await played.orchestrator.close()
+
+    asyncio.run(run())
+
+
+def test_a_rollback_to_other_weights_than_were_served_before_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def run() -> None:
+        played = Played(tmp_path)
+        await played.orchestrator.start()
+        try:
+            await played.until(await played.teach(), *ENDED)
+            assert played.orchestrator.serving == 1
+            call = played.orchestrator.trainer.call
+
+            async def lies(what: Any, *args: Any) -> dict[str, Any]:
+                told = await call(what, *args)
+                return told | {"digest": "another"} if isinstance(what, Publish) and not what.version else told
+
+            monkeypatch.setattr(played.orchestrator.trainer, "call", lies)
+            with pytest.raises(SyncError, match="version 0 is served with digest another"):
+                await played.orchestrator.activate(0, "me")
+            assert played.orchestrator.serving == played.store.active == 1
         finally:
             await played.orchestrator.close()
 

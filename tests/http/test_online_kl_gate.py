@@ -8,7 +8,9 @@ from online_served import SPEC, fact, online_server
 
 
 def test_a_lesson_that_moves_ordinary_answers_too_far_is_rejected_by_kl(tmp_path: Path) -> None:
-    with online_server(tmp_path, SPEC.replace("kl = 50.0", "kl = 1e-6").replace("update_norm = 0.3", "")) as server:
+    with online_server(
+        tmp_path, SPEC.replace("kl = 50.0", "kl = 1e-6").replace("update_norm = 0.3", "update_norm = 50.0")
+    ) as server:
         before = server.get("/versions/served")
         row = server.wait(server.teach([fact(1)], lr=1e-3, steps=5))
         assert row["state"] == "rejected"
