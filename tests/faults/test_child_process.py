@@ -177,12 +177,14 @@ def test_it_ends_with_its_owner_even_if_that_is_killed(tmp_path: Path, what: str
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's word to a child is Linux's")
-def test_it_ends_even_if_its_leash_is_killed(child: Child) -> None:
+def test_it_and_what_it_started_end_even_if_its_leash_is_killed(child: Child, tmp_path: Path) -> None:
     pid = child.wait_ready(10).pid
+    worker = worker_of(tmp_path)
     os.kill(os.getsid(pid), signal.SIGKILL)
     wait_until(lambda: not runs(pid), 10)
     wait_until(lambda: child.exit_code is not None, 10)  # the kernel ends the program first
     assert child.exit_code == 128 + signal.SIGKILL
+    wait_until(lambda: not runs(worker), 10)
 
 
 def test_a_thread_that_ends_while_threads_are_looked_at_hides_no_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from tandem.ops.byte_sizes import shares_unmasked
 from tandem.train import balance, micro_wire
 from tandem.train.batch_packing import make_batch, plain_row
-from tandem.train.gradient_tree import TreeSum, norm_of, row_squares, tree
+from tandem.train.gradient_tree import TreeSum, largest_of, norm_of, row_squares, sum_in_steps, tree
 from tandem.types import Trajectory
 
 
@@ -62,12 +63,19 @@ def test_a_gradient_that_a_round_lacks_is_that_of_the_others():
 
 def test_the_norm_is_the_same_whoever_holds_the_rows():
     gradient = torch.randn(103, 64, generator=torch.Generator().manual_seed(0)) * 1e-3
-    whole = norm_of(row_squares({"w": gradient}).values())
+
+    def norm(*ranks: Sequence[torch.Tensor]) -> float:
+        squares = [row_squares({str(number): part for number, part in enumerate(parts)}) for parts in ranks]
+        largest = max(map(largest_of, squares))
+        return norm_of(sum(sum_in_steps(each, largest) for each in squares), largest)
+
+    whole = norm([gradient])
     for cuts in ([50, 53], [26, 26, 26, 25], [103]):
-        rows = {str(number): part for number, part in enumerate(gradient.split(cuts))}
-        assert norm_of(row_squares(rows).values()) == whole
-    assert whole == pytest.approx(gradient.norm().item(), rel=1e-6)
-    assert math.isnan(norm_of([torch.tensor([1.0, math.nan], dtype=torch.float64)]))
+        parts = gradient.split(cuts)
+        assert norm(parts) == norm(*([part] for part in parts)) == norm(*([part] for part in reversed(parts))) == whole
+    assert whole == pytest.approx(gradient.double().norm().item(), rel=1e-6)
+    assert norm([torch.zeros(3, 2)]) == norm([]) == 0.0
+    assert math.isnan(norm([torch.tensor([[1.0], [math.nan]])]))
 
 
 # --- which micro-batches

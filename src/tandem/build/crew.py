@@ -181,7 +181,8 @@ class Member:
 
         threading.Thread(target=tick, name="send", daemon=True).start()
         try:
-            self._sender.send(link, self._built.policy.inner.weights(self._made.version, "full"))
+            policy: Any = self._built.policy
+            self._sender.send(link, policy.inner.weights(self._made.version, "full"))
         finally:
             ended.set()
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import standalone_engines
 from tandem.errors import SpecError
@@ -67,9 +67,9 @@ def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False
     bare = isinstance(spec.engine, ServerEngineSpec)
     made = bridge(spec, model, home, start)
     if crew is not None and isinstance(spec.sync, BroadcastSync):
-        from tandem.train.crew_bridge import CrewBridge
+        from tandem.train.crew_bridge import BridgeOfRanks, CrewBridge
 
-        made = CrewBridge(crew, made)
+        made = CrewBridge(crew, cast(BridgeOfRanks, made))
     return Joined(engine, made, spec.sync.retries, bare)
 
 

@@ -6,11 +6,14 @@ process number still belongs to the program. All calls block: use them through `
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +69,7 @@ class Child:
     @property
     def exit_code(self) -> int | None:
         """None while it runs. Above 128: the signal that ended it, and 128."""
-        code = self._leash.poll()
+        code = self._ended_code()
         return 128 - code if code is not None and code < 0 else code
 
     def wait_ready(self, deadline_s: float) -> Ready:
@@ -96,7 +99,7 @@ class Child:
             self._ours = -1
         if not self.ended_within(_KILL_S):
             self._leash.kill()  # it is stopped itself; the kernel takes the program along
-            self._leash.wait()
+            self.ended_within(math.inf)
 
     def exit_report(self) -> str:
         """How it ended, if it has, and its last words."""
@@ -115,11 +118,24 @@ class Child:
         return " ".join(self.command[:4])
 
     def ended_within(self, seconds: float) -> bool:
-        try:
-            self._leash.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
+        until = time.monotonic() + seconds
+        while self._ended_code() is None:
+            if time.monotonic() > until:
+                return False
+            time.sleep(_POLL_S)
         return True
+
+    def _ended_code(self) -> int | None:
+        """Return the leash's exit code; None while it runs. A leash that was killed takes its program along, but not what
+        the program started. That is killed here, while the unreaped leash still keeps the number of its session."""
+        if self._leash.returncode is None and hasattr(os, "waitid"):
+            with suppress(ChildProcessError):  # another thread has reaped it
+                found = os.waitid(os.P_PID, self._leash.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    return None
+                if found.si_code != os.CLD_EXITED:
+                    _kill_session(self._leash.pid)
+        return self._leash.poll()
 
     def _read_ready(self) -> Ready | None:
         if not self.ready_file.exists():
@@ -140,3 +156,12 @@ class Child:
             return os.getsid(pid) == self._leash.pid
         except ProcessLookupError:
             return False
+
+
+def _kill_session(session: int) -> None:
+    """SIGKILL to every process of that session (Linux)."""
+    with suppress(OSError):
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with suppress(OSError):
+                if pid != session and os.getsid(pid) == session:
+                    os.kill(pid, signal.SIGKILL)

@@ -222,7 +222,9 @@ def _layers(module: Any) -> list[Any]:
 
 
 def _fsdp_params(unit: Any) -> list[Any]:
-    (group,) = unit._get_fsdp_state()._fsdp_param_groups
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, and calls it _fsdp_param_group
+    (group,) = [state._fsdp_param_group] if groups is None else groups
     return group.fsdp_params
 
 

@@ -4,7 +4,7 @@ A call on rank 0 is an order: all ranks do it, and rank 0 decides on the answers
 
     rank 0                                     every rank
     backward: sends each rank its micro-batches -> forward and backward in rounds, sums over ranks
-                                               <- reports of its micro-batches, squares of its rows' gradients
+                                               <- reports of its micro-batches, the squared norm of its rows' gradients
     decides: set aside, or by what to scale
     update: scale                              -> the optimizer on its own rows
                                                <- what became of the update, as sums
@@ -29,9 +29,10 @@ from tandem.ops import digest
 from tandem.protocols import Policy
 from tandem.train import balance, micro_wire
 from tandem.train.crew import Crew
+from tandem.train.gradient_tree import largest_of, norm_of, sum_in_steps
 from tandem.train.memory_accounting import size_bytes
 from tandem.train.row_save import Held, RowSave
-from tandem.train.tree_trainer import Report, TreeTrainer, computed_tokens
+from tandem.train.tree_trainer import TreeTrainer, computed_tokens
 from tandem.types import Batch, Metrics, Part, Totals, WeightKind, Weights
 
 
@@ -54,7 +55,6 @@ class CrewTrainer(TreeTrainer):
         super().__init__(policy, *args, **options)
         self._crew, self._ours, self._held_by_all = crew, policy, held_by_all
         self._to_send: list[Tensor] = []
-        self._squares: list[Tensor] = []
         self._row_save, self._saves = RowSave(crew), 0
         self._copied_weights: Mapping[str, Tensor] = {}
         self._deployer: Any = None
@@ -78,12 +78,13 @@ class CrewTrainer(TreeTrainer):
             version=self.version,
         )  # fmt: skip
         reports = [
-            answers[rank][index]
+            answers[rank]["reports"][index]
             for index, there in enumerate(present)
             for rank, is_there in enumerate(there)
             if is_there
         ]
-        metrics, scale = self._decided(batch, reports, self._squares)
+        steps = sum(answer["steps"] for answer in (answers[:1] if self._held_by_all else answers))
+        metrics, scale = self._decided(batch, reports, norm_of(steps, answers[0]["largest"]))
         memory = self._memory.metrics(size_bytes(self._gradients.values()), len(rounds))
         moved = crew.order("update", lr=lr, scale=scale, version=self.version + (scale >= 0))
         if scale < 0:
@@ -102,7 +103,7 @@ class CrewTrainer(TreeTrainer):
         totals: Sequence[int],
         computed: int,
         version: int,
-    ) -> list[Report]:
+    ) -> dict[str, Any]:
         crew = self._crew
         self._check_version(version)
         if crew.rank == 0:
@@ -114,16 +115,12 @@ class CrewTrainer(TreeTrainer):
             data = torch.empty(sizes[crew.rank], dtype=torch.uint8)
             dist.recv(data, 0, group=crew.group)
         reports = self.backward(micro_wire.unpack(data, crew.device), present, Totals(*totals), computed)
-        squares = [each.cpu() for each in self.squares()]
-        if self._held_by_all:
-            self._squares = squares
-        else:
-            mine = torch.cat(squares) if squares else torch.empty(0, dtype=torch.float64)
-            self._squares = crew.gather_tensor(mine)
-        return reports
+        squares = self.squares()
+        of_ranks = crew.gather(largest_of(squares))
+        largest = max(of_ranks) if all(map(math.isfinite, of_ranks)) else math.nan
+        return {"reports": reports, "largest": largest, "steps": sum_in_steps(squares, largest)}
 
     def _do_update(self, lr: float, scale: float, version: int) -> list[float]:
-        self._squares = []
         sums = self.conclude(lr, scale)
         if self._crew.rank:
             self.version = version

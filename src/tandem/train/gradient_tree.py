@@ -9,13 +9,14 @@ ranks in the last round) is left out: adding zero would turn -0.0 into 0.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Gradients = dict[str, Tensor]
+_STEPS = 2.0**38
 
 
 class Rounds(Protocol):
@@ -84,18 +85,32 @@ def tree(leaves: Sequence[Tensor]) -> Tensor:
     return level[0]
 
 
+# --- the norm: squares of rows, added up as integers, so that the order of rows and ranks makes no difference
+
+
 @torch.no_grad()
-def row_squares(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of each row the square of its norm, in double precision. A row is whole on one rank."""
-    return {
-        name: torch.linalg.vector_norm(_rows(each), dim=1, dtype=torch.float32).double().square()
-        for name, each in gradients.items()
-    }
+def row_squares(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Return the square of the norm of each row, in double precision. A row is whole on one rank."""
+    norms = [torch.linalg.vector_norm(_rows(each), dim=1, dtype=torch.float32) for each in gradients.values()]
+    return torch.cat(norms).double().square() if norms else torch.zeros(0, dtype=torch.float64)
 
 
-def norm_of(squares: Iterable[Tensor]) -> float:
-    """Exactly rounded, so the order of rows makes no difference."""
-    return math.sqrt(math.fsum(value for each in squares for value in each.tolist()))
+def largest_of(squares: Tensor) -> float:
+    """Return the largest square; 0 if there is none, and not finite if any is not."""
+    return squares.max().item() if squares.numel() else 0.0
+
+
+def sum_in_steps(squares: Tensor, largest: float) -> int:
+    """Return the sum of the squares as a whole number of steps, 2^38 of which are `largest`, the largest of all ranks.
+    The sum of 2^24 rows fits in 64 bits."""
+    if not 0.0 < largest < math.inf or not squares.numel():
+        return 0
+    return int((squares * (_STEPS / largest)).round().to(torch.int64).sum().item())
+
+
+def norm_of(steps: int, largest: float) -> float:
+    """Return the norm of a sum in steps; not finite if a square is not."""
+    return math.sqrt(steps * (largest / _STEPS)) if math.isfinite(largest) else math.nan
 
 
 def _rows(tensor: Tensor) -> Tensor:

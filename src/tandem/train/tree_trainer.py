@@ -18,7 +18,16 @@ from tandem.errors import SpecError
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import clip_scale
-from tandem.train.gradient_tree import Gradients, OneRank, Rounds, TreeSum, norm_of, row_squares
+from tandem.train.gradient_tree import (
+    Gradients,
+    OneRank,
+    Rounds,
+    TreeSum,
+    largest_of,
+    norm_of,
+    row_squares,
+    sum_in_steps,
+)
 from tandem.train.memory_accounting import size_bytes
 from tandem.train.trainer import Gap, PolicyTrainer
 from tandem.types import Batch, Metrics, MicroBatch, Totals
@@ -77,9 +86,9 @@ class TreeTrainer(PolicyTrainer):
         self._gradients = tree.take()
         return reports
 
-    def squares(self) -> list[Tensor]:
+    def squares(self) -> Tensor:
         """Of each row of the gradients, by which the norm is computed."""
-        return list(row_squares(self._gradients).values())
+        return row_squares(self._gradients)
 
     def conclude(self, lr: float, scale: float) -> list[float]:
         """Move the weights, and return what became of it as sums. A negative `scale`: leave them as they are."""
@@ -101,12 +110,14 @@ class TreeTrainer(PolicyTrainer):
 
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         reports = self.backward(batch.micro, [[True]] * len(batch.micro), batch.totals, computed_tokens(batch))
-        metrics, scale = self._decided(batch, reports, self.squares())
+        squares = self.squares()
+        largest = largest_of(squares)
+        metrics, scale = self._decided(batch, reports, norm_of(sum_in_steps(squares, largest), largest))
         memory = self._memory.metrics(size_bytes(self._gradients.values()), len(batch.micro))
         sums = self.conclude(lr, scale)
         return None if scale < 0 else {**metrics, **memory, **self._moved(sums)}
 
-    def _decided(self, batch: Batch, reports: Sequence[Report], squares: Sequence[Tensor]) -> tuple[Metrics, float]:
+    def _decided(self, batch: Batch, reports: Sequence[Report], norm: float) -> tuple[Metrics, float]:
         """The step's metrics, and by what the gradient is multiplied; below 0 if the batch is set aside. `reports`: in
         the order of the micro-batches."""
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
@@ -116,7 +127,6 @@ class TreeTrainer(PolicyTrainer):
                 sums[name] += value
             gap.join(Gap(*report["gap"]))
         metrics = {**sums, **gap.metrics(self._max_gap)}
-        norm = norm_of(squares)
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return metrics, -1.0

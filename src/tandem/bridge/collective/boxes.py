@@ -24,8 +24,8 @@ from tandem.bridge.common.packer import Form
 from tandem.errors import SyncError
 from tandem.io.bounded_json import parsed
 from tandem.ops import digest
-from tandem.ops.batched_copy import copy_all
-from tandem.ops.finite_check import Finite
+from tandem.ops.batched_launches import copy_all
+from tandem.ops.named_tensors import Finite
 from tandem.ops.parts import Box, rows_and_cols
 from tandem.ops.phase_timer import Phases
 from tandem.types import Part, Weights

@@ -1,0 +1,373 @@
+"""A trainer of several ranks, as a user starts it: `python benchmarks/gpu/ranks.py sft bytes sums kill --shape SHAPE`.
+
+Each part runs `tandem train` on a random checkpoint of the shape, and reads the run's own metrics:
+
+    sft     SFT with the same number of tokens a GPU on 1, 2, ... ranks: tokens/s, MFU, how it scales, GiB of each rank
+    bytes   20 steps with the same batch and `parallel.shares` on 1, 2, ... ranks: which tensors of the export differ
+    sums    what the ordered sums over ranks take, beside NCCL's own reduce-scatter, of as many bytes as a step has
+    kill    a rank is killed in a step: how long until the run has ended with its name, and what resumes after it
+
+`--ranks`: by default 1 and every power of two up to the number of GPUs. On a machine without a GPU the shape `tiny`
+(the preset) tries all of it but `sums`, with gloo. MFU is of 989 TFLOP/s, the dense bf16 peak of an H100 and an H200.
+Details go to $OUT/ranks.json; logs of the runs to $OUT/*.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import note, table
+from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
+
+PEAK_FLOPS = 989e12
+WARM = 3
+OUT = Path(os.environ.get("OUT", "."))
+LONGEST = 2000
+
+
+def lengths_of(count: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randint(200, LONGEST) for _ in range(count)]
+
+
+def write_rows(path: Path, count: int) -> None:
+    rng = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz     "
+    with path.open("w") as file:
+        for length in lengths_of(count):
+            text = "".join(rng.choice(letters) for _ in range(length - 24))
+            file.write(json.dumps({"prompt": "Go on.", "completion": "x" + text}) + "\n")
+
+
+def spec_of(asked: argparse.Namespace, home: Path, ranks: int, **train: Any) -> dict[str, Any]:
+    tiny = asked.shape == "tiny"
+    model: dict[str, Any] = {"preset": "tiny"} if tiny else {"path": str(home / "checkpoint")}
+    if not tiny:
+        model |= {"attention": "packed", "compile": asked.compile, "activations": asked.activations}
+    if asked.lora:
+        model["lora"] = {"rank": 16}
+    spec: dict[str, Any] = {
+        "recipe": "sft", "name": "ranks", "model": model, "data": {"kind": "file", "path": str(home / "rows.jsonl")},
+        "parallel": {"ranks": ranks, "deadline_s": asked.deadline_s},
+        "train": {
+            "steps": asked.steps + WARM, "lr": 1e-5, "batch_size": asked.rows, "micro_tokens": asked.micro_tokens,
+            "optimizer": {"kind": asked.optimizer}, **train,
+        },
+        "eval": {"examples": 2}, "checkpoint": {"every": 0},
+    }  # fmt: skip
+    return spec if tiny else spec | {"precision": {"weights": "bfloat16"}, "deterministic": False}
+
+
+class Started:
+    """`tandem train` in a process of its own."""
+
+    def __init__(self, spec: dict[str, Any], directory: Path, *words: str) -> None:
+        import tomli_w
+
+        self.directory, self.log = directory, OUT / f"{directory.name}.txt"
+        path = directory.with_suffix(".toml")
+        path.write_text(tomli_w.dumps(spec))
+        command = [sys.executable, "-m", "tandem", "train", str(path), "--run-dir", str(directory), *words]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+    def ended(self, timeout_s: float) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                self.process.wait(60)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row for row in found if "time/step_s" in row]
+
+    def what_it_said(self) -> str:
+        lines = [line.strip() for line in self.log.read_text().splitlines() if line.strip()]
+        told = [line for line in lines if line.startswith("tandem:") or "Error" in line or "RankLost" in line]
+        return (told or lines or ["nothing"])[-1][:300]
+
+
+def layer_weights(shape: str) -> int:
+    config = SHAPES[shape]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    attention = config.get("head_dim", hidden // heads) * (2 * heads + 2 * config["num_key_value_heads"])
+    return hidden * (attention + 3 * config["intermediate_size"])
+
+
+def flops(shape: str, tokens: float) -> float:
+    """Of a step: 6 for each weight and token, and attention's own over sequences of the benchmark's lengths."""
+    config = SHAPES[shape]
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    weights = layers * layer_weights(shape) + config["vocab_size"] * config["hidden_size"]
+    lengths = lengths_of(2000)
+    mean_square = sum(length**2 for length in lengths) / sum(lengths)
+    return tokens * (6 * weights + 3 * 2 * heads * head_dim * layers * mean_square)
+
+
+def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for ranks in asked.ranks:
+        shutil.rmtree(home / f"sft-{ranks}", ignore_errors=True)
+        run = Started(spec_of(asked, home, ranks, batch_size=asked.rows * ranks), home / f"sft-{ranks}")
+        code = run.ended(asked.limit_s)
+        rows = run.rows()[WARM:]
+        if code or not rows:
+            found.append({"ranks": ranks, "failed": run.what_it_said()})
+            continue
+        seconds = statistics.median(row["time/step_s"] for row in rows)
+        tokens = statistics.median(row["tokens/computed"] for row in rows)
+        speed = statistics.median(row["tokens/computed"] / row["time/step_s"] for row in rows)
+        mfu = 0.0 if asked.shape == "tiny" else flops(asked.shape, speed) / ranks / PEAK_FLOPS
+        found.append(
+            {
+                "ranks": ranks, "step_s": seconds, "tokens": tokens, "tokens_s": speed, "mfu": mfu,
+                "peak_gib": rows[-1]["memory/peak"],
+                "imbalance": max(row.get("parallel/imbalance", 0.0) for row in rows),
+                "loss": rows[-1]["loss/total"], "steps": [row["time/step_s"] for row in run.rows()],
+            }
+        )  # fmt: skip
+    first = next((row["tokens_s"] / row["ranks"] for row in found if "failed" not in row), 0.0)
+    for row in found:
+        if "failed" not in row:
+            row["times"] = row["tokens_s"] / first
+    print(f"\nSFT {asked.shape}, {asked.rows} rows a GPU, {asked.optimizer}, lora={asked.lora}")
+    head = ("ranks", "step", "tokens/s", "times", "MFU", "peak GiB", "imbalance", "loss")
+    table(
+        head,
+        [
+            (str(row["ranks"]), row["failed"], *[""] * 6) if "failed" in row else
+            (str(row["ranks"]), f"{row['step_s']:.3f} s", f"{row['tokens_s']:,.0f}", f"{row['times']:.2f}",
+             f"{row['mfu']:.1%}", f"{row['peak_gib']:.1f}", f"{row['imbalance']:.3f}", f"{row['loss']:.4f}")
+            for row in found
+        ],
+    )  # fmt: skip
+    return found
+
+
+def tensors_of(export: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    found: dict[str, str] = {}
+    for path in sorted(export.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                data = file.get_tensor(name).contiguous().view(torch.uint8).numpy().tobytes()
+                found[name] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def same_bytes(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    shares = max(asked.ranks)
+    before: dict[str, str] = {}
+    for ranks in asked.ranks:
+        spec = spec_of(asked, home, ranks, steps=20, batch_size=asked.rows * shares)
+        spec["parallel"]["shares"] = shares
+        spec["model"].pop("compile", None)  # the compiler may choose other kernels for other shapes
+        shutil.rmtree(home / f"bytes-{ranks}", ignore_errors=True)
+        run = Started(spec, home / f"bytes-{ranks}")
+        if run.ended(asked.limit_s):
+            found.append({"ranks": ranks, "failed": run.what_it_said()})
+            continue
+        now = tensors_of(run.directory / "export")
+        losses = [row["loss/total"] for row in run.rows()]
+        before = before or now
+        differ = [name for name in now if now[name] != before.get(name)]
+        same_loss = not found or losses == found[0].get("losses")
+        found.append({"ranks": ranks, "tensors": len(now), "differ": differ, "losses": losses, "same_loss": same_loss})
+    print(f"\nThe same bytes, {asked.shape}, 20 steps, shares = {shares}")
+    head = ("ranks", "tensors", "that differ", "the first", "equal losses")
+    table(
+        head,
+        [
+            (str(row["ranks"]), row["failed"], "", "", "") if "failed" in row else
+            (str(row["ranks"]), str(row["tensors"]), str(len(row["differ"])), (row["differ"] or [""])[0],
+             str(row["same_loss"]))
+            for row in found
+        ],
+    )  # fmt: skip
+    return found
+
+
+def kill(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
+    """Rank 1 gets SIGKILL in a step after the fourth; the run is resumed from its last checkpoint."""
+    ranks = max(asked.ranks)
+    spec = spec_of(asked, home, ranks, steps=12)
+    spec["checkpoint"] = {"every": 2, "keep_last": 1}
+    directory = home / "kill"
+    shutil.rmtree(directory, ignore_errors=True)
+    run = Started(spec, directory)
+    until = time.monotonic() + asked.limit_s
+    while len(run.rows()) < 4 and time.monotonic() < until and run.process.poll() is None:
+        time.sleep(0.1)
+    victims = [pid for pid in children_of(run.process.pid) if rank_of(pid) == 1]
+    if not victims:
+        run.ended(60)
+        return [{"failed": f"no rank to kill: {run.what_it_said()}"}]
+    os.kill(victims[0], signal.SIGKILL)
+    killed = time.monotonic()
+    code = run.ended(asked.limit_s)
+    found = [{"what": f"rank 1 of {ranks} killed", "seconds": time.monotonic() - killed, "exit": code}]
+    found[0]["said"], found[0]["left"] = run.what_it_said(), sum(map(alive, victims))
+    log = OUT / "resumed.txt"
+    started = time.monotonic()
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "tandem", "resume", str(directory)]
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT).returncode
+    seconds = time.monotonic() - started
+    found.append({"what": "resumed", "seconds": seconds, "exit": code, "said": f"{len(run.rows())} steps"})
+    print(f"\nA killed rank, {asked.shape}")
+    table(
+        ("what", "seconds", "exit", "said"),
+        [(row["what"], f"{row['seconds']:.1f}", str(row["exit"]), row["said"]) for row in found],
+    )
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def rank_of(pid: int) -> int:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return -1
+    return next((int(word.removeprefix(b"RANK=")) for word in words if word.startswith(b"RANK=")), -1)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def sums(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
+    """In processes of their own: `sums_of_rank`."""
+    ranks = max(asked.ranks)
+    out = home / "sums.json"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        str(Path(__file__).resolve()), "--rank-of-sums", str(out), "--shape", asked.shape,
+    ]  # fmt: skip
+    log = OUT / "sums.txt"
+    with log.open("w") as file:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        return [{"failed": log.read_text()[-300:]}]
+    row = {"ranks": ranks, **json.loads(out.read_text())}
+    print(f"\nSums of one backward pass, {asked.shape}, {ranks} ranks, fp32")
+    table(
+        ("ordered (all-to-all, then a tree)", "NCCL's reduce-scatter", "GiB a rank"),
+        [(f"{row['ordered_ms']:.1f} ms", f"{row['nccl_ms']:.1f} ms", f"{row['gib']:.2f}")],
+    )
+    return [row]
+
+
+def sums_of_rank(asked: argparse.Namespace) -> None:
+    import torch.distributed as dist
+
+    from tandem.train.gradient_tree import tree
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    ranks, config = dist.get_world_size(), SHAPES[asked.shape]
+    root = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
+    layers = [layer_weights(asked.shape)] * config["num_hidden_layers"]
+    sizes = [size // ranks * ranks for size in (*layers, root)]
+    given = {size: torch.randn(size, device="cuda") for size in set(sizes)}
+    room = {size: torch.empty(size, device="cuda") for size in set(sizes)}
+
+    def ordered() -> None:
+        for size in sizes:
+            dist.all_to_all_single(room[size], given[size])
+            tree(list(room[size].view(ranks, -1)))
+
+    def theirs() -> None:
+        for size in sizes:
+            dist.reduce_scatter_tensor(room[size][: size // ranks], given[size])
+
+    found = {name: timed(work) * 1e3 for name, work in (("ordered_ms", ordered), ("nccl_ms", theirs))}
+    if rank == 0:
+        Path(asked.rank_of_sums).write_text(json.dumps({**found, "gib": sum(sizes) * 4 / 2**30}))
+    dist.destroy_process_group()
+
+
+def timed(work: Any) -> float:
+    seconds = []
+    for number in range(12):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if number > 1:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def powers_up_to(count: int) -> list[int]:
+    return [2**power for power in range(10) if 2**power <= max(1, count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["sft", "bytes", "sums", "kill"])
+    parser.add_argument("--shape", default="qwen3-1.7b", choices=["tiny", *SHAPES])
+    parser.add_argument("--ranks", type=int, nargs="+", default=powers_up_to(torch.cuda.device_count()))
+    parser.add_argument("--rows", type=int, default=30, help="conversations a step, for each GPU; 1,100 tokens each")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--micro-tokens", type=int, default=16384)
+    parser.add_argument("--activations", default="selective")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--deadline-s", type=float, default=120.0)
+    parser.add_argument("--limit-s", type=float, default=500.0, help="of one run")
+    parser.add_argument("--rank-of-sums", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank_of_sums:
+        sums_of_rank(asked)
+        return
+    note(f"ranks.py {' '.join(sys.argv[1:])}; {torch.cuda.device_count()} GPUs")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        write_rows(home / "rows.jsonl", 64 * max(asked.ranks) + 200)
+        if asked.shape != "tiny":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            random_checkpoint(asked.shape, home / "checkpoint", device=device)
+            torch.cuda.empty_cache()
+        for what in asked.what:
+            found[what] = {"sft": sft, "bytes": same_bytes, "sums": sums, "kill": kill}[what](asked, home)
+            (OUT / "ranks.json").write_text(json.dumps({"asked": vars(asked), **found}, indent=1))
+    failed = [row for rows in found.values() for row in rows if "failed" in row]
+    for row in failed:
+        print(f"failed: {row}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
