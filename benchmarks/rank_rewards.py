@@ -2,7 +2,7 @@
 
 Runs examples/rl_async.toml (an engine in its own process, `broadcast`) for each seed, `max_lag` and number of ranks,
 and prints the mean reward of the first and the last steps, the largest logprob gap and the verdict of `sync audit`.
-Half a minute to two minutes a run on two cores.
+One to two minutes a run on two cores.
 
     python benchmarks/rank_rewards.py                              # 3 seeds, max_lag 0 and 1, ranks 1 and 2
     python benchmarks/rank_rewards.py --seeds 0 --lags 1 --ranks 2 --steps 15
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=150)
+    parser.add_argument("--warmup", type=int, default=400)
     asked = parser.parse_args()
     print("lag seed ranks versions proven      gap  first   last     s")
     wrong = 0
