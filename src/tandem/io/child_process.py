@@ -126,8 +126,9 @@ class Child:
         return True
 
     def _ended_code(self) -> int | None:
-        """Return the leash's exit code; None while it runs. A leash that was killed takes its program along, but not what
-        the program started. That is killed here, while the unreaped leash still keeps the number of its session."""
+        """Return the leash's exit code; None while it runs. A leash that was killed takes its program along, but not
+        what the program started. That is killed here, while the unreaped leash still keeps the number of its session.
+        """
         if self._leash.returncode is None and hasattr(os, "waitid"):
             with suppress(ChildProcessError):  # another thread has reaped it
                 found = os.waitid(os.P_PID, self._leash.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
