@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from box_ends import Counted, as_served, boxes_of_worker, layout, piece_hash, weights_of
-from tandem.engine.vllm.weight_update import whole
 
 from stopwatch import Stopwatch
 from tandem.bridge.collective.sender import BroadcastBridge, choose_transport
+from tandem.engine.vllm.weight_update import whole
 from tandem.errors import RanksDiverged, SyncError, SyncTimeout, TandemError
 from tandem.ops.digest import fingerprints
 from tandem.ops.parts import Box
