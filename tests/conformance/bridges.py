@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def struck_while_sending(weights: Weights, name: str, strike: Callable[[], objec
 
 def channel_of(link: Mapping[str, Any]) -> ControlChannel:
     """As any process with this link may open it."""
-    address = ChannelAddress(**{each.name: link[each.name] for each in fields(ChannelAddress)})
+    address = ChannelAddress.from_link(link)
     return ControlChannel(address, address.connect(), mine=False)
 
 

@@ -19,7 +19,7 @@ from tandem.spec.bridges import BRIDGES, traits_of
 from tandem.spec.sync import SyncSpec
 
 PACKAGE = Path(tandem.__file__).parent
-THEIR_OWN = ("bridge/", "build/", "spec/bridges.py", "spec/pairing.py", "spec/sync.py")
+THEIR_OWN = ("bridge/", "build/", "spec/bridges.py", "spec/pairing.py", "spec/run.py", "spec/sync.py")
 MOST = 5
 
 _CLASS = re.compile(r"(Inproc|Shared|Broadcast|AdapterBroadcast|Adapter|Disk|Restart)(Sync|Bridge|Source|Link)")

@@ -389,7 +389,9 @@ class RowsPolicy(CausalPolicy):
             yield name.replace(".base_layer.", "."), tensor
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
-        raise SyncError("sync.bridge = 'shared': does not go with parallel.ranks > 1; choose 'broadcast'")
+        raise SyncError(
+            "sync.bridge: one copy of the weights does not go with parallel.ranks > 1; choose a bridge that sends rows"
+        )
 
     def base_in(self, storage: Mapping[str, Tensor]) -> int:
         raise SyncError("sync: a shared base does not go with parallel.ranks > 1")
@@ -427,4 +429,4 @@ def _shape_of(head: Head) -> Head:
 
 
 def _no_whole_tensors() -> Iterator[tuple[str, Tensor]]:
-    raise SyncError("sync: a trainer of several ranks has no whole tensors to send; choose sync.bridge = 'broadcast'")
+    raise SyncError("sync: a trainer of several ranks has no whole tensors to send; choose a bridge that sends rows")

@@ -172,7 +172,9 @@ class CrewTrainer(TreeTrainer):
         self._base: dict[str, Tensor] = dict(found) if self._crew.rank == 0 else dict(_none(found))
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
-        raise SyncError("sync.bridge = 'shared': does not go with parallel.ranks > 1; choose 'broadcast'")
+        raise SyncError(
+            "sync.bridge: one copy of the weights does not go with parallel.ranks > 1; choose a bridge that sends rows"
+        )
 
     # --- checkpoints
 
