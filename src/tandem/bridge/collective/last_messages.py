@@ -1,7 +1,7 @@
 """The last message that each member of a group sends about one version that travels as boxes.
 
-A rank of the trainer says that its boxes are taken, a receiver that its boxes are right; or why not. A member that breaks
-off says so, and rank 0 then tells the others, which may wait for it.
+A rank of the trainer says that its boxes are taken, a receiver that its boxes are right; or why not. A member that
+breaks off says so, and rank 0 then tells the others, which may wait for it.
 """
 
 from __future__ import annotations
