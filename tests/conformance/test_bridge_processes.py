@@ -145,7 +145,7 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         assert bridge is not None
         modules = engine.ask("open", dict(bridge.source().link))["modules"]
         bridge.close()
-    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker", ".io.bounded_json"}
+    allowed = {"", ".errors", ".types", ".protocols", ".ops", ".io", ".bridge", ".vllm_worker"}
     helpers = (
         "batched_launches",
         "device_names",
@@ -156,6 +156,7 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         "phase_timer",
     )
     allowed |= {f".ops.{name}" for name in helpers} | {".spec", ".spec.bridges", ".vllm_worker.weight_sources"}
+    allowed |= {".io.bounded_json", ".io.safetensors_format"}
     allowed |= {f".bridge.{folder}" for folder in ("collective", "common", "files", "shared")}
     collective = ("control_channel", "prefetch", "process_group", "receiver", "shared_buffers")
     allowed |= {f".bridge.collective.{name}" for name in collective}
