@@ -183,21 +183,6 @@ class Crew:
         self._wait(keys)
         return [json.loads(self._get(key)) for key in keys]
 
-    def gather_tensor(self, mine: Tensor) -> list[Tensor]:
-        """Inside an order, called by all ranks: rank 0 gets a flat tensor of each, on the host; the others get none."""
-        sizes = self.gather(mine.numel())
-        if self.rank:
-            if mine.numel():
-                dist.send(mine.cpu().contiguous(), 0, group=self.group)
-            return []
-        found = [mine.cpu()]
-        for rank in range(1, self.ranks):
-            theirs = torch.empty(sizes[rank], dtype=mine.dtype)
-            if sizes[rank]:
-                dist.recv(theirs, rank, group=self.group)
-            found.append(theirs)
-        return found
-
     def share(self, data: Tensor | None, size: int) -> Tensor:
         """Inside an order, called by all ranks: the bytes that rank 0 has, on every rank."""
         data = torch.empty(size, dtype=torch.uint8) if data is None else data
