@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tandem.build import standalone_engines
 from tandem.errors import SpecError
@@ -65,12 +65,7 @@ def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False
         start = starting_model(spec, model, home)
     engine = outside(spec, model, home, start, unchecked=unchecked)
     bare = isinstance(spec.engine, ServerEngineSpec)
-    made = bridge(spec, model, home, start)
-    if crew is not None and isinstance(spec.sync, BroadcastSync):
-        from tandem.train.crew_bridge import BridgeOfRanks, CrewBridge
-
-        made = CrewBridge(crew, cast(BridgeOfRanks, made))
-    return Joined(engine, made, spec.sync.retries, bare)
+    return Joined(engine, bridge(spec, model, home, start, crew), spec.sync.retries, bare)
 
 
 # --- engines
@@ -268,8 +263,9 @@ def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
 # --- bridges
 
 
-def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBridge:
-    """Build the weight bridge that `[sync]` names. `start`: the directory that engine processes have loaded."""
+def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path, crew: Crew | None = None) -> WeightBridge:
+    """Build the weight bridge that `[sync]` names. `start`: the directory that engine processes have loaded. `crew`:
+    rank 0's, where several ranks train."""
     sync = spec.sync
     if getattr(sync, "backend", "") == "nccl" and model.device.type == "cpu":
         raise SpecError("sync.backend = 'nccl': the trainer is on a CPU; choose 'gloo' or 'ipc', or leave it out")
@@ -283,7 +279,7 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
         case BroadcastSync():
             from tandem.bridge.collective.sender import BroadcastBridge
 
-            return BroadcastBridge(
+            broadcast = BroadcastBridge(
                 model.device,
                 host=sync.host,
                 bucket_bytes=sync.bucket_mib * 2**20,
@@ -292,6 +288,11 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path) -> WeightBr
                 ranks=spec.parallel.ranks,
                 shards=spec.parallel.ranks // spec.parallel.hosts,
             )
+            if crew is None:
+                return broadcast
+            from tandem.train.crew_bridge import CrewBridge
+
+            return CrewBridge(crew, broadcast)
         case AdapterBroadcastSync():
             from tandem.bridge.collective.sender import AdapterBroadcastBridge
 
