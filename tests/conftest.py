@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from standstill import Standstill
 
 HERE = Path(__file__).parent
 SLOW = {
+    "atropos": "real Atropos environments, where they are installed",
     "faults": "kills, hangs and lies between real processes",
     "learning": "whole runs that must learn, and the examples",
     "conformance/test_bridge_processes.py": "both ends of each bridge killed at many instants",
@@ -29,6 +31,8 @@ SLOW = {
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
+TOGETHER = ["tests/parallel"]
+"""Folders whose tests run one after another, before all others: each is several processes with deadlines in seconds."""
 _PAUSE_S, _REPEATS = 0.25, 2
 _machine = Standstill()
 
@@ -39,10 +43,24 @@ def pytest_runtestloop() -> Iterator[None]:
         return (yield)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a file at a time, and all files of a folder in `TOGETHER` to the same worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in TOGETHER if f"{folder}/" in file), file)
+
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leases, deadlines and patience are real seconds here, between real processes. If the machine stands still in the
     middle of one, its failure says nothing of the code: the test is done again, and what it said is told. What fails on
     a machine that works has failed."""
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(TOGETHER)))
     for item in items:
         path = item.path.relative_to(HERE) if item.path.is_relative_to(HERE) else item.path
         if path.parts[0] in SLOW or path.as_posix() in SLOW:
