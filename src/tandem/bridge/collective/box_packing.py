@@ -72,10 +72,6 @@ class BoxPacking:
         self._table: BoxTable | None = None
         self._stale = StaleRanks(address.mode)
 
-    @property
-    def used(self) -> bool:
-        return self._table is not None
-
     def pack(
         self, weights: Weights, bucket_bytes: int, write: WriteOnce, deadline: Deadline, phases: Phases
     ) -> PackedBoxes:

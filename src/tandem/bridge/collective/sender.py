@@ -207,7 +207,8 @@ class _Connection:
         self._others = OtherRanks(address, store)
         self.source = GroupSource(address.to_link(), address.mode, carries, device if device.type == "cpu" else None)
         self._packing = Packing(address.mode, self.source.replies)
-        self._boxes = BoxPacking(address, self.source.replies, self._others, shards)
+        self._shards = shards
+        self._boxes: BoxPacking | None = None
         self._placement: wire.Places | None = None
         """The placement that receivers were sent last."""
         self._written = set[str]()
@@ -284,6 +285,7 @@ class _Connection:
         """Send rectangles of tensors, from every rank to every receiver. rank_senders.py has the order of messages."""
         self._others.begin()
         try:
+            self._boxes = self._boxes or BoxPacking(self._address, self.source.replies, self._others, self._shards)
             packed = self._boxes.pack(weights, bucket_bytes, self._write_once, deadline, phases)
             chosen = self._chosen_transport(packed.devices)
             manifest = packed.manifest(way=chosen.engaged)
@@ -435,7 +437,8 @@ class _Connection:
         if self._group is None:
             device = self._device if manifest.way == "nccl" else torch.device("cpu")
             self._group = Group(self._address, 0, self._channel, device, deadline)
-        self._group.listen([*self._last_messages.keys.values()])
+        done = [f"{self._sequence}/done/{rank}" for rank in self._receivers]
+        self._group.listen([*self._last_messages.keys.values()] if manifest.boxes else done)
         return self._group
 
     def _await_filled(self, manifest: wire.Manifest, deadline: Deadline) -> None:
@@ -504,9 +507,9 @@ class _Connection:
 
     def _delete_old(self, sequence: int) -> None:
         """Delete the messages of an announcement that no receiver reads any more."""
-        names = ("answer", "done", "expected") if self._boxes.used else ("answer", "done")
+        names = ("answer", "done", "expected") if self._boxes else ("answer", "done")
         answers = [f"{sequence}/{name}/{rank}" for name in names for rank in self._receivers]
-        if self._boxes.used:
+        if self._boxes:
             answers += [f"{sequence}/all", *(f"{sequence}/sent/{rank}" for rank in self._others.numbers)]
         for key in (f"{sequence}/manifest", f"{sequence}/go", *answers):
             self._channel.store.delete_key(key)
