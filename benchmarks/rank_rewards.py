@@ -1,6 +1,6 @@
 """Does a trainer of several ranks learn as one rank does, and is every version proven?
 
-Runs examples/rl_async.toml (an engine in its own process, `broadcast`) for each seed, `max_lag` and number of ranks,
+Runs examples/rl_async.toml (an engine in its own process, `broadcast` or another bridge) for each seed, `max_lag` and number of ranks,
 and prints the mean reward of the first and the last steps, the largest logprob gap and the verdict of `sync audit`.
 One to two minutes a run on two cores.
 
@@ -26,8 +26,11 @@ _ENDS = 5
 """Steps at each end whose rewards are averaged."""
 
 
-def one_run(seed: int, max_lag: int, ranks: int, steps: int, warmup: int, directory: Path) -> dict[str, Any]:
+def one_run(
+    seed: int, max_lag: int, ranks: int, steps: int, warmup: int, directory: Path, bridge: str = "broadcast"
+) -> dict[str, Any]:
     settings = {
+        "sync.bridge": bridge,
         "seed": seed, "train.max_lag": max_lag, "parallel.ranks": ranks, "parallel.shares": 2, "train.steps": steps,
         "warmup.steps": warmup, "eval.tasks": 16,
     }  # fmt: skip
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--bridge", default="broadcast", choices=["broadcast", "disk", "restart"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=400)
     asked = parser.parse_args()
@@ -73,7 +77,7 @@ def main() -> None:
         for number, (lag, seed, ranks) in enumerate(
             (lag, seed, ranks) for lag in asked.lags for seed in asked.seeds for ranks in asked.ranks
         ):
-            row = one_run(seed, lag, ranks, asked.steps, asked.warmup, Path(home) / str(number))
+            row = one_run(seed, lag, ranks, asked.steps, asked.warmup, Path(home) / str(number), asked.bridge)
             good = row["all_proven"] and row["rises"] and row["largest_gap"] <= LARGEST_GAP
             wrong += not good
             print(

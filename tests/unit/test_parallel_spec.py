@@ -36,7 +36,7 @@ REFUSED = {
     "train.optimizer.kind = 'adafactor': needs whole matrices": (SFT, {"train": {"optimizer": {"kind": "adafactor"}}}),
     "train.gradient_release = true: with parallel.shares = 2": (SFT, {"train": {"gradient_release": True}}),
     "engine.kind = 'hf': runs inside one process": (RL, {"engine": {"kind": "hf"}, "sync": {"bridge": "inproc"}}),
-    "sync.bridge = 'disk': needs whole weights in one process": (RL, {"sync": {"bridge": "disk"}}),
+    "sync.bridge = 'shared': one process has the only copy": (RL, {"sync": {"bridge": "shared"}}),
     "sync.bridge = 'broadcast': with parallel.ranks = 2 adapters are sent": (RL, {"model": {"lora": {"rank": 4}}}),
     "algorithm.kind = 'distill': its teacher": (RL, {"algorithm": {"kind": "distill", "teacher": "x"}}),
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,11 +15,12 @@ from tandem.spec.model import ModelSpec, PathModel
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.spec.train import WarmupStage
+from tandem.types import Weights
 
 if TYPE_CHECKING:
     import torch
 
-    from tandem.bridge.collective.rank_senders import RankSender
+    from tandem.bridge.files.rank_files import RankFiles
     from tandem.optim.master_weights import Master
     from tandem.train.crew import Children, Crew
 
@@ -127,12 +128,36 @@ def call_off(store: Any) -> None:
     crew.call_off(store)
 
 
+def rank_files(crew: Crew, spec: RlSpec) -> RankFiles:
+    """Return this rank's end of versions that travel as files."""
+    from tandem.bridge.files.rank_files import RankFiles
+
+    return RankFiles(crew, spec.sync.bridge, _num_shards(spec))
+
+
+def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weights], object]:
+    """Return what another rank than 0 calls for each version."""
+    if spec.sync.traits.engine_end == "files":
+        from tandem.ops.phase_timer import Phases
+
+        files = rank_files(crew, spec)
+        return lambda _, weights: files.write(weights, Phases())
+    from tandem.bridge.collective.rank_senders import RankSender
+
+    return RankSender(crew.rank, crew.device).send
+
+
+def _num_shards(spec: RlSpec) -> int:
+    """Return into how many runs of rows each tensor is cut."""
+    return spec.parallel.ranks // spec.parallel.hosts
+
+
 class Member:
     """One rank. Its handlers build the same as the other ranks' build."""
 
     def __init__(self, crew: Crew) -> None:
         self._crew = crew
-        self._sender: RankSender | None = None
+        self._sender: Callable[[Mapping[str, Any], Weights], object] | None = None
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
@@ -170,9 +195,7 @@ class Member:
 
     def _send(self, link: dict[str, Any]) -> None:
         """Send this rank's rows when rank 0 sends its own. That may take as long as `sync.deadline_s`."""
-        from tandem.bridge.collective.rank_senders import RankSender
-
-        self._sender = self._sender or RankSender(self._crew.rank, self._crew.device)
+        self._sender = self._sender or _rank_sender(self._crew, cast("RlSpec", self._spec))
         ended = threading.Event()
 
         def tick() -> None:
@@ -182,7 +205,7 @@ class Member:
         threading.Thread(target=tick, name="send", daemon=True).start()
         try:
             policy: Any = self._built.policy
-            self._sender.send(link, policy.inner.weights(self._made.version, "full"))
+            self._sender(link, policy.inner.weights(self._made.version, "full"))
         finally:
             ended.set()
 

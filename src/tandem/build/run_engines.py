@@ -36,6 +36,7 @@ from tandem.types import Proof
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
     from tandem.train.crew import Crew
+    from tandem.train.crew_bridge import BridgeOfRanks
 
 
 # Fields of [engine] that are for the run, which owns the engine process, and not for the process itself.
@@ -288,11 +289,7 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path, crew: Crew 
                 ranks=spec.parallel.ranks,
                 shards=spec.parallel.ranks // spec.parallel.hosts,
             )
-            if crew is None:
-                return broadcast
-            from tandem.train.crew_bridge import CrewBridge
-
-            return CrewBridge(crew, broadcast)
+            return _of_ranks(crew, broadcast)
         case AdapterBroadcastSync():
             from tandem.bridge.collective.sender import AdapterBroadcastBridge
 
@@ -306,11 +303,29 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path, crew: Crew 
         case DiskSync():
             from tandem.bridge.files.checkpoint import DiskBridge
 
-            return DiskBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+            return _of_ranks(crew, DiskBridge(_versions(sync, home), start, **_checkpoints(spec, model, crew)))
         case RestartSync():
             from tandem.bridge.files.checkpoint import RestartBridge
 
-            return RestartBridge(_versions(sync, home), start, buffers=_buffers(model), deadline_s=sync.deadline_s)
+            return _of_ranks(crew, RestartBridge(_versions(sync, home), start, **_checkpoints(spec, model, crew)))
+
+
+def _of_ranks(crew: Crew | None, bridge: BridgeOfRanks) -> WeightBridge:
+    """Return the bridge, or one that has every rank send its rows."""
+    if crew is None:
+        return bridge
+    from tandem.train.crew_bridge import CrewBridge
+
+    return CrewBridge(crew, bridge)
+
+
+def _checkpoints(spec: RlSpec, model: BuiltModel, crew: Crew | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"buffers": _buffers(model), "deadline_s": spec.sync.deadline_s}
+    if crew is not None:
+        from tandem.build.crew import rank_files
+
+        found["rank_files"] = rank_files(crew, spec)
+    return found
 
 
 def inproc_bridge(deadline_s: float = 60.0) -> WeightBridge:
@@ -328,9 +343,9 @@ def _versions(sync: DiskSync | RestartSync, home: Path) -> Path:
 
 def _buffers(model: BuiltModel) -> list[str]:
     """Return the names of buffers that engines serve but checkpoints lack: rotary tables."""
-    module = model.policy.module
-    saved = module.state_dict().keys()
-    return [name for name, _ in module.named_buffers() if name not in saved]
+    # Not by state_dict(): where several ranks train, it drops what this rank has gathered, and the others keep theirs.
+    modules: Any = model.policy.module.named_modules()
+    return [f"{path}.{name}" if path else name for path, part in modules for name in part._non_persistent_buffers_set]
 
 
 # --- publishing

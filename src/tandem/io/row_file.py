@@ -37,8 +37,9 @@ def begin(path: Path, parts: Iterable[Part], metadata: Mapping[str, str] | None 
     return data_bytes
 
 
-def write_parts(path: Path, parts: Iterable[Part]) -> int:
-    """Write `parts` into a file that was begun, until they are on the disk; return how many bytes that were."""
+def write_parts(path: Path, parts: Iterable[Part], *, durable: bool = True) -> int:
+    """Write `parts` into a file that was begun; return how many bytes that were. `durable`: until they are on the
+    disk."""
     # Not a memory map: where the disk is full, writing to it would end the process instead of raising.
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -46,10 +47,11 @@ def write_parts(path: Path, parts: Iterable[Part]) -> int:
         done = synced = 0
         for part in parts:
             done += _write(descriptor, _found(stored, part, path), part)
-            if done - synced > _SYNC_BYTES:
+            if durable and done - synced > _SYNC_BYTES:
                 os.fdatasync(descriptor)
                 synced = done
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return done

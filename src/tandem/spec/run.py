@@ -145,10 +145,10 @@ class RlSpec(_RunSpecBase):
                 f"sync.bridge = '{self.sync.bridge}': with parallel.ranks = {ranks} adapters are sent as they are, not "
                 "merged; choose 'adapter' or 'adapter_broadcast'"
             )
-        if not by_adapter and self.sync.bridge != "broadcast":
+        if self.sync.traits.single_copy:
             raise ValueError(
-                f"sync.bridge = '{self.sync.bridge}': needs whole weights in one process, and parallel.ranks = "
-                f"{ranks}; choose 'broadcast', or with [model.lora] 'adapter' or 'adapter_broadcast'"
+                f"sync.bridge = '{self.sync.bridge}': one process has the only copy of the weights, and parallel.ranks "
+                f"= {ranks}; choose 'broadcast' or 'disk', or with [model.lora] 'adapter' or 'adapter_broadcast'"
             )
         if getattr(self.sync, "backend", "") == "ipc" and not by_adapter:
             raise ValueError(

@@ -14,7 +14,7 @@ from tandem.types import Sent, WeightKind, Weights
 
 class BridgeOfRanks(WeightBridge, Protocol):
     @property
-    def rank_link(self) -> Mapping[str, Any]: ...  # how the other ranks join the present connection
+    def rank_link(self) -> Mapping[str, Any]: ...  # how the other ranks take part in the present connection
 
 
 class CrewBridge:

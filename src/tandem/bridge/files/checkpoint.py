@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import TensorEntry, as_bytes
 from tandem.bridge.common.packer import Form, forms, outgoing
 from tandem.bridge.files.parallel_io import Writing
@@ -19,6 +21,11 @@ from tandem.ops import digest
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
 
+if TYPE_CHECKING:
+    from tandem.bridge.files.rank_files import RankFiles
+
+Shards: TypeAlias = dict[str, dict[str, Form]]
+"""The tensors of each file."""
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _NO_COMPANIONS = ("*.index.json", "adapter_*", "tandem.json")  # they describe other weights
 _MODEL = "model.safetensors"
@@ -36,24 +43,73 @@ class CheckpointBridge(FilesBridge):
         buffers: Collection[str] = (),
         deadline_s: float = 60.0,
         shard_bytes: int = 5 * 2**30,
+        rank_files: RankFiles | None = None,
     ) -> None:
         """`skeleton`: where config and tokenizer are copied from. `buffers`: names that engines serve and checkpoints
-        lack (rotary tables); they go to a separate file, which no engine loads by mistake."""
+        lack (rotary tables); they go to a separate file, which no engine loads by mistake. `rank_files`: rank 0's end
+        of what several ranks write; the others call `RankFiles.write` when this end sends."""
         if not (skeleton / "config.json").is_file():
             raise SyncError(f"{self.mode}: skeleton = '{skeleton}' has no config.json; give it a model's directory")
         super().__init__(directory, deadline_s, private=False)
-        self._buffers, self._shard_bytes = frozenset(buffers), shard_bytes
+        self._buffers, self._shard_bytes, self._rank_files = frozenset(buffers), shard_bytes, rank_files
         self._common = self._home.path / "common"
         self._common.mkdir()
         for file in _companions(skeleton):  # a copy: with a link, a change to a version would change the model
             shutil.copyfile(file, self._common / file.name)
 
+    @property
+    def rank_link(self) -> Mapping[str, Any]:
+        """What the other ranks need to take part in a version: they learn its directory when it is written."""
+        return {}
+
+    def _in_time(self, deadline: Deadline, write: Callable[[], Any], failed: str) -> Any:
+        if self._rank_files is None:
+            return super()._in_time(deadline, write, failed)
+        return write()  # the ranks go in step: none may leave the others. They watch over each other.
+
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
     ) -> tuple[Mapping[str, TensorEntry], Fingerprints]:
+        shards = self._shards(forms(weights, self._replies, self.mode))
+        if self._rank_files is not None:
+            entries, fingerprints = self._put_rows(self._rank_files, weights, directory, shards, still_wanted, phases)
+        else:
+            entries, fingerprints = self._put_tensors(weights, directory, shards, still_wanted, phases)
+        for file in self._common.iterdir():
+            os.link(file, directory / file.name)
+        if _MODEL not in shards:
+            _write_index(directory, {file: part for file, part in shards.items() if file != _BUFFERS})
+        return entries, fingerprints
+
+    def _put_rows(
+        self,
+        rank_files: RankFiles,
+        weights: Weights,
+        directory: Path,
+        shards: Shards,
+        still_wanted: Callable[[], None],
+        phases: Phases,
+    ) -> tuple[dict[str, TensorEntry], Fingerprints]:
+        entries: dict[str, TensorEntry] = {}
+
+        def begin() -> Path:
+            with begun(directory, shards) as (_, places):
+                for file, part in shards.items():
+                    entries.update({name: TensorEntry(*form, places[name][1], file) for name, form in part.items()})
+            return directory
+
+        return entries, rank_files.write(weights, phases, begin, still_wanted)
+
+    def _put_tensors(
+        self,
+        weights: Weights,
+        directory: Path,
+        shards: Shards,
+        still_wanted: Callable[[], None],
+        phases: Phases,
+    ) -> tuple[dict[str, TensorEntry], Fingerprints]:
         """Write one tensor after the other, as each is made: there is no memory for a second copy of the model."""
-        into = forms(weights, self._replies, self.mode)
-        shards = self._shards(into)
+        into = {name: form for part in shards.values() for name, form in part.items()}
         entries: dict[str, TensorEntry] = {}
         fingerprints: dict[str, str] = {}
         with begun(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
@@ -65,14 +121,9 @@ class CheckpointBridge(FilesBridge):
                 entries[name], fingerprints[name] = TensorEntry(*into[name], offset, file), fingerprint
                 phases.end("move")
             writing.finish()
-        for file in self._common.iterdir():
-            os.link(file, directory / file.name)
-        if _MODEL not in shards:
-            _write_index(directory, {file: part for file, part in shards.items() if file != _BUFFERS})
         return entries, fingerprints
 
-    def _shards(self, into: Mapping[str, Form]) -> dict[str, dict[str, Form]]:
-        """Return the tensors of each file."""
+    def _shards(self, into: Mapping[str, Form]) -> Shards:
         files: dict[str, dict[str, Form]] = {}
         for name, form in into.items():
             files.setdefault(_BUFFERS if name in self._buffers else _MODEL, {})[name] = form

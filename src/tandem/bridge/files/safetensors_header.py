@@ -25,6 +25,7 @@ def begun(
             file = files[file_name] = (directory / file_name).open("wb")
             header, stored = header_of(part, METADATA)
             file.write(header)
+            file.truncate(len(header) + sum(tensor.size_bytes for tensor in stored.values()))
             file.flush()  # tensors are written by position, past this file's buffer
             places |= {name: (file_name, tensor.offset) for name, tensor in stored.items()}
         yield files, places

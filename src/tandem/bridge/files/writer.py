@@ -13,12 +13,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tandem.bridge.common import manifest as wire
+from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.files.reader import MANIFEST, FilesSource, directory_name
 from tandem.errors import SyncError
 from tandem.io import atomic_write
@@ -26,6 +27,7 @@ from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, Sent, WeightKind, Weights
 
 _PREFIX = "tandem-weights-"
+_Written: TypeAlias = tuple[wire.Manifest, Phases]
 _KEPT = 2  # one is served while the next is read
 
 
@@ -64,12 +66,12 @@ class FilesBridge:
         failed = f"version {weights.version} was not written to {path}"
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
-        def write() -> tuple[wire.Manifest, Phases]:
+        def write() -> _Written:
             with torch.cuda.stream(stream):  # this thread's own stream would not wait for the trainer's last kernels
                 return self._write(weights, path, lambda: deadline.check(failed))
 
         try:
-            manifest, phases = deadline.call(write, failed)
+            manifest, phases = self._in_time(deadline, write, failed)
         except SyncError:
             raise
         except OSError as error:
@@ -102,6 +104,10 @@ class FilesBridge:
         """Write all files of a version but the manifest; return where each tensor is, and its digest. A long write
         calls `still_wanted`, which raises if the caller has given up."""
         raise NotImplementedError
+
+    def _in_time(self, deadline: Deadline, write: Callable[[], _Written], failed: str) -> _Written:
+        """Have a version written; SyncTimeout at the deadline, even where the file system stands still."""
+        return deadline.call(write, failed)
 
     # --- one version
 

@@ -1,0 +1,145 @@
+"""A version as files of which every rank of the trainer writes its rows.
+
+    rank 0                                        ranks 1 to N-1
+    begins the files: headers and sizes
+    where they are                             -> read the headers
+    what it holds, with the digests           <-> what they hold, with the digests
+    writes what no rank before it holds           write what no rank before them holds
+                                              <-  done, or what failed
+
+A rank that fails says so in its place, so all ranks give up the version together and go on training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.bridge.collective.box_proof import StaleRanks, fingerprints
+from tandem.bridge.collective.boxes import Held, HeldWeights, place_of, sizes_of
+from tandem.bridge.collective.plan import Place, check_held, holders
+from tandem.bridge.common.manifest import dtype_named
+from tandem.bridge.common.packer import Form
+from tandem.errors import CheckpointError, SyncError
+from tandem.io import row_file
+from tandem.ops.phase_timer import Phases
+from tandem.types import Fingerprints, Part, Weights
+
+_FILES = ("*.safetensors", "*.tandem")
+
+
+class Ranks(Protocol):
+    """What this needs of train/crew.py."""
+
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+    def tick(self) -> None: ...
+
+
+class RankFiles:
+    """One rank's end; all ranks call `write` for the same versions."""
+
+    def __init__(self, ranks: Ranks, mode: str, shards: int) -> None:
+        """`shards`: into how many runs of rows each tensor is cut."""
+        self._ranks, self._mode, self._shards = ranks, mode, shards
+        self._stale = StaleRanks(mode)
+
+    def write(
+        self,
+        weights: Weights,
+        phases: Phases,
+        begin: Callable[[], Path] | None = None,
+        still_wanted: Callable[[], None] = lambda: None,
+    ) -> Fingerprints:
+        """Write this rank's part of a version. Rank 0 gives `begin`, which writes the headers and returns the
+        directory, and gets the fingerprints of whole tensors. `still_wanted` raises if the caller has given up.
+        SyncError: the version is not written, on any rank."""
+        what = f"{self._mode}: version {weights.version}"
+        begun = _tried(lambda: str(begin()) if begin else "")
+        directory = Path(_all_well(self._ranks.gather(begun)[:1], what)[0])
+        weights = self._ticking(weights, still_wanted)
+        found = _tried(lambda: self._stated(directory, weights, phases))
+        stated = _all_well(self._ranks.gather(found), what)
+        forms = _forms(directory)
+        held = [Held.from_json(each, forms) for each in stated]
+        done = _tried(lambda: self._write(directory, weights, held, forms))
+        _all_well(self._ranks.gather(done), what)
+        phases.end("move")
+        return done["value"]
+
+    def _stated(self, directory: Path, weights: Weights, phases: Phases) -> Mapping[str, Any]:
+        forms = _forms(directory)
+        return HeldWeights(weights, forms, self._mode).digest([], phases).to_json(forms)
+
+    def _proven(self, held: Sequence[Held], forms: Mapping[str, Form], version: int) -> Fingerprints:
+        sizes = sizes_of(forms)
+        try:
+            check_held(sizes, [each.places for each in held], self._shards)
+        except SyncError as error:
+            raise SyncError(f"{self._mode}: version {version} was not sent: {error}") from error
+        numbers = fingerprints(forms, held, version, self._mode)
+        self._stale.check(held, version, sizes)
+        return numbers
+
+    def _write(
+        self, directory: Path, weights: Weights, held: Sequence[Held], forms: Mapping[str, Form]
+    ) -> Fingerprints:
+        rank = self._ranks.rank
+        numbers = {} if rank else self._proven(held, forms, weights.version)
+        own = {place for place, ranks in holders([each.places for each in held]).items() if ranks[0] == rank}
+        for path in _files(directory):
+            with row_file.opened(path) as file:
+                names = set(file.tensors)
+            row_file.write_parts(path, _served(weights, forms, names, own), durable=False)
+        return numbers
+
+    def _ticking(self, weights: Weights, still_wanted: Callable[[], None]) -> Weights:
+        """Return the same weights. Each part is a sign of progress: a large model takes longer than a rank may be
+        silent."""
+
+        def parts() -> Iterator[Part]:
+            for part in weights.parts():
+                self._ranks.tick()
+                still_wanted()
+                yield part
+
+        return Weights(weights.version, weights.kind, weights.tensors, rows=parts)
+
+
+def _served(weights: Weights, forms: Mapping[str, Form], names: Set[str], own: Set[Place]) -> Iterator[Part]:
+    """Yield the parts of these tensors that are this rank's to write, in the type that engines serve."""
+    for part in weights.parts():
+        if part.name in names and part.tensor.numel() and place_of(part) in own:
+            yield part._replace(tensor=part.tensor.detach().to(dtype_named(forms[part.name].dtype)))
+
+
+def _files(directory: Path) -> list[Path]:
+    found = sorted(path for pattern in _FILES for path in directory.glob(pattern))
+    if not found:
+        raise SyncError(f"{directory}: its files are not seen here; set sync.directory to one that all hosts share")
+    return found
+
+
+def _forms(directory: Path) -> dict[str, Form]:
+    """Return the forms of all tensors of the files, in an order that is the same on every rank."""
+    forms: dict[str, Form] = {}
+    for path in _files(directory):
+        with row_file.opened(path) as file:
+            forms |= {name: Form(stored.dtype, tuple(stored.shape)) for name, stored in file.tensors.items()}
+    return dict(sorted(forms.items()))
+
+
+def _tried(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except (OSError, SyncError, CheckpointError) as error:
+        return {"error": f"{error}"}
+
+
+def _all_well(answers: list[dict[str, Any]], what: str) -> list[Any]:
+    wrong = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+    if wrong:
+        raise SyncError(f"{what} was not written: {'; '.join(wrong)}; the version before stays")
+    return [answer["value"] for answer in answers]
