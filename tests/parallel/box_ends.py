@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.collective import boxes
 from tandem.bridge.collective.process_group import Group, Message
 from tandem.bridge.collective.rank_senders import RankSender
+from tandem.bridge.common import places
 from tandem.ops import digest
 from tandem.ops.parts import Box, box_of_rank, rows_and_cols
 from tandem.types import Part, Weights
@@ -183,9 +183,9 @@ class Ends:
         weights = self._source.receive(version, worker)
         pieces = []
         for part in weights.parts():
-            box = boxes.place_of(part).box
+            box = places.place_of(part).box
             raw = part.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            number = digest.piece(boxes._matrix(part.tensor), part.name, part.row_start, part.col_start)
+            number = digest.piece(places.matrix(part.tensor), part.name, part.row_start, part.col_start)
             pieces.append([part.name, *box, number, hashlib.sha256(raw).hexdigest()])
         return {"pieces": pieces, **self._counted.take()}
 

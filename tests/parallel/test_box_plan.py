@@ -11,16 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tandem.bridge.collective.plan import (
-    Place,
-    Plan,
-    TensorSize,
-    check_held,
-    check_served,
-    chosen_owners,
-    make_plan,
-    overlaps,
-)
+from tandem.bridge.collective.plan import Plan, chosen_owners, make_plan
+from tandem.bridge.common.places import Place, TensorSize, check_held, check_served, overlaps
 from tandem.errors import SyncError
 from tandem.ops.parts import Box, box_of_rank, rows_and_cols
 

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.bridge.collective.box_proof import StaleRanks, expected_of_receivers, fingerprints, served_places
-from tandem.bridge.collective.boxes import BoxTable, Held, HeldWeights, distinct, sizes_of
+from tandem.bridge.collective.box_proof import expected_of_receivers, served_places
+from tandem.bridge.collective.boxes import BoxTable, SentWeights
 from tandem.bridge.collective.control_channel import ChannelAddress
-from tandem.bridge.collective.plan import check_held, check_served
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.rank_senders import OtherRanks
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.held_weights import Held, StaleRanks, fingerprints
 from tandem.bridge.common.packer import Carrier, Form, forms
+from tandem.bridge.common.places import check_held, check_served, distinct, sizes_of
 from tandem.errors import SyncError
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, Weights
@@ -35,7 +36,7 @@ class PackedBoxes:
     """Of each receiver: the digest of each of its boxes."""
     devices: Sequence[str]
     """Of the other ranks."""
-    own: HeldWeights
+    own: SentWeights
     first_receiver: int
     bucket_bytes: int
     mode: str
@@ -89,7 +90,7 @@ class BoxPacking:
         self._others.ask(
             {"version": version, "kind": weights.kind, "places": places.checksum, "boxes": asked.checksum}, deadline
         )
-        own = HeldWeights(weights, into, mode)
+        own = SentWeights(weights, into, mode)
         first = own.digest(distinct(served), phases)
         others = self._others.held(into, version, deadline)
         held = [first, *(each for each, _ in others)]

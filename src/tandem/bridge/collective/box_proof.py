@@ -6,16 +6,14 @@ only numbers.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from tandem.bridge.collective.boxes import Held, distinct, whole_places
-from tandem.bridge.collective.plan import Place, Places, Sizes, holders, overlaps
+from tandem.bridge.common.held_weights import Held
 from tandem.bridge.common.packer import Form
-from tandem.errors import RanksDiverged, SyncError
+from tandem.bridge.common.places import Place, Places, distinct, overlaps, whole_places
+from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.parts import Box
-from tandem.types import Fingerprints
 
 _MASK = 2**64 - 1
 
@@ -48,25 +46,6 @@ def _told(boxes: Sequence[Sequence[object]], forms: Mapping[str, Form], mode: st
     return places
 
 
-def fingerprints(forms: Mapping[str, Form], held: Sequence[Held], version: int, mode: str) -> Fingerprints:
-    """Return the fingerprints of whole tensors. RanksDiverged if ranks that hold the same box hold different values."""
-    of_rank = [dict(zip(each.places, each.digests, strict=True)) for each in held]
-    numbers: list[tuple[str, int]] = []
-    for place, ranks in holders([each.places for each in held]).items():
-        by_value: defaultdict[int, list[int]] = defaultdict(list)
-        for rank in ranks:
-            by_value[of_rank[rank][place]].append(rank)
-        if len(by_value) > 1:
-            groups = " and ".join(f"ranks {', '.join(map(str, each))}" for each in by_value.values())
-            raise RanksDiverged(
-                f"{mode}: version {version}: {groups} hold different values of {place}, which must be equal on all "
-                "of them; go on from the last checkpoint"
-            )
-        numbers.append((place.name, of_rank[ranks[0]][place]))
-    whole = digest.combine(numbers)
-    return {name: digest.text(whole.get(name, 0)) for name in forms}
-
-
 def expected_of_receivers(held: Sequence[Held], served: Sequence[Places], mode: str) -> list[list[str]]:
     """Return the digest that each place of each receiver must have when it has arrived."""
     wanted = distinct(served)
@@ -83,38 +62,3 @@ def expected_of_receivers(held: Sequence[Held], served: Sequence[Places], mode: 
         seen.update(each.places)
     texts = dict(zip(wanted, digest.texts(sums), strict=True))
     return [[texts[place] for place in places] for places in served]
-
-
-class StaleRanks:
-    """Looks for a rank whose weights stayed while those of all the others moved: it did not take the step."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-        self._version = -1
-        self._before: list[dict[Place, int]] = []
-
-    def check(self, held: Sequence[Held], version: int, sizes: Sizes) -> None:
-        """RanksDiverged if some ranks state the very digests of the version before, although on every other rank most
-        tensors have changed."""
-        now = [dict(zip(each.places, each.digests, strict=True)) for each in held]
-        version_before, before = self._version, self._before
-        if len(before) == len(now) > 1 and version != version_before:
-            total = sum(size.whole.num_elements for size in sizes.values())
-            same: list[int] = []
-            for rank, (old, new) in enumerate(zip(before, now, strict=True)):
-                share = sum(place.box.num_elements for place in new) * 4 * len(now)
-                kept = sum(old.get(place) == value for place, value in new.items())
-                if kept == len(new) and share >= total:
-                    same.append(rank)
-                elif kept > len(new) // 2:
-                    return self._remember(version, now)
-            if 0 < len(same) < len(now):
-                ranks = f"rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same))}"
-                raise RanksDiverged(
-                    f"{self._mode}: version {version}: the weights of {ranks} are those of version {version_before}, "
-                    "and those of all other ranks have changed; go on from the last checkpoint"
-                )
-        self._remember(version, now)
-
-    def _remember(self, version: int, now: list[dict[Place, int]]) -> None:
-        self._version, self._before = version, now

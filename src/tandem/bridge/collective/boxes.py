@@ -9,46 +9,36 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.bridge.collective.control_channel import ControlChannel
-from tandem.bridge.collective.plan import Bucket, Place, Places, Plan, TensorSize, make_plan
+from tandem.bridge.collective.plan import Bucket, Plan, make_plan
 from tandem.bridge.collective.process_group import Group, Message
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.held_weights import HeldWeights
 from tandem.bridge.common.manifest import checksum, dtype_named, padded
 from tandem.bridge.common.packer import Form
+from tandem.bridge.common.places import (
+    Place,
+    Places,
+    cut,
+    from_numbers,
+    matrix,
+    place_of,
+    sizes_of,
+    to_numbers,
+    whole_places,
+)
 from tandem.errors import SyncError
 from tandem.io.bounded_json import parsed
 from tandem.ops import digest
 from tandem.ops.batched_launches import copy_all
-from tandem.ops.named_tensors import Finite
 from tandem.ops.parts import Box, rows_and_cols
-from tandem.ops.phase_timer import Phases
 from tandem.types import Part, Weights
-
-_HELD_BYTES = {"cuda": 2**29}
-"""Bytes of tensors that may be kept until their digests are taken together."""
-
-
-def sizes_of(forms: Mapping[str, Form]) -> dict[str, TensorSize]:
-    return {name: TensorSize(tuple(form.shape), dtype_named(form.dtype).itemsize) for name, form in forms.items()}
-
-
-def whole_places(forms: Mapping[str, Form]) -> list[Place]:
-    return [Place(name, size.whole) for name, size in sizes_of(forms).items()]
-
-
-def place_of(part: Part) -> Place:
-    rows, cols = rows_and_cols(part.tensor.shape)
-    return Place(part.name, Box(part.row_start, part.row_start + rows, part.col_start, part.col_start + cols))
-
-
-def distinct(served: Sequence[Places]) -> list[Place]:
-    return list(dict.fromkeys(place for places in served for place in places))
 
 
 class BoxTable:
@@ -102,107 +92,11 @@ def forms_of(places: wire.Places) -> dict[str, Form]:
     return {name: Form(entry.dtype, tuple(entry.shape)) for name, entry in places.tensors.items()}
 
 
-def to_numbers(places: Places, forms: Mapping[str, Form]) -> list[int]:
-    """Return five numbers for each place: the position of its name, and its box."""
-    position = {name: number for number, name in enumerate(forms)}
-    return [number for name, box in places for number in (position[name], *box)]
-
-
-def from_numbers(numbers: Sequence[int], forms: Mapping[str, Form]) -> list[Place]:
-    names = list(forms)
-    if any(type(number) is not int or number < 0 for number in numbers) or len(numbers) % 5:
-        raise ValueError("a box is five numbers, none below 0")
-    fives = (numbers[at : at + 5] for at in range(0, len(numbers), 5))
-    return [Place(names[name], Box(*box)) for name, *box in fives]
-
-
 # --- a rank's end
 
 
-class Held(NamedTuple):
-    """What a rank says that it holds of one version."""
-
-    places: Places
-    digests: Sequence[int]
-    """Of each place."""
-    cuts: Sequence[int]
-    """The digest of each rectangle that one of its places has in common with a place that is served, in the order of
-    `plan.overlaps`."""
-
-    def to_json(self, forms: Mapping[str, Form]) -> dict[str, Any]:
-        joined = ["".join(digest.texts(numbers)) for numbers in (self.digests, self.cuts)]
-        return {"places": to_numbers(self.places, forms), "digests": joined[0], "cuts": joined[1]}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any], forms: Mapping[str, Form]) -> Held:
-        digests, cuts = ([int(each, 16) for each in digest.parted(content[key])] for key in ("digests", "cuts"))
-        return cls(from_numbers(content["places"], forms), digests, cuts)
-
-
-class HeldWeights:
-    """A version, as far as this rank holds it."""
-
-    def __init__(self, weights: Weights, into: Mapping[str, Form], mode: str) -> None:
-        self._weights, self._into = weights, into
-        self._what = f"{mode}: version {weights.version}"
-
-    @torch.no_grad()
-    def digest(self, served: Places, phases: Phases) -> Held:
-        """Return the boxes that this rank holds, and the digests. SyncError if a tensor cannot be served in the form
-        that receivers have told. `served`: the distinct places of all receivers."""
-        wanted: defaultdict[str, list[Place]] = defaultdict(list)
-        for place in served:
-            wanted[place.name].append(place)
-        places: list[Place] = []
-        cuts: list[Place] = []
-        numbers: dict[Place, int] = {}
-        pending: list[tuple[Place, Tensor]] = []
-        pending_bytes = 0
-        finite = Finite()
-
-        def take() -> None:
-            phases.end("gather")
-            found = digest.pieces((place.name, tensor, place.box.top, place.box.left) for place, tensor in pending)
-            numbers.update(zip((place for place, _ in pending), found, strict=True))
-            pending.clear()
-            phases.end("hash")
-
-        for part in self._weights.parts():
-            values = self._served(part)
-            if not values.numel():
-                continue
-            finite.add(part.name, values)
-            own = place_of(part)
-            common = [
-                Place(part.name, both) for each in wanted[part.name] if (both := own.box.overlap(each.box)) is not None
-            ]
-            places.append(own)
-            cuts += common
-            pending += [(each, _cut(values, own.box, each.box)) for each in dict.fromkeys((own, *common))]
-            pending_bytes += values.nbytes
-            if pending_bytes >= _HELD_BYTES.get(values.device.type, 0):
-                take()
-                pending_bytes = 0
-        take()
-        if odd := finite.odd():
-            raise SyncError(
-                f"{self._what}: '{odd[0]}' holds a value that is not finite, or does not fit "
-                f"{dtype_named(self._into[odd[0]].dtype)}"
-            )
-        return Held(places, [numbers[place] for place in places], [numbers[place] for place in cuts])
-
-    def _served(self, part: Part) -> Tensor:
-        form = self._into.get(part.name)
-        if form is None:
-            raise SyncError(f"{self._what}: '{part.name}' is sent, and no engine serves it")
-        if tuple(part.full_shape) != tuple(form.shape):
-            shapes = f"{list(part.full_shape)} and is served as {list(form.shape)}"
-            raise SyncError(f"{self._what}: '{part.name}' is {shapes}")
-        dtype = dtype_named(form.dtype)
-        if part.tensor.dtype != dtype and not (part.tensor.dtype.is_floating_point and dtype.is_floating_point):
-            types = f"{part.tensor.dtype} and is served as {dtype}"
-            raise SyncError(f"{self._what}: '{part.name}' is {types}: its values would be others")
-        return _matrix(part.tensor.detach().to(dtype))
+class SentWeights(HeldWeights):
+    """A version, as far as this rank holds it; it goes as boxes."""
 
     @torch.no_grad()
     def send(self, plan: Plan, rank: int, first_receiver: int, group: Group, deadline: Deadline) -> None:
@@ -237,7 +131,7 @@ class _PartsInOrder:
     def __init__(self, weights: Weights, rounds: Sequence[Sequence[Bucket]], what: str) -> None:
         self._parts, self._what = weights.parts(), what
         self._last_round = {
-            cut.place.name: number for number, buckets in enumerate(rounds) for bucket in buckets for cut in bucket.cuts
+            name: number for number, buckets in enumerate(rounds) for bucket in buckets for (name, _), _ in bucket.cuts
         }
         self._kept: dict[str, Part] = {}
 
@@ -249,7 +143,7 @@ class _PartsInOrder:
             if part.name in self._last_round and part.tensor.numel():
                 self._kept[part.name] = part
         part = self._kept[place.name]
-        return _cut(_matrix(part.tensor.detach()), place_of(part).box, place.box)
+        return cut(matrix(part.tensor.detach()), place_of(part).box, place.box)
 
     def end_round(self, number: int) -> None:
         for name in [name for name in self._kept if self._last_round[name] <= number]:
@@ -332,25 +226,16 @@ class StagedBoxes:
             before = works, copies
         group.finish(failed, deadline)
 
-    def _target(self, cut: Place) -> Tensor:
-        for place, values in self._by_name[cut.name]:
-            if place.box.overlap(cut.box) == cut.box:
-                return _cut(values, place.box, cut.box)
-        raise AssertionError(f"{cut} is in no box of this receiver")
+    def _target(self, part: Place) -> Tensor:
+        for place, values in self._by_name[part.name]:
+            if place.box.overlap(part.box) == part.box:
+                return cut(values, place.box, part.box)
+        raise AssertionError(f"{part} is in no box of this receiver")
 
 
 def _two_buffers(group: Group, rounds: Sequence[Sequence[Bucket]]) -> list[Tensor]:
     most = max((sum(padded(bucket.size_bytes) for bucket in each) for each in rounds), default=0)
     return group.buffers(min(2, len(rounds)), most)
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(rows_and_cols(tensor.shape))
-
-
-def _cut(values: Tensor, box: Box, cut: Box) -> Tensor:
-    """Return a rectangle of a matrix that is `box` of its tensor."""
-    return values[cut.top - box.top : cut.bottom - box.top, cut.left - box.left : cut.right - box.left]
 
 
 def _in_bucket(raw: Tensor, box: Box, offset: int, dtype: torch.dtype) -> Tensor:

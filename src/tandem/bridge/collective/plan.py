@@ -15,29 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.errors import SyncError
-from tandem.ops.parts import Box, box_of_rank, rows_and_cols
-
-
-class Place(NamedTuple):
-    """A rectangle of a named tensor, which a rank holds or a receiver serves."""
-
-    name: str
-    box: Box
-
-    def __str__(self) -> str:
-        top, bottom, left, right = self.box
-        return f"'{self.name}', rows {top} to {bottom} and columns {left} to {right}"
-
-
-class TensorSize(NamedTuple):
-    shape: tuple[int, ...]
-    itemsize: int
-
-    @property
-    def whole(self) -> Box:
-        rows, cols = rows_and_cols(self.shape)
-        return Box(0, rows, 0, cols)
+from tandem.bridge.common.places import Place, Places, Sizes, by_name, holders
+from tandem.ops.parts import Box
 
 
 class Cut(NamedTuple):
@@ -87,15 +66,11 @@ class Plan:
         return sum(size for each in self.rounds for size in each.sizes.values())
 
 
-Sizes = Mapping[str, TensorSize]
-Places = Sequence[Place]
-
-
 def make_plan(sizes: Sizes, held: Sequence[Places], served: Sequence[Places], bucket_bytes: int) -> Plan:
     """Return the plan. Tensors travel in the order of `sizes`. `held`: of each rank, checked by `check_held`. `served`:
     of each receiver, checked by `check_served`."""
-    owners = _by_name(chosen_owners(sizes, held))
-    wanted = _by_name((place, receiver) for receiver, places in enumerate(served) for place in dict.fromkeys(places))
+    owners = by_name(chosen_owners(sizes, held))
+    wanted = by_name((place, receiver) for receiver, places in enumerate(served) for place in dict.fromkeys(places))
     rounds = _Rounds(bucket_bytes)
     for name, size in sizes.items():
         cuts = [
@@ -117,88 +92,6 @@ def chosen_owners(sizes: Sizes, held: Sequence[Places]) -> list[tuple[Place, int
         rank = min(ranks, key=lambda each: (bytes_of[each], each))
         bytes_of[rank] += place.box.num_elements * sizes[place.name].itemsize
         found.append((place, rank))
-    return found
-
-
-def holders(held: Sequence[Places]) -> dict[Place, list[int]]:
-    """Return the ranks that hold each box."""
-    found: defaultdict[Place, list[int]] = defaultdict(list)
-    for rank, places in enumerate(held):
-        for place in places:
-            found[place].append(rank)
-    return dict(found)
-
-
-def overlaps(some: Places, others: Places) -> Iterator[tuple[int, int, Place]]:
-    """Yield each common rectangle with the positions in both lists, ordered by them."""
-    by_name = _by_name((place, number) for number, place in enumerate(others))
-    for number, (name, box) in enumerate(some):
-        for other, position in by_name[name]:
-            if (both := box.overlap(other)) is not None:
-                yield number, position, Place(name, both)
-
-
-# --- checks
-
-
-def check_held(sizes: Sizes, held: Sequence[Places], num_shards: int) -> None:
-    """Raise SyncError unless the ranks together hold every element, and none holds what is another's. `num_shards`:
-    each tensor is cut into so many runs of rows; a rank holds its run or the whole tensor."""
-    for rank, places in enumerate(held):
-        who = f"rank {rank}"
-        _check_names(sizes, places, who)
-        for place in places:
-            size = sizes[place.name]
-            own = box_of_rank(size.shape, rank % num_shards, num_shards)
-            if place.box not in (own, size.whole):
-                raise SyncError(f"{who} says that it holds {place}; its rows are {own.top} to {own.bottom}")
-    _check_tiled(sizes, [list(places) for places in held], "the ranks of the trainer")
-
-
-def check_served(sizes: Sizes, engines: Mapping[str, Sequence[Places]]) -> None:
-    """Raise SyncError unless each engine's receivers together serve every element. `engines`: by name, the places of
-    each of its receivers."""
-    for name, receivers in engines.items():
-        for number, places in enumerate(receivers):
-            _check_names(sizes, places, f"worker {number} of engine {name}")
-        _check_tiled(sizes, receivers, f"the workers of engine {name}")
-
-
-def _check_names(sizes: Sizes, places: Places, who: str) -> None:
-    seen = set[Place]()
-    for place in places:
-        if place.name not in sizes:
-            raise SyncError(f"{who} names '{place.name}', which is not served")
-        if place in seen:
-            raise SyncError(f"{who} names {place} twice")
-        seen.add(place)
-        top, bottom, left, right = place.box
-        _, rows, _, cols = sizes[place.name].whole
-        if not (0 <= top <= bottom <= rows and 0 <= left <= right <= cols):
-            shape = list(sizes[place.name].shape)
-            raise SyncError(f"{who} names {place}, and the tensor is of shape {shape}")
-
-
-def _check_tiled(sizes: Sizes, holders: Sequence[Places], who: str) -> None:
-    """Raise SyncError unless the distinct boxes cover every tensor, and no two of them overlap."""
-    boxes = _by_name((place, 0) for place in dict.fromkeys(place for places in holders for place in places))
-    for name, size in sizes.items():
-        found = [box for box, _ in boxes[name]]
-        for number, box in enumerate(found):
-            for other in found[:number]:
-                if (both := box.overlap(other)) is not None:
-                    raise SyncError(f"{who} name {Place(name, both)} more than once, as parts of different boxes")
-        covered, whole = sum(box.num_elements for box in found), size.whole.num_elements
-        if covered != whole:
-            raise SyncError(f"{who} name {covered} of the {whole} elements of '{name}'; the others are left out")
-
-
-def _by_name(
-    places: Iterator[tuple[Place, int]] | Sequence[tuple[Place, int]],
-) -> defaultdict[str, list[tuple[Box, int]]]:
-    found: defaultdict[str, list[tuple[Box, int]]] = defaultdict(list)
-    for (name, box), number in places:
-        found[name].append((box, number))
     return found
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tandem.bridge.collective.boxes import BoxTable, BoxTables, Held, HeldWeights, distinct, forms_of
+from tandem.bridge.collective.boxes import BoxTable, BoxTables, SentWeights, forms_of
 from tandem.bridge.collective.control_channel import (
     BROKEN,
     CLOSING_S,
@@ -35,8 +35,10 @@ from tandem.bridge.collective.control_channel import (
 )
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.common.deadline import Deadline
+from tandem.bridge.common.held_weights import Held
 from tandem.bridge.common.manifest import Places
 from tandem.bridge.common.packer import Form
+from tandem.bridge.common.places import distinct
 from tandem.errors import SyncError
 from tandem.ops.device_names import device_name
 from tandem.ops.phase_timer import Phases
@@ -199,7 +201,7 @@ class _RankConnection:
         ranks: ControlChannel,
         channel: ControlChannel,
         deadline: Deadline,
-    ) -> HeldWeights:
+    ) -> SentWeights:
         """Say what this rank holds. It says its error, too: rank 0 waits."""
         key = f"{self._seen}/held/{self._rank}"
 
@@ -215,13 +217,13 @@ class _RankConnection:
                 )
             forms = self._forms(asked["places"], channel, deadline)
             served = self._box_table(asked["boxes"], forms, channel, deadline).served
-            held = HeldWeights(weights, forms, self._address.mode)
+            held = SentWeights(weights, forms, self._address.mode)
             content = held.digest(distinct(served), Phases()).to_json(forms)
             ranks.write(key, json.dumps({**content, "device": device_name(self._device)}), deadline)
         return held
 
     def _move(
-        self, go: Mapping[str, Any], held: HeldWeights, channel: ControlChannel, version: int, deadline: Deadline
+        self, go: Mapping[str, Any], held: SentWeights, channel: ControlChannel, version: int, deadline: Deadline
     ) -> None:
         sequence, failed = go["sequence"], f"version {version} was not sent completely"
 

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.bridge.collective.box_proof import StaleRanks, fingerprints
-from tandem.bridge.collective.boxes import Held, HeldWeights, place_of, sizes_of
-from tandem.bridge.collective.plan import Place, check_held, holders
+from tandem.bridge.common.held_weights import Held, HeldWeights, StaleRanks, fingerprints
 from tandem.bridge.common.manifest import dtype_named
 from tandem.bridge.common.packer import Form
+from tandem.bridge.common.places import Place, check_held, holders, place_of, sizes_of
 from tandem.errors import CheckpointError, SyncError
 from tandem.io import row_file
 from tandem.ops.phase_timer import Phases
