@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import note, table
 from tandem.algo import sft
-from tandem.build import training
+from tandem.build import optimizers
 from tandem.model.cast_precision import narrow
 from tandem.model.policy import CausalPolicy
 from tandem.ops.byte_sizes import shares_never
@@ -76,7 +76,7 @@ def make_trainer(
 ) -> PolicyTrainer:
     spec: Any = TypeAdapter(OptimizerSpec).validate_python({"kind": kind})
     named, tables = policy.trainable(), policy.tables()
-    optimizer = training.optimizer(named, spec, master=split, tables=tables, lora_plus=1.0, seed=0)
+    optimizer = optimizers.optimizer(named, spec, master=split, tables=tables, lora_plus=1.0, seed=0)
     return PolicyTrainer(policy, sft.make(), optimizer, lr=lambda step: 1e-5, clip_norm=clip_norm, release=release)
 
 

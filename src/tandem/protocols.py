@@ -216,6 +216,7 @@ class Optimizer(Protocol):
     def drain_metrics(self) -> Metrics: ...               # of the updates since the last call
     def drain_sums(self) -> Sequence[float]: ...          # the same, as sums that those of other ranks are added to
     def state(self) -> dict[str, Tensor]: ...             # by parameter name; with the bits that 16-bit weights lack
+    def cut(self) -> Mapping[str, tuple[int, tuple[int, ...]]]: ...   # first row and whole shape of state cut by itself
     def load(self, state: Mapping[str, Tensor]) -> None: ...   # takes such a state back
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import RankLost, SyncError, TandemError
+from tandem.optim.by_owner import Owners, RankGroup
 from tandem.train.crew import Crew
 
 DEADLINE_S = 4.0
@@ -23,6 +24,7 @@ def main(rank: int, ranks: int, port: int, scenario: str) -> None:
     crew.handle("gather", lambda: crew.gather({"rank": rank}))
     crew.handle("add", lambda: add(crew))
     crew.handle("odd", lambda: odd(crew, scenario))
+    crew.handle("round", lambda: round_of_owners(crew))
     if rank:
         try:
             crew.follow()
@@ -44,6 +46,15 @@ def add(crew: Crew) -> float:
     dist.all_reduce(one, group=crew.group)
     crew.tick()
     return one.item()
+
+
+def round_of_owners(crew: Crew) -> None:
+    """Send rows to their owners, but for the last rank, which stands still."""
+    if crew.rank == crew.ranks - 1:
+        time.sleep(600)
+    owners = Owners(RankGroup(crew.rank, crew.ranks, crew.device, crew.group, crew.tick), {"w": (6, 2)}, torch.float32)
+    top, bottom = owners.rows("w", (6, 2))
+    owners.gather(0, {"w": torch.ones(bottom - top, 2)}, (6, 2) if owners.rounds[0][crew.rank] else None)
 
 
 def odd(crew: Crew, scenario: str) -> float:
@@ -70,7 +81,7 @@ def outcome(crew: Crew, scenario: str) -> list[str]:
         if scenario in ("killed", "stopped"):
             while True:
                 crew.order("add")
-        crew.order("odd")
+        crew.order("round" if scenario == "hangs in a round" else "odd")
     except RankLost as error:
         return [type(error).__name__, str(error)]
     except TandemError as error:

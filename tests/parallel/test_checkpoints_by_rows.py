@@ -111,9 +111,11 @@ def same(run_dir: Path, whole: Path) -> None:
 FILES = ("weights", "optimizer")
 
 
-def test_saved_on_4_gone_on_with_2_then_1_then_4(model: str, tmp_path: Path) -> None:
-    """Moments in 8 bits, the missing half of bf16 weights, scalars: every file is one rank's, at every step."""
-    spec = spec_of(tmp_path, {"path": model}, train={"optimizer": {"kind": "adamw_8bit"}}, **BF16)
+@pytest.mark.parametrize("kind", ["adamw_8bit", "muon", "apollo"])
+def test_saved_on_4_gone_on_with_2_then_1_then_4(model: str, tmp_path: Path, kind: str) -> None:
+    """Moments in 8 bits or of other rows than the weights', the missing half of bf16 weights, scalars: every file is
+    one rank's, at every step."""
+    spec = spec_of(tmp_path, {"path": model}, train={"optimizer": {"kind": kind}}, **BF16)
     whole = trained(spec, tmp_path / "whole", 1)
     run_dir = trained(spec, tmp_path / "run", 4)
     same(run_dir, whole)

@@ -17,6 +17,7 @@ PROGRAM = Path(__file__).with_name("crew_member.py")
 SCENARIOS = {
     "raises": "rank {last} on host {host}: ValueError: CUDA out of memory, or so",
     "hangs": "rank {last} on host {host}: has made no progress in an order for 4 s (parallel.deadline_s)",
+    "hangs in a round": "rank {last} on host {host}: has made no progress in an order for 4 s (parallel.deadline_s)",
     "killed": "rank {last} on host {host}: shows no sign of life",
     "stopped": "rank {last} on host {host}: shows no sign of life",
     "killed while idle": "rank {last} on host {host}: shows no sign of life",

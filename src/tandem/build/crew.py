@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
-from tandem.build import training
+from tandem.build import optimizers, training
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from tandem.bridge.files.rank_files import RankFiles
+    from tandem.optim.by_owner import RankGroup
     from tandem.optim.master_weights import Master
     from tandem.train.crew import Children, Crew
 
@@ -185,13 +186,23 @@ class Member:
             self._crew,
             policy,
             self._algorithm(its_stage),
-            training.stage_optimizer(its_stage, policy, built.master, spec.seed, shapes=policy.full_shapes()),
+            optimizers.of_stage(
+                its_stage, policy, built.master, spec.seed, shapes=policy.full_shapes(), ranks=self._ranks(policy.rows)
+            ),
             held_by_all=policy.rows.held_by_all,
             rounds=policy.rows,
             update_metrics=metrics_of,
             **training.trainer_options(its_stage, version),
         )
         return self._made if self._crew.rank == 0 else None
+
+    def _ranks(self, rows: Any) -> RankGroup | None:
+        """Return the ranks that have the other rows of what is trained; None if this rank has all."""
+        from tandem.optim.by_owner import RankGroup
+
+        if rows.held_by_all:
+            return None
+        return RankGroup(rows.rank, rows.ranks, self._crew.device, rows.mesh.get_group(), self._crew.tick)
 
     def _send(self, link: dict[str, Any]) -> None:
         """Send this rank's rows when rank 0 sends its own. That may take as long as `sync.deadline_s`."""

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.build import run_engines, standalone_engines, training
+from tandem.build import optimizers, run_engines, standalone_engines, training
 from tandem.data.conversation import Conversation
 from tandem.engine.restartable import RestartableEngine, Under
 from tandem.errors import SpecError
@@ -51,7 +51,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
     device = training.pick_device(spec.device)
     model = training.model(spec.model, spec.precision, spec.seed, device)
     trained = choose_trained(spec, model)
-    optimizer = training.optimizer(
+    optimizer = optimizers.optimizer(
         model.policy.trainable(),
         spec.optimizer,
         master=model.master,

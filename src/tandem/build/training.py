@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from tandem.build import optimizers
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import Algorithm, Engine, Environment, Optimizer, Trainer
+from tandem.protocols import Algorithm, Engine, Environment, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.data import DatasetData, FileData
@@ -19,7 +20,7 @@ from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
 from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
-from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
+from tandem.spec.optim import AdamWOffloadSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
 from tandem.spec.run import RlSpec, RunSpec
@@ -27,14 +28,11 @@ from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Metrics, Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tandem.data.conversation import Conversation
     from tandem.data.load import DataSplit
     from tandem.data.preference_pairs import Pair
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
-    from tandem.optim.update_rule import UpdateRule
     from tandem.rollout.judge import Judge
     from tandem.text.renderer import Renderer
     from tandem.train.crew import Crew
@@ -366,7 +364,7 @@ def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int,
     if model.crew is not None:  # every rank builds its own, from the spec
         return model.crew.order("trainer", stage=options["stage"], version=version)[0]
     by_tree = model.num_shares > 1
-    made = stage_optimizer(stage, model.policy, model.master, seed, by_row=by_tree)
+    made = optimizers.of_stage(stage, model.policy, model.master, seed, by_row=by_tree)
     if not by_tree:
         return PolicyTrainer(model.policy, algorithm, made, **options)
     from tandem.train.tree_trainer import TreeTrainer
@@ -390,76 +388,6 @@ def trainer_options(stage: Stage, version: int) -> dict[str, Any]:
         "release": stage.gradient_release,
         "stage": "warmup" if isinstance(stage, WarmupStage) else "train",
     }
-
-
-def stage_optimizer(
-    stage: Stage,
-    policy: Any,
-    master: Master,
-    seed: int,
-    *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    by_row: bool = True,
-) -> Optimizer:
-    """Build the optimizer of one stage. `shapes`: of the whole tensors, where the policy holds rows of them."""
-    return optimizer(
-        policy.trainable(),
-        stage.optimizer,
-        master=master,
-        tables=policy.tables(),
-        lora_plus=stage.lora_plus,
-        seed=seed,
-        shapes=shapes,
-        by_row=by_row,
-    )
-
-
-def optimizer(
-    named_parameters: Sequence[tuple[str, Tensor]],
-    spec: OptimizerSpec,
-    *,
-    master: Master,
-    tables: Collection[str],
-    lora_plus: float,
-    seed: int,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    by_row: bool = False,
-) -> Optimizer:
-    """Build the optimizer. `tables`: names of the tensors with one row per token (embeddings and head)."""
-    from tandem.optim.optimizer import Optimizer
-
-    matrices, others = rules(spec, seed, shapes)
-    return Optimizer(
-        named_parameters,
-        {name: matrices if tensor.ndim >= 2 and name not in tables else others for name, tensor in named_parameters},
-        master,
-        weight_decay=spec.weight_decay,
-        lr_scale={name: lora_plus for name, _ in named_parameters if ".lora_B." in name},
-        by_row=by_row,
-    )
-
-
-def rules(
-    spec: OptimizerSpec, seed: int, shapes: Mapping[str, Sequence[int]] | None = None
-) -> tuple[UpdateRule, UpdateRule]:
-    """Return two update rules: for matrices, and for embeddings, head and vectors, which no matrix rule suits."""
-    from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
-
-    if isinstance(spec, ApolloMiniSpec):
-        in_8_bits = spec.tables == "adamw_8bit"  # the rule itself keeps vectors in full, as they are small
-        return apollo.Apollo(spec, seed), adamw_8bit.AdamW8bit(spec) if in_8_bits else adamw.AdamW(spec)
-    if isinstance(spec, MuonSpec):
-        return muon.Muon(spec), adamw.AdamW(spec)
-    rule: UpdateRule
-    if isinstance(spec, AdamW8bitSpec):
-        rule = adamw_8bit.AdamW8bit(spec, shapes)
-    elif isinstance(spec, AdamWOffloadSpec):
-        rule = adamw_offload.AdamWOffload(spec)
-    elif isinstance(spec, AdamWSpec):
-        rule = adamw.AdamW(spec)
-    else:
-        rule = adafactor.Adafactor(spec)
-    return rule, rule
 
 
 def caller(deterministic: bool) -> Call:

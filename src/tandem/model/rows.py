@@ -343,10 +343,10 @@ class RowsPolicy(CausalPolicy):
         return [(each.name, each.tensor) for each in self.rows.local]
 
     def full_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By name, of what is trained."""
+        """By name, of what is trained; also of that of which this rank has no row."""
         if self._adapter is not None:
             return {name: tuple(tensor.shape) for name, tensor in self.rows.whole}
-        return {each.name: each.full_shape for each in self.rows.local}
+        return {name: tuple(tensor.shape) for name, tensor in self.module.named_parameters()}
 
     def settle(self) -> None:
         self.rows.settle()

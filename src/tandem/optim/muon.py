@@ -6,6 +6,10 @@ matrix whose gradient has become zero goes on along its fading momentum at full 
 
 The function is torch's private one (the class cannot be given a value and a gradient that live elsewhere), with one
 signature in torch 2.11, 2.13 and 2.15. A stack of matrices [experts, rows, columns] is that many matrices.
+
+Where each rank has some rows, only the middle of the function needs whole matrices: their owner does that
+(by_owner.py). What travels has 16 bits, as in the function itself, once to the owner and once back. The momentum stays
+where the rows are.
 """
 
 from __future__ import annotations
@@ -17,8 +21,13 @@ from torch import Tensor
 from torch.optim import _muon
 
 from tandem.ops.byte_sizes import state_shapes
-from tandem.optim.update_rule import ByParts, Slot
+from tandem.optim.by_owner import Owners
+from tandem.optim.update_rule import ByParts, Cut, Slot
 from tandem.spec.optim import MuonSpec
+
+_COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+_LENGTH = "match_rms_adamw"
+WIRE = torch.bfloat16
 
 
 class Muon(ByParts):
@@ -42,12 +51,52 @@ class Muon(ByParts):
                 weight_decay=slot.decay,
                 momentum=self._spec.momentum,
                 nesterov=True,
-                ns_coefficients=(_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+                ns_coefficients=_COEFFICIENTS,
                 ns_steps=self._spec.newton_schulz_steps,
                 eps=_muon.EPS,
-                adjust_lr_fn="match_rms_adamw",
+                adjust_lr_fn=_LENGTH,
                 has_complex=False,
             )
+
+
+class MuonByOwner(Muon):
+    """The same function in three parts, of which the owner does the middle one."""
+
+    def __init__(self, spec: MuonSpec, owners: Owners) -> None:
+        super().__init__(spec)
+        self._owners, self.rounds = owners, owners.rounds
+
+    def cut(self, name: str) -> dict[str, Cut]:
+        shape = self._owners.shapes[name]
+        return {"momentum": Cut(self._owners.rows(name, shape)[0], shape)}
+
+    def most_numbers(self) -> int:
+        return self._owners.most_numbers()
+
+    def update(self, slots: Sequence[Slot]) -> None:
+        raise NotImplementedError("all ranks update a round together: update_round")
+
+    def update_round(self, number: int, slots: Sequence[Slot]) -> None:
+        rows = {slot.name: self._ahead(slot) for slot in slots}
+        owned = self.rounds[number][self._owners.rank]
+        whole = self._owners.gather(number, rows, self._owners.shapes[owned] if owned in rows else None)
+        self._owners.scatter(number, None if whole is None else self._orthogonal(whole), rows)
+        for slot in slots:
+            length = _muon._adjust_lr(slot.lr, _LENGTH, torch.Size(self._owners.shapes[slot.name][-2:]))
+            slot.value.mul_(1 - slot.lr * slot.decay)
+            slot.value.add_(rows[slot.name], alpha=-length)
+
+    def _ahead(self, slot: Slot) -> Tensor:
+        """Nesterov's momentum."""
+        momentum = slot.state["momentum"].lerp_(slot.grad, 1 - self._spec.momentum)
+        return slot.grad.lerp(momentum, self._spec.momentum).to(WIRE)
+
+    def _orthogonal(self, whole: Tensor) -> Tensor:
+        found = torch.empty_like(whole)
+        for matrix, result in zip(_matrices(whole), _matrices(found), strict=True):
+            steps = self._spec.newton_schulz_steps
+            result.copy_(_muon._zeropower_via_newtonschulz(matrix, _COEFFICIENTS, steps, _muon.EPS))
+        return found
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from tandem.ops import byte_sizes
 from tandem.ops.named_tensors import check_alike
 from tandem.optim.master_weights import Master, Rows
-from tandem.optim.update_rule import Slot, UpdateRule, Whole
+from tandem.optim.update_rule import Cut, RoundRule, Slot, UpdateRule, Whole
 from tandem.types import Metrics
 
 CHUNK = byte_sizes.UPDATE_CHUNK
@@ -30,9 +31,10 @@ class Optimizer:
         weight_decay: float = 0.0,
         lr_scale: Mapping[str, float] | None = None,
         by_row: bool = False,
+        in_rounds: RoundRule | None = None,
     ) -> None:
         """`by_row`: what became of an update is summed row by row, so that it does not depend on which rows of a
-        parameter are here."""
+        parameter are here. `in_rounds`: one of the rules, which all ranks apply together."""
         self._parameters = dict(named_parameters)
         self._rules, self._master = rules, master
         self._decay = {name: weight_decay if tensor.ndim >= 2 else 0.0 for name, tensor in named_parameters}
@@ -41,7 +43,7 @@ class Optimizer:
         self._steps = dict.fromkeys(self._parameters, 0)
         self._whole = {name for name, tensor in named_parameters if not self.why_not_whole(name, tensor.detach())}
         self._tally = _Tally()
-        self._by_row = by_row
+        self._by_row, self._in_rounds = by_row, in_rounds
 
     def why_not_whole(self, name: str, live: Tensor) -> str:
         """Why this parameter goes through several operations; empty if its rule reads, updates and writes in one."""
@@ -56,6 +58,8 @@ class Optimizer:
         for name in gradients:
             self._steps[name] += 1
         self._update_whole({name: gradients.pop(name) for name in [*gradients] if name in self._whole}, lr, scale)
+        if self._in_rounds is not None:
+            self._update_in_rounds(self._in_rounds, gradients, lr, scale)
         pieces: list[_ParameterSlice] = []
         numbers = 0
         for name in [*gradients]:
@@ -75,6 +79,8 @@ class Optimizer:
         """At most held while an update is applied."""
         named = [each for each in self._parameters.items() if each[0] not in self._whole]
         undivided = [tensor.numel() for name, tensor in named if not self._rules[name].by_rows]
+        if self._in_rounds is not None:
+            undivided.append(self._in_rounds.most_numbers())
         narrow = any(tensor.dtype != torch.float32 for _, tensor in named)
         return byte_sizes.update_bytes([tensor.numel() for _, tensor in named], undivided, narrow=narrow)
 
@@ -94,6 +100,13 @@ class Optimizer:
         found = {f"{name}|{key}": value for name, slots in self._state.items() for key, value in slots.items()}
         found |= {f"{name}|master": value for name, value in self._master.state().items()}
         return found | {f"{name}|step": torch.tensor(step) for name, step in self._steps.items()}
+
+    def cut(self) -> dict[str, Cut]:
+        """Where in the state of all ranks that of this one is, if it is cut in another way than its parameter."""
+        if self._in_rounds is None:
+            return {}
+        named = [name for name, rule in self._rules.items() if rule is self._in_rounds]
+        return {f"{name}|{key}": cut for name in named for key, cut in self._in_rounds.cut(name).items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """All of it or nothing."""
@@ -126,6 +139,16 @@ class Optimizer:
             total = sum(whole.live.numel() for whole in wholes)
             self._tally.add(torch.cat([sums, sums.new_full((1,), total)]))
 
+    def _update_in_rounds(
+        self, rule: RoundRule, gradients: MutableMapping[str, Tensor], lr: float, scale: float
+    ) -> None:
+        for number, names in enumerate(rule.rounds):
+            pieces = [self._piece(name, ..., gradients.pop(name), lr, scale) for name in names if name in gradients]
+            if pieces:
+                self._apply(pieces, partial(rule.update_round, number))
+            else:
+                rule.update_round(number, [])
+
     def _in_rows(self, name: str) -> Iterator[Rows]:
         """A large parameter by rows, where the rule allows it."""
         live = self._parameters[name]
@@ -146,19 +169,26 @@ class Optimizer:
         slot = Slot(name, value, fp32.mul_(scale), state, self._steps[name], lr, self._decay[name])
         return _ParameterSlice(slot, live.detach()[rows], rows)
 
-    def _apply(self, pieces: list[_ParameterSlice]) -> None:
+    def _apply(self, pieces: list[_ParameterSlice], update: Callable[[Sequence[Slot]], None] | None = None) -> None:
+        """`update`: of all of them, instead of each by its rule."""
         slots = [piece.slot for piece in pieces]
         look = _Look(pieces, by_row=self._by_row)
-        by_rule: defaultdict[int, list[Slot]] = defaultdict(list)
-        for slot in slots:
-            by_rule[id(self._rules[slot.name])].append(slot)
-        for alike in by_rule.values():
-            self._rules[alike[0].name].update(alike)
+        if update is None:
+            self._update_by_rule(slots)
+        else:
+            update(slots)
         for piece in pieces:
             name = piece.slot.name
             self._master.write(name, self._parameters[name], piece.rows, piece.slot.value, piece.slot.step)
         stored = [self._master.read(piece.slot.name, self._parameters[piece.slot.name], piece.rows) for piece in pieces]
         self._tally.add(look.after(stored))
+
+    def _update_by_rule(self, slots: Sequence[Slot]) -> None:
+        by_rule: defaultdict[int, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            by_rule[id(self._rules[slot.name])].append(slot)
+        for alike in by_rule.values():
+            self._rules[alike[0].name].update(alike)
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ clipping and learning rates are `optimizer`'s. So each rule is one short file an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -59,6 +59,34 @@ class UpdateRule(Protocol):
 
     def update_whole(self, wholes: Sequence[Whole]) -> Tensor:
         """What became of it, as optim/optimizer.py counts it: six numbers, on the device."""
+        ...
+
+
+class Cut(NamedTuple):
+    """Where this rank's rows of a tensor begin, and the shape of the whole."""
+
+    row_start: int
+    full_shape: tuple[int, ...]
+
+
+class RoundRule(UpdateRule, Protocol):
+    """A rule that ranks, which have some rows each, apply together: round after round, each of some parameters."""
+
+    @property
+    def rounds(self) -> Sequence[Sequence[str]]:
+        """Names of all parameters of the rule, also of those of which this rank has no row. A name may be empty."""
+        ...
+
+    def update_round(self, number: int, slots: Sequence[Slot]) -> None:
+        """Called by all ranks in every round. `slots`: this rank's rows of those that have a gradient."""
+        ...
+
+    def cut(self, name: str) -> Mapping[str, Cut]:
+        """How the state of a parameter is cut into rows, by key."""
+        ...
+
+    def most_numbers(self) -> int:
+        """How many numbers a round has at most on this rank."""
         ...
 
 

@@ -11,9 +11,6 @@ from tandem.spec.base import Spec
 from tandem.spec.model import ModelSpec
 from tandem.spec.train import Stage
 
-_BY_ROWS = ("adamw", "adamw_8bit", "adamw_offload")
-"""Optimizers that treat every row alone."""
-
 
 class ParallelSpec(Spec):
     """How many processes train, and how they share the work."""
@@ -74,12 +71,6 @@ def check_parallel(
             "leave [model.lora] out"
         )
     _check_model(ranks, model)
-    for name, stage in stages.items():
-        if model.lora is None and stage.optimizer.kind not in _BY_ROWS:
-            raise ValueError(
-                f"{name}.optimizer.kind = '{stage.optimizer.kind}': needs whole matrices, and with parallel.ranks = "
-                f"{ranks} each rank has some rows of them; choose {', '.join(_BY_ROWS)}, or set parallel.ranks = 1"
-            )
 
 
 def _check_model(ranks: int, model: ModelSpec) -> None:

@@ -201,9 +201,12 @@ class CrewTrainer(TreeTrainer):
             name: Part(name, tensor.detach(), starts.get(name, 0), 0, shapes[name]) for name, tensor in self._parameters
         }
         state: list[Part] = []
+        cut = self._optimizer.cut()
         for key, tensor in self._optimizer.state().items():
             part = weights[key.rpartition("|")[0]]
-            if _is_by_rows(tensor, part):
+            if key in cut:
+                state.append(Part(key, tensor, cut[key][0], 0, cut[key][1]))
+            elif _is_by_rows(tensor, part):
                 state.append(Part(key, tensor, part.row_start, 0, (part.full_shape[0], *tensor.shape[1:])))
             else:
                 state.append(Part(key, tensor, 0, 0, tuple(tensor.shape)))
