@@ -1,6 +1,6 @@
 """Does a trainer of several ranks learn as one rank does, and is every version proven?
 
-Runs examples/rl_async.toml (an engine in its own process, `broadcast` or another bridge) for each seed, `max_lag` and number of ranks,
+Runs examples/rl_async.toml (an engine in its own process) for each seed, `max_lag` and number of ranks,
 and prints the mean reward of the first and the last steps, the largest logprob gap and the verdict of `sync audit`.
 One to two minutes a run on two cores.
 
