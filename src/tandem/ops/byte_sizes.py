@@ -271,6 +271,12 @@ class MemoryParts:
     """While an update is applied."""
     layer: float = 0.0
     """One layer on its way through backward: what of it is computed again, and the gradients in it."""
+    sums: float = 0.0
+    """Sums of the gradients of earlier micro-batches, where they are added as a tree. 0: as `num_micro` says."""
+    gathered: float = 0.0
+    """Weights that a rank has whole for a while: of the layer at work, of the next one, and of the root."""
+    reduced: float = 0.0
+    """Buffers in which the largest unit's gradients are summed over ranks, as backward ends."""
 
 
 def peak(parts: MemoryParts) -> float:
@@ -279,9 +285,10 @@ def peak(parts: MemoryParts) -> float:
     Backward begins with every activation, and the gradient of the head is made first; those of earlier micro-batches
     are all there. It ends with one layer's activations, and every gradient.
     """
-    summed = parts.gradients if parts.num_micro > 1 else 0.0
-    begins = parts.activations + summed + max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
-    ends = parts.gradients + parts.layer
+    summed = parts.sums or (parts.gradients if parts.num_micro > 1 else 0.0)
+    head = max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
+    begins = parts.activations + summed + parts.gathered + head
+    ends = parts.gradients + parts.sums + parts.gathered + max(parts.layer, parts.reduced)
     return parts.always + max(begins, ends, parts.gradients + parts.update)
 
 
@@ -291,4 +298,6 @@ def heaped(parts: MemoryParts, *, scattered: bool) -> float:
     `scattered`: among what lives on there are holes that do not fit, so that activations lie there twice.
     """
     activations = parts.activations * (2 if scattered else 1)
-    return parts.always + activations + max(parts.head_forward, parts.head_backward) + parts.gradients + parts.update
+    head = max(parts.head_forward, parts.head_backward)
+    of_ranks = parts.sums + parts.gathered + parts.reduced
+    return parts.always + activations + head + parts.gradients + parts.update + of_ranks
