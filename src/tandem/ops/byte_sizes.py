@@ -276,7 +276,7 @@ class MemoryParts:
     gathered: float = 0.0
     """Weights that a rank has whole for a while: of the layer at work, of the next one, and of the root."""
     reduced: float = 0.0
-    """Buffers in which the largest unit's gradients are summed over ranks, as backward ends."""
+    """Buffers in which gradients are summed over ranks as backward ends, when nothing is gathered any more."""
 
 
 def peak(parts: MemoryParts) -> float:
@@ -288,7 +288,7 @@ def peak(parts: MemoryParts) -> float:
     summed = parts.sums or (parts.gradients if parts.num_micro > 1 else 0.0)
     head = max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
     begins = parts.activations + summed + parts.gathered + head
-    ends = parts.gradients + parts.sums + parts.gathered + max(parts.layer, parts.reduced)
+    ends = parts.gradients + parts.sums + max(parts.gathered + parts.layer, parts.reduced)
     return parts.always + max(begins, ends, parts.gradients + parts.update)
 
 

@@ -12,7 +12,7 @@ from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.lengths import Micro
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
-from tandem.runs.planner.rank_share import ALONE, Rank, layer_numbers, root_numbers
+from tandem.runs.planner.rank_share import ALONE, REDUCED_BYTES, Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import Work, pass_of, width_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import LoraSpec, PresetModel
@@ -240,8 +240,8 @@ def _micro(
     if tree and width < 4 and lora is None:
         reduced = width * sum(tensors)  # as backward left them, until all are in fp32
     if rank.count > 1 and lora is None:
-        layer += width * max(whole) + rank.reducing(layer_numbers(shape), width)
-        reduced += rank.reducing(root_numbers(shape), width)
+        layer += width * max(whole) + REDUCED_BYTES * layer_numbers(shape)
+        reduced += REDUCED_BYTES * root_numbers(shape)
     elif rank.count > 1:  # every rank has those of all others, and a sum lies in the first of them
         reduced, gradients, sums = 2 * gradients, rank.count * gradients, rank.count * sums
     head = byte_sizes.head_bytes(

@@ -150,7 +150,7 @@ def plan_run(
 
 def _least(found: Sequence[Phase]) -> float:
     train = next(phase for phase in found if phase.name == "train")
-    sure = ("weights", "master", "optimizer", "reference", "teacher", "checkpoint", "gradients", "process")
+    sure = ("weights", "master", "optimizer", "reference", "teacher", "checkpoint", "gradients", "gathered", "process")
     return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
 
 
@@ -170,7 +170,7 @@ def _enough_ranks(
         try:
             on_ranks = with_ranks(spec, count)
         except SpecError as error:
-            return {}, f"several ranks are refused: {str(error).removeprefix('the spec: ')}"
+            return {}, "several ranks are refused: " + "; ".join(str(error).splitlines())
         work = work_on(on_ranks)
         found = phases(on_ranks, shape, work, target, Rank(0, count))
         worst = max(found, key=lambda phase: phase.peak_gib)

@@ -44,12 +44,10 @@ class Rank:
             return 0
         return root_numbers(shape) + min(_TOGETHER, shape.layers) * layer_numbers(shape)
 
-    def reducing(self, numbers: int, width: int) -> int:
-        """Bytes that a unit's gradients take as they are summed: themselves, and in fp32 what is sent and received."""
-        return numbers * (width + 4 + 4) if self.count > 1 else 0
-
 
 ALONE = Rank()
+REDUCED_BYTES = 4 + 4
+"""Of a gradient's number, as a unit's gradients are summed over ranks: what is sent and what comes, in fp32."""
 
 
 def layer_tensors(shape: ModelShape) -> list[Dims]:
