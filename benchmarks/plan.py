@@ -72,7 +72,7 @@ CASES = [
     Case("medium", "sft", False, "mixed", micro_tokens=1024, batch_size=8, ranks=2),
     Case("medium", "sft", False, "mixed", "recompute", micro_tokens=1024, batch_size=16, ranks=4),
     Case("medium", "sft", True, "long", micro_tokens=1024, batch_size=4, ranks=2),
-    Case("medium", "sft", True, "mixed", "recompute", micro_tokens=1024, batch_size=8, ranks=2),
+    Case("medium", "preference", False, "mixed", micro_tokens=2048, batch_size=4, ranks=2),
     Case(SMOLLM2, "sft", False, "mixed", micro_tokens=512, batch_size=4, ranks=2),
 ]
 

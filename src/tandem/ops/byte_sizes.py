@@ -251,6 +251,8 @@ def shares_masked(hidden: int) -> Shares:
 GIVEN_BACK_BYTES = 2**27
 """Weights and optimizer state that make it worth the time to give a host's free memory back
 (ops/release_host_memory.py)."""
+MAPPED_ALONE_BYTES = 2**25
+"""A block as large as this goes back to the host as soon as it is freed, also in backward (the same file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,8 @@ class MemoryParts:
     """Weights that a rank has whole for a while: of the layer at work, of the next one, and of the root."""
     reduced: float = 0.0
     """Buffers in which gradients are summed over ranks as backward ends, when nothing is gathered any more."""
+    holes: float = 0.0
+    """Freed memory that a host keeps until backward has ended."""
 
 
 def peak(parts: MemoryParts) -> float:
@@ -288,7 +292,7 @@ def peak(parts: MemoryParts) -> float:
     summed = parts.sums or (parts.gradients if parts.num_micro > 1 else 0.0)
     head = max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
     begins = parts.activations + summed + parts.gathered + head
-    ends = parts.gradients + parts.sums + max(parts.gathered + parts.layer, parts.reduced)
+    ends = parts.gradients + parts.sums + parts.holes + max(parts.gathered + parts.layer, parts.reduced)
     return parts.always + max(begins, ends, parts.gradients + parts.update)
 
 

@@ -43,20 +43,13 @@ class Phase:
 def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, only: str = "") -> float:
     """Return what the run takes at most, or its phase of this name does: of one GPU, as each rank has its own, or of
     the host's memory, which all ranks share."""
-    of_ranks = [phases(spec, shape, work, machine, rank) for rank in ranks_of(spec, machine)]
-    times = [1, *[spec.parallel.ranks - 1] * (len(of_ranks) - 1)]
+    ranks = all_ranks(spec)
+    if machine.on_gpu:
+        ranks = ranks[:1]  # no other has more rows, or a larger micro-batch
+    of_ranks = [phases(spec, shape, work, machine, rank) for rank in ranks]
     return max(
-        sum(phase.peak_gib * count for phase, count in zip(same, times, strict=True))
-        for same in zip(*of_ranks, strict=True)
-        if only in ("", same[0].name)
+        sum(phase.peak_gib for phase in same) for same in zip(*of_ranks, strict=True) if only in ("", same[0].name)
     )
-
-
-def ranks_of(spec: RunSpec, machine: Machine) -> list[Rank]:
-    """Return the ranks whose memory decides: the first, and on a host one that stands for all others. No rank holds
-    more rows than the ones before it."""
-    count = spec.parallel.ranks
-    return [Rank(number, count) for number in range(1 if machine.on_gpu else min(2, count))]
 
 
 def all_ranks(spec: RunSpec) -> list[Rank]:
@@ -75,7 +68,7 @@ def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank:
     if isinstance(spec, RlSpec):
         awake = engine["awake"]
         found.append(Phase("rollout", static + awake + process, {**always, "engine": awake, **context}))
-    train = _train(spec, shape, spec.train, work, always, machine, rank)
+    train = _train(spec, shape, spec.train, work.of_rank(rank.number), always, machine, rank)
     beside = engine["in training"]
     parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
     found.append(Phase("train", train.peak_gib + beside + process, parts))
@@ -262,12 +255,16 @@ def _micro(
         sums=sums / _GIB,
         gathered=rank.gathered(shape) * width / _GIB,
         reduced=reduced / _GIB,
+        holes=0.0 if machine.on_gpu else _holes(shape, lora, rank) / _GIB,
     )
     shown = {
         **always, "activations": parts.activations, "gradients": parts.gradients, "logits": max(head) / _GIB,
         "update": parts.update,
     }  # fmt: skip
-    of_ranks = {"earlier gradients": parts.sums, "gathered": parts.gathered, "in reduction": parts.reduced}
+    of_ranks = {
+        "earlier gradients": parts.sums, "gathered": parts.gathered, "in reduction": parts.reduced,
+        "holes": parts.holes,
+    }  # fmt: skip
     shown |= {name: gib for name, gib in of_ranks.items() if gib}
     if machine.on_gpu:
         return Phase("train", byte_sizes.peak(parts), shown)
@@ -276,6 +273,15 @@ def _micro(
     else:
         freed = machine.kept_gib
     return Phase("train", byte_sizes.peak(parts) + freed, {**shown, "freed": freed})
+
+
+def _holes(shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> int:
+    """Return the bytes of freed memory that a host keeps in backward of several ranks: between the buffers in which a
+    layer's gradients are summed lie the sums, which stay, so the next layer's find no place there."""
+    buffer = REDUCED_BYTES // 2 * layer_numbers(shape)
+    if rank.count == 1 or lora is not None or buffer >= byte_sizes.MAPPED_ALONE_BYTES:
+        return 0
+    return REDUCED_BYTES * layer_numbers(shape) * shape.layers
 
 
 def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:

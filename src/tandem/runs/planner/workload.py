@@ -19,6 +19,8 @@ from tandem.spec.train import RlStage, Stage
 
 PROMPT_TOKENS = 64
 LONGEST_RECORDED = 2048
+_NO_WORK = Micro(2, 2, 1, masked=False)
+"""Of a rank that has no micro-batch, and takes part in what the others gather and reduce (train/tree_trainer.py)."""
 _LONGEST_TREE = 1.25
 """Of a group whose prompt is shared, against the mean one. Source: lengths that an end of turn of one chance makes."""
 
@@ -55,12 +57,21 @@ class Work:
     """Sums of the gradients of earlier rounds that are kept at once, where parallel.shares has them added as a tree."""
     rank_tokens: float = 0.0
     """Of `step_tokens`, those of the rank that has most."""
+    dealt: tuple[tuple[Micro, Micro | None], ...] = ()
+    """`micro` and `later` of each rank, where they are known and differ."""
+
+    def of_rank(self, number: int) -> Work:
+        """Return the same work with the micro-batches of one rank."""
+        if not self.dealt:
+            return self
+        micro, later = self.dealt[number]
+        return replace(self, micro=micro, later=later)
 
     def sized(self, tokens: int) -> Work:
         """Return the same work in micro-batches of so many tokens."""
         credited = round(self.micro.credited * tokens / self.micro.tokens)
         micro = replace(self.micro, tokens=tokens, credited=credited)
-        return replace(self, micro=micro, later=micro if self.rounds > 1 else None)
+        return replace(self, micro=micro, later=micro if self.rounds > 1 else None, dealt=())
 
 
 def packs(spec: RunSpec, *, on_gpu: bool) -> bool:
@@ -150,6 +161,11 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Length
 
     ranks = spec.parallel.ranks
     rounds = max(-(-len(step) // ranks) for step in steps)
+
+    def largest(rank: int) -> tuple[Micro, Micro | None]:
+        first = max((step[rank] for step in steps if rank < len(step)), key=held, default=_NO_WORK)
+        return first, max((micro for step in steps for micro in step[rank + ranks :: ranks]), key=held, default=None)
+
     every = [micro for step in steps for micro in step]
     tokens = sum(micro.tokens for micro in every)
     return Work(
@@ -169,6 +185,7 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Length
         rounds=rounds,
         sums=sums_kept(rounds) if spec.parallel.num_shares > 1 else 0,
         rank_tokens=sum(busiest([micro.tokens for micro in step], ranks) for step in steps) / len(steps),
+        dealt=tuple(map(largest, range(ranks))) if ranks > 1 else (),
     )
 
 
