@@ -119,8 +119,10 @@ def _staged_bytes(spec: RlSpec, shape: ModelShape, machine: Machine, rank: Rank)
     """Of a version on its way. Each rank has buckets for its own rows; the first one sends adapters alone, and has the
     base on its host once, whose digests the engine's must equal."""
     staged = spec.sync.staged_bytes(sync_bytes(spec, shape))
-    if rank.count == 1 or spec.sync.traits.carries != "adapter":
+    if rank.count == 1:
         return staged
+    if spec.sync.traits.carries != "adapter":
+        return min(staged, rank.held(shape) * width_of(spec.precision))  # a bucket is as large as what goes into it
     base = 0 if machine.on_gpu else shape.total * width_of(spec.precision)
     return (staged + base) * rank.leads
 
