@@ -44,11 +44,12 @@ def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, o
     """Return what the run takes at most, or its phase of this name does: of one GPU, as each rank has its own, or of
     the host's memory, which all ranks share."""
     ranks = all_ranks(spec)
-    if machine.on_gpu:
-        ranks = ranks[:1]  # no other has more rows, or a larger micro-batch
+    if machine.on_gpu and not work.dealt:
+        ranks = ranks[:1]  # the others have no larger micro-batch, and no more rows
     of_ranks = [phases(spec, shape, work, machine, rank) for rank in ranks]
+    together = max if machine.on_gpu else sum
     return max(
-        sum(phase.peak_gib for phase in same) for same in zip(*of_ranks, strict=True) if only in ("", same[0].name)
+        together(phase.peak_gib for phase in same) for same in zip(*of_ranks, strict=True) if only in ("", same[0].name)
     )
 
 

@@ -172,10 +172,10 @@ def _enough_ranks(
         except SpecError as error:
             return {}, "several ranks are refused: " + "; ".join(str(error).splitlines())
         work = work_on(on_ranks)
-        found = phases(on_ranks, shape, work, target, Rank(0, count))
-        worst = max(found, key=lambda phase: phase.peak_gib)
-        if worst.peak_gib <= target.limit_gib:
-            return {count: worst.peak_gib}, ""
+        gib = needed_gib(on_ranks, shape, work, target)
+        if gib <= target.limit_gib:
+            return {count: gib}, ""
+        worst = max(phases(on_ranks, shape, work, target, Rank(0, count)), key=lambda phase: phase.peak_gib)
     assert worst is not None
     part, gib = max(worst.parts.items(), key=lambda each: each[1])
     whole = "every rank has all of it" if part in _OF_EVERY_RANK else "each rank has its rows of it"
