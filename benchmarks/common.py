@@ -1,10 +1,11 @@
-"""Tables for the terminal, and the line that says where they come from."""
+"""Tables for the terminal, the line that says where they come from, and which processes are ranks."""
 
 from __future__ import annotations
 
 import datetime
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -19,3 +20,21 @@ def note(text: str) -> None:
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
     print(f"{text}\n{datetime.date.today()}, Python {platform.python_version()}, {versions}\n")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that this one started."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def rank_of(pid: int) -> int:
+    """Return which rank of a trainer a process is; -1 if it is none."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return -1
+    return next((int(word.removeprefix(b"RANK=")) for word in words if word.startswith(b"RANK=")), -1)

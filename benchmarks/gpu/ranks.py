@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from common import note, table
+from common import children_of, note, rank_of, table
 from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
 
 PEAK_FLOPS = 989e12
@@ -242,22 +242,6 @@ def kill(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
         [(row["what"], f"{row['seconds']:.1f}", str(row["exit"]), row["said"]) for row in found],
     )
     return found
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
-    except OSError:
-        return []
-
-
-def rank_of(pid: int) -> int:
-    try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return -1
-    return next((int(word.removeprefix(b"RANK=")) for word in words if word.startswith(b"RANK=")), -1)
 
 
 def alive(pid: int) -> bool:

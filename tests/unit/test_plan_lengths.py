@@ -93,7 +93,8 @@ def as_planned(micro: MicroBatch) -> Micro:
 @pytest.mark.parametrize("pairs", [False, True], ids=["sft", "preference"])
 @pytest.mark.parametrize("micro_tokens", [150, 400, 16384])
 @pytest.mark.parametrize("longest", [40, 130])
-def test_planned_micro_batches_are_those_that_are_trained_on(pairs, micro_tokens, longest):
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_planned_micro_batches_are_those_that_are_trained_on(pairs, micro_tokens, longest, multiple):
     rng = random.Random(longest)
     groups: list[Group] = []
     for _ in range(11):
@@ -109,15 +110,17 @@ def test_planned_micro_batches_are_those_that_are_trained_on(pairs, micro_tokens
         for group in groups
     ]
     planned = recorded_steps(
-        read, steps=4, batch_size=5, micro_tokens=micro_tokens, seed=3, shares=shares, together=pairs, packed=False
-    )
+        read, steps=4, batch_size=5, micro_tokens=micro_tokens, seed=3, shares=shares, together=pairs, packed=False,
+        multiple=multiple,
+    )  # fmt: skip
     algorithm: Algorithm = training.preference_algorithm(DpoSpec()) if pairs else training.sft_algorithm()
     which = task_order(len(groups), 3)
     for step, found in enumerate(planned):
         taken = [groups[which(5 * step + place)] for place in range(5)]
         batch = make_batch(
-            taken, algorithm, micro_tokens=micro_tokens, version=0, shares=shares, device=torch.device("cpu")
-        )
+            taken, algorithm, micro_tokens=micro_tokens, version=0, shares=shares, device=torch.device("cpu"),
+            multiple=multiple,
+        )  # fmt: skip
         assert [as_planned(micro) for micro in batch.micro] == found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tandem.ops import row_packing
 from tandem.ops.byte_sizes import shares_unmasked
 from tandem.train import balance, micro_wire
 from tandem.train.batch_packing import make_batch, plain_row
@@ -86,7 +87,7 @@ def test_micro_batches_come_in_multiples_and_hold_every_row_once(seed):
     rng = random.Random(seed)
     widths = [rng.randrange(3, 200) for _ in range(rng.randrange(8, 60))]
     for multiple in (2, 4, 8):
-        parts = balance.in_multiples(widths, 512, 1, multiple)
+        parts = row_packing.in_multiples(widths, 512, 1, multiple)
         assert sorted(index for part in parts for index in part) == list(range(len(widths)))
         assert len(parts) % multiple == 0
         assert all(max(widths[i] for i in part) * len(part) <= 512 for part in parts if len(part) > 1)
@@ -96,9 +97,9 @@ def test_micro_batches_come_in_multiples_and_hold_every_row_once(seed):
 
 
 def test_too_few_rows_give_fewer_micro_batches():
-    assert [len(part) for part in balance.in_multiples([9, 8, 7], 512, 1, 4)] == [1, 1, 1]
+    assert [len(part) for part in row_packing.in_multiples([9, 8, 7], 512, 1, 4)] == [1, 1, 1]
     assert balance.dealt(["a", "b", "c"], 4) == [["a", "b", "c", None]]
-    assert balance.in_multiples([], 512, 1, 4) == []
+    assert row_packing.in_multiples([], 512, 1, 4) == []
 
 
 def test_a_perfect_split_has_no_imbalance():

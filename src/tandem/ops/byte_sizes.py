@@ -251,6 +251,8 @@ def shares_masked(hidden: int) -> Shares:
 GIVEN_BACK_BYTES = 2**27
 """Weights and optimizer state that make it worth the time to give a host's free memory back
 (ops/release_host_memory.py)."""
+MAPPED_ALONE_BYTES = 2**25
+"""A block as large as this goes back to the host as soon as it is freed, also in backward (the same file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,14 @@ class MemoryParts:
     """While an update is applied."""
     layer: float = 0.0
     """One layer on its way through backward: what of it is computed again, and the gradients in it."""
+    sums: float = 0.0
+    """Sums of the gradients of earlier micro-batches, where they are added as a tree. 0: as `num_micro` says."""
+    gathered: float = 0.0
+    """Weights that a rank has whole for a while: of the layer at work, of the next one, and of the root."""
+    reduced: float = 0.0
+    """Buffers in which gradients are summed over ranks as backward ends, when nothing is gathered any more."""
+    holes: float = 0.0
+    """Freed memory that a host keeps until backward has ended."""
 
 
 def peak(parts: MemoryParts) -> float:
@@ -279,9 +289,10 @@ def peak(parts: MemoryParts) -> float:
     Backward begins with every activation, and the gradient of the head is made first; those of earlier micro-batches
     are all there. It ends with one layer's activations, and every gradient.
     """
-    summed = parts.gradients if parts.num_micro > 1 else 0.0
-    begins = parts.activations + summed + max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
-    ends = parts.gradients + parts.layer
+    summed = parts.sums or (parts.gradients if parts.num_micro > 1 else 0.0)
+    head = max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
+    begins = parts.activations + summed + parts.gathered + head
+    ends = parts.gradients + parts.sums + parts.holes + max(parts.gathered + parts.layer, parts.reduced)
     return parts.always + max(begins, ends, parts.gradients + parts.update)
 
 
@@ -291,4 +302,6 @@ def heaped(parts: MemoryParts, *, scattered: bool) -> float:
     `scattered`: among what lives on there are holes that do not fit, so that activations lie there twice.
     """
     activations = parts.activations * (2 if scattered else 1)
-    return parts.always + activations + max(parts.head_forward, parts.head_backward) + parts.gradients + parts.update
+    head = max(parts.head_forward, parts.head_backward)
+    of_ranks = parts.sums + parts.gathered + parts.reduced
+    return parts.always + activations + head + parts.gradients + parts.update + of_ranks

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandem.ops.byte_sizes import MAPPED_ALONE_BYTES
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
-_LARGE, _LARGEST, _SLACK = 1_000_000, 2**25, 2**26
-"""Bytes: a block that is mapped by itself in `exact`, and always; and what may stay unused at the heap's end."""
+_LARGE, _SLACK = 1_000_000, 2**26
+"""Bytes: a block that is mapped by itself in `exact`, and what may stay unused at the heap's end."""
 
 
 def why_not() -> str:
@@ -38,7 +40,7 @@ def exact() -> Iterator[None]:
     try:
         yield
     finally:
-        libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
+        libc.mallopt(_MMAP_THRESHOLD, MAPPED_ALONE_BYTES)
 
 
 def peak_bytes() -> int:

@@ -86,7 +86,8 @@ def live_memory(spec: RunSpec) -> tuple[str, float, float]:
 
 
 def _way_out(plan: Plan) -> str:
-    if plan.changes:
-        return "try " + "; ".join(plan.changes[-2:])
+    ranks = [f"--set parallel.ranks={count}: {gib:.2f} GiB of each GPU" for count, gib in plan.ranks_that_fit.items()]
+    if ways := [*plan.changes[-2:], *ranks]:
+        return "try " + "; ".join(ways)
     largest = plan.largest_micro_tokens
     return f"`tandem plan` shows the phases; on an empty device train.micro_tokens = {largest:,} is the most that fits"

@@ -58,7 +58,7 @@ def differences(plan: Plan, found: Mapping[str, Any]) -> list[str]:
         ("peak memory", plan.trainer_gib, found["peak_gib"], "GiB"),
         ("training", per_token * found["tokens"], found["train_s"], f"s for {found['tokens']:,.0f} tokens"),
     ]
-    if found.get("sync_s"):
+    if found.get("sync_s") and plan.times.sync_s is not None:
         rows.append(("sync", plan.times.sync_s, found["sync_s"], "s"))
     lines = [
         f"{what} {measured:.3g} {unit}, planned {planned:.3g}: {_off(planned, measured)}"

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tandem.ops.byte_sizes import Shares
 from tandem.ops.packed_attention import pack
-from tandem.ops.row_packing import common_prefix, first_fit, micro_batches
+from tandem.ops.row_packing import common_prefix, first_fit, in_shares, micro_batches
 from tandem.protocols import Algorithm
-from tandem.train import balance
 from tandem.types import NO_VERSION, UNKNOWN_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
 _DTYPES = {"q": torch.int64, "f": torch.float32}
@@ -137,15 +136,8 @@ def _split(rows: list[_PackedRow], micro_tokens: int) -> list[list[_PackedRow]]:
 def _split_in_multiples(
     rows: list[_PackedRow], micro_tokens: int, at_least: int, multiple: int
 ) -> list[list[_PackedRow]]:
-    """Rows with several items are cut in two where there are fewer rows than micro-batches."""
-    rows = list(rows)
-    wanted = -(-at_least // multiple) * multiple
-    while len(rows) < wanted and any(len(row.items) > 1 for row in rows):
-        index = max((i for i, row in enumerate(rows) if len(row.items) > 1), key=lambda i: rows[i].length)
-        items = rows[index].items
-        halves = (items[: len(items) // 2], items[len(items) // 2 :])
-        rows[index : index + 1] = [_PackedRow(sum(item.length for item in half), half) for half in halves]
-    parts = balance.in_multiples([row.length for row in rows], micro_tokens, at_least, multiple)
+    items, parts = in_shares([row.items for row in rows], lambda item: item.length, micro_tokens, at_least, multiple)
+    rows = [_PackedRow(sum(item.length for item in row), list(row)) for row in items]
     return [[rows[index] for index in part] for part in parts]
 
 

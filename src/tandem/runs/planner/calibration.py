@@ -19,6 +19,7 @@ class Machine:
     usable: float
     context_gib: float
     adapters_gib: float
+    ranks_gib: float
     kept_gib: float
     asleep_gib: float
     bandwidth_gb_s: float
@@ -36,6 +37,7 @@ class Machine:
     decode_row_s: float
     episode_s: float
     prefill_flops: float
+    link_gb_s: float
     source: str
     sync: dict[str, tuple[float, float]]
 
@@ -43,9 +45,9 @@ class Machine:
     def limit_gib(self) -> float:
         return self.memory_gib * self.usable
 
-    def process_gib(self, *, adapters: bool) -> float:
+    def process_gib(self, *, adapters: bool, ranks: bool = False) -> float:
         """Return what a process takes that holds nothing yet."""
-        return self.context_gib + self.adapters_gib * adapters
+        return self.context_gib + self.adapters_gib * adapters + self.ranks_gib * ranks
 
     @property
     def on_gpu(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tandem.ops.byte_sizes import Shares
-from tandem.ops.row_packing import first_fit, micro_batches
+from tandem.ops.row_packing import first_fit, in_shares, micro_batches
 from tandem.rollout.producer import task_order
 
 _SEQUENCES = 20_000
@@ -69,18 +69,24 @@ def recorded_steps(
     shares: Shares,
     together: bool,
     packed: bool,
+    multiple: int = 1,
 ) -> list[list[Micro]]:
     """Return the micro-batches of each step, in the order in which train/batch_packing.py would make them of these
-    groups."""
+    groups. `multiple`: parallel.shares."""
     which = task_order(len(groups), seed)
     count = max(1, min(steps, _SEQUENCES // batch_size))
 
     def step(number: int) -> list[Micro]:
         chosen = (groups[which(number * batch_size + place)] for place in range(batch_size))
         items = [item for group in chosen for item in _items(group, shares, micro_tokens, together=together)]
-        rows = [[items[index] for index in row] for row in first_fit([item.length for item in items])]
+        rows: list[Sequence[_PlannedItem]] = [
+            [items[index] for index in row] for row in first_fit([item.length for item in items])
+        ]
         widths = [sum(item.length for item in row) for row in rows]
-        return [_micro([rows[index] for index in part], packed=packed) for part in micro_batches(widths, micro_tokens)]
+        parts = micro_batches(widths, micro_tokens)
+        if multiple > 1:
+            rows, parts = in_shares(rows, lambda item: item.length, micro_tokens, len(parts), multiple)
+        return [_micro([rows[index] for index in part], packed=packed) for part in parts]
 
     return [step(number) for number in range(count)]
 

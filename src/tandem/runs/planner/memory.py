@@ -8,13 +8,14 @@ from math import ceil, prod
 
 from tandem.ops import byte_sizes
 from tandem.ops.activation_sizes import activation_bytes, backward_bytes
-from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.lengths import Micro
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
+from tandem.runs.planner.rank_share import ALONE, REDUCED_BYTES, Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import Work, pass_of, width_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.model import LoraSpec
+from tandem.spec.model import LoraSpec, PresetModel
 from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import RlSpec, RunSpec
@@ -25,6 +26,7 @@ _FEW_BITS = {"int8": 1.01, "nf4": 0.52}
 """Bytes a number, scales included (bitsandbytes, double quantisation)."""
 _OF_VLLM_GIB = 2.0
 """What vLLM takes of its share beside weights, keys and values. A guess: activations, samplers and graphs."""
+_MERGED_AT_ONCE = 3
 _OFFLOAD_BUFFERS = 3 * 2 * 2**22 * 4
 """Of adamw_offload on the device (optim/adamw_offload.py)."""
 
@@ -38,31 +40,51 @@ class Phase:
     parts: Mapping[str, float]
 
 
-def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> list[Phase]:
-    always = _always(spec, shape, spec.train, machine)
+def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, only: str = "") -> float:
+    """Return what the run takes at most, or its phase of this name does: of one GPU, as each rank has its own, or of
+    the host's memory, which all ranks share."""
+    ranks = all_ranks(spec)
+    if machine.on_gpu and not work.dealt:
+        ranks = ranks[:1]  # the others have no larger micro-batch, and no more rows
+    of_ranks = [phases(spec, shape, work, machine, rank) for rank in ranks]
+    together = max if machine.on_gpu else sum
+    return max(
+        together(phase.peak_gib for phase in same) for same in zip(*of_ranks, strict=True) if only in ("", same[0].name)
+    )
+
+
+def all_ranks(spec: RunSpec) -> list[Rank]:
+    return [Rank(number, spec.parallel.ranks) for number in range(spec.parallel.ranks)]
+
+
+def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
+    """Return the phases of one rank. What an engine takes of the trainer's device counts as the first one's."""
+    several = rank.count > 1
+    always = _always(spec, shape, spec.train, machine, rank)
     static = sum(always.values())
-    engine = _engine(spec, shape, work, machine)
-    process = machine.process_gib(adapters=spec.model.lora is not None)
+    engine = _engine(spec, shape, work, machine) if rank.leads else {"awake": 0.0, "in training": 0.0}
+    process = machine.process_gib(adapters=spec.model.lora is not None, ranks=several)
     context = {"process": process}
-    found = [_load(spec, shape, machine)]
+    found = [_load(spec, shape, machine, rank)]
     if isinstance(spec, RlSpec):
         awake = engine["awake"]
         found.append(Phase("rollout", static + awake + process, {**always, "engine": awake, **context}))
-    train = _train(spec, shape, spec.train, work, always, machine)
+    train = _train(spec, shape, spec.train, work.of_rank(rank.number), always, machine, rank)
     beside = engine["in training"]
     parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
     found.append(Phase("train", train.peak_gib + beside + process, parts))
     if isinstance(spec, RlSpec):
-        moved = sync_bytes(spec, shape)
-        staged = spec.sync.staged_bytes(moved) / _GIB
+        staged = _staged_bytes(spec, shape, machine, rank) / _GIB
         peak = static + engine["awake"] + staged + process
         found.append(Phase("sync", peak, {**always, "engine": engine["awake"], "in flight": staged, **context}))
     if not machine.on_gpu and spec.checkpoint.every and not saves_between_steps(spec):
-        copy = copied_bytes(spec, shape) / _GIB  # made when training has ended
+        copy = copied_bytes(spec, shape, rank) / _GIB  # made when training has ended
         peak = static + engine["awake"] + copy + process
         found.append(Phase("save", peak, {**always, "engine": engine["awake"], "checkpoint": copy, **context}))
     if spec.model.lora is not None:  # adapters are merged into a copy (model/policy.py)
         copy = shape.total * width_of(spec.precision) / _GIB
+        if several:  # tensor by tensor: as it was gathered, a copy of it, and what adapters add
+            copy = _MERGED_AT_ONCE * max(map(prod, shape.tables)) * width_of(spec.precision) / _GIB
         peak = static + engine["awake"] + copy + process
         found.append(Phase("export", peak, {**always, "engine": engine["awake"], "merged copy": copy, **context}))
     return found
@@ -74,11 +96,14 @@ def saves_between_steps(spec: RunSpec) -> bool:
     return every > 0 and (every < spec.train.steps or 0 < best < spec.train.steps)
 
 
-def copied_bytes(spec: RunSpec, shape: ModelShape) -> int:
-    """What a checkpoint copies to the host and keeps room for there (train/trainer.py)."""
-    state, _ = _state(spec.train.optimizer, shape, spec.model.lora)
-    master = _master(spec.precision, shape.total) if spec.model.lora is None else 0
-    return _trained_bytes(spec, shape) + state + master
+def copied_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
+    """What a checkpoint copies to the host and keeps room for there (train/trainer.py). Of several ranks each copies
+    its rows, and the first one what all hold."""
+    if spec.model.lora is not None and not rank.leads:
+        return 0
+    state, _ = _state(spec.train.optimizer, shape, spec.model.lora, rank)
+    master = _master(spec.precision, rank.held(shape)) if spec.model.lora is None else 0
+    return _trained_bytes(spec, shape, rank) + state + master
 
 
 def checkpoint_bytes(spec: RunSpec, shape: ModelShape) -> int:
@@ -86,9 +111,21 @@ def checkpoint_bytes(spec: RunSpec, shape: ModelShape) -> int:
     return copied_bytes(spec, shape) + _trained_bytes(spec, shape)
 
 
-def _trained_bytes(spec: RunSpec, shape: ModelShape) -> int:
+def _trained_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
     lora = spec.model.lora
-    return adapter_numbers(shape, lora) * 4 if lora else shape.total * width_of(spec.precision)
+    return adapter_numbers(shape, lora) * 4 if lora else rank.held(shape) * width_of(spec.precision)
+
+
+def _staged_bytes(spec: RlSpec, shape: ModelShape, machine: Machine, rank: Rank) -> int:
+    """Of a version on its way. Each rank has buckets for its own rows; the first one sends adapters alone, and has the
+    base on its host once, whose digests the engine's must equal."""
+    staged = spec.sync.staged_bytes(sync_bytes(spec, shape))
+    if rank.count == 1:
+        return staged
+    if spec.sync.traits.carries != "adapter":
+        return min(staged, rank.held(shape) * width_of(spec.precision))  # a bucket is as large as what goes into it
+    base = 0 if machine.on_gpu else shape.total * width_of(spec.precision)
+    return (staged + base) * rank.leads
 
 
 def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
@@ -100,20 +137,24 @@ def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
     return shape.total * width_of(spec.precision)
 
 
-def _load(spec: RunSpec, shape: ModelShape, machine: Machine) -> Phase:
-    """Weights come in 32 bits by way of the host, and are narrowed one after the other."""
-    process = machine.process_gib(adapters=spec.model.lora is not None)
-    weights = _weights(spec.model.lora, shape, width_of(spec.precision))
-    low = _master(spec.precision, shape.total) if spec.model.lora is None else 0
-    largest = max(prod(dims) for dims in shape.tables) * 4
-    there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.total) / _GIB
+def _load(spec: RunSpec, shape: ModelShape, machine: Machine, rank: Rank) -> Phase:
+    """Weights come in 32 bits by way of the host, and are narrowed one after the other. Of a directory, a rank reads
+    its own rows; what is made from scratch, or begins with other weights, is whole on every rank first."""
+    process = machine.process_gib(adapters=spec.model.lora is not None, ranks=rank.count > 1)
+    weights = _weights(spec.model.lora, shape, width_of(spec.precision), rank)
+    low = _master(spec.precision, rank.held(shape)) if spec.model.lora is None else 0
+    largest = max(prod(rank.rows(dims)) for dims in shape.tables) * 4
+    whole = rank.count == 1 or isinstance(spec.model, PresetModel) or spec.model.warm_start is not None
+    there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.total * whole) / _GIB
     parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": process}
     return Phase("load", there + largest / _GIB * machine.on_gpu + process, parts)
 
 
-def _weights(lora: LoraSpec | None, shape: ModelShape, width: int) -> int:
+def _weights(lora: LoraSpec | None, shape: ModelShape, width: int, rank: Rank) -> int:
     if lora is None:
-        return shape.total * width
+        return rank.held(shape) * width
+    if rank.count > 1:  # and adapters whole
+        return rank.held(shape) * width + adapter_numbers(shape, lora) * 4
     few = _FEW_BITS.get(lora.base, float(width))
     linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
     return int(linears * few + (shape.total - linears) * width) + adapter_numbers(shape, lora) * 4
@@ -125,67 +166,85 @@ def _master(precision: PrecisionSpec, trained: int) -> int:
     return trained * {"split": 2, "fp32": 4}.get(precision.master, 0)
 
 
-def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None) -> tuple[int, list[int]]:
+def _updated(shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> list[tuple[Dims, bool]]:
+    """Of every tensor that a rank updates its dimensions, and whether it is a matrix. Adapters are whole on all."""
+    tensors = trained_tensors(shape, lora)
+    return tensors if lora else [(rank.rows(dims), matrix) for dims, matrix in tensors]
+
+
+def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> tuple[int, list[int]]:
     """Bytes of the state, and the sizes of what is updated whole."""
     kind = "apollo" if optimizer.kind == "apollo_mini" else optimizer.kind
-    rank = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
+    projected = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
     tables = optimizer.tables if isinstance(optimizer, ApolloMiniSpec) else "adamw"
     others = tables if kind == "apollo" else "adamw" if kind == "muon" else kind
     total, whole = 0, list[int]()
-    for dims, matrix in trained_tensors(shape, lora):
+    for dims, matrix in _updated(shape, lora, rank):
         rule = kind if matrix else others
-        total += byte_sizes.state_bytes(rule, dims, rank)
+        total += byte_sizes.state_bytes(rule, dims, projected)
         whole += [prod(dims)] if rule in ("apollo", "muon", "adafactor") else []
     return total, whole
 
 
-def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine) -> dict[str, float]:
+def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, rank: Rank = ALONE) -> dict[str, float]:
     lora, width = spec.model.lora, width_of(spec.precision)
-    state, _ = _state(stage.optimizer, shape, lora)
+    state, _ = _state(stage.optimizer, shape, lora, rank)
     if stage.optimizer.kind == "adamw_offload" and machine.on_gpu:
         state = _OFFLOAD_BUFFERS
     shared = isinstance(spec, RlSpec) and spec.sync.traits.shares_memory and machine.on_gpu
     found = {
-        "weights": 0.0 if shared else _weights(lora, shape, width) / _GIB,
-        "master": (_master(spec.precision, shape.total) if lora is None else 0) / _GIB,
+        "weights": 0.0 if shared else _weights(lora, shape, width, rank) / _GIB,
+        "master": (_master(spec.precision, rank.held(shape)) if lora is None else 0) / _GIB,
         "optimizer": state / _GIB,
     }
     if not machine.on_gpu and saves_between_steps(spec):
-        found["checkpoint"] = copied_bytes(spec, shape) / _GIB
+        found["checkpoint"] = copied_bytes(spec, shape, rank) / _GIB
     teacher = read_teacher(spec)
     compares = not isinstance(spec, RlSpec) or getattr(spec.algorithm, "kl_coef", 0) > 0
     if teacher is not None:
         found["teacher"] = teacher.total * width / _GIB
     elif compares and spec.recipe != "sft" and lora is None:
-        found["reference"] = shape.total * width / _GIB
+        found["reference"] = rank.held(shape) * width / _GIB
     return found
 
 
 def _train(
-    spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine
-) -> Phase:
+    spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine,
+    rank: Rank,
+) -> Phase:  # fmt: skip
     """The more of two: a micro-batch that begins a step, and one that finds gradients there."""
-    first = _micro(spec, shape, stage, work, work.micro, always, machine, summed=False)
+    first = _micro(spec, shape, stage, work, work.micro, always, machine, rank, summed=False)
     if work.later is None:
         return first
-    later = _micro(spec, shape, stage, work, work.later, always, machine, summed=True)
+    later = _micro(spec, shape, stage, work, work.later, always, machine, rank, summed=True)
     return max(first, later, key=lambda phase: phase.peak_gib)
 
 
 def _micro(
     spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float],
-    machine: Machine, *, summed: bool,
+    machine: Machine, rank: Rank, *, summed: bool,
 ) -> Phase:  # fmt: skip
     lora, width = spec.model.lora, width_of(spec.precision)
     how = pass_of(spec, micro, on_gpu=machine.on_gpu)
-    tensors = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
-    grad_width = 4 if lora or width == 4 or work.num_micro > 1 else width
+    whole = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
+    tensors = [prod(dims) for dims, _ in _updated(shape, lora, rank)]
+    tree = spec.parallel.num_shares > 1
+    grad_width = 4 if lora or width == 4 or work.num_micro > 1 or tree else width
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
+    sums = gradients * (work.sums * summed)
+    layer, reduced = backward_bytes(shape, how, micro.tokens), 0
+    if tree and width < 4 and lora is None:
+        reduced = width * sum(tensors)  # as backward left them, until all are in fp32
+    if rank.count > 1 and lora is None:
+        layer += width * max(whole) + REDUCED_BYTES * layer_numbers(shape)
+        reduced += REDUCED_BYTES * root_numbers(shape)
+    elif rank.count > 1:  # every rank has those of all others, and a sum lies in the first of them
+        reduced, gradients, sums = 2 * gradients, rank.count * gradients, rank.count * sums
     head = byte_sizes.head_bytes(
         micro.credited, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
     )
-    _, whole = _state(stage.optimizer, shape, lora)
-    update = byte_sizes.update_bytes(tensors, whole, narrow=width == 2 and lora is None)
+    _, undivided = _state(stage.optimizer, shape, lora, rank)
+    update = byte_sizes.update_bytes(tensors, undivided, narrow=width == 2 and lora is None)
     parts = byte_sizes.MemoryParts(
         always=sum(always.values()),
         activations=activation_bytes(shape, how, micro.tokens) / _GIB,
@@ -193,14 +252,23 @@ def _micro(
         num_micro=2 if summed else 1,
         head_forward=head[0] / _GIB,
         head_backward=head[1] / _GIB,
-        largest=max(tensors) * (4 if lora else width) / _GIB,
+        largest=max(whole) * (4 if lora else width) / _GIB,
         update=0.0 if at_once(spec, stage, machine) else update / _GIB,
-        layer=backward_bytes(shape, how, micro.tokens) / _GIB,
+        layer=layer / _GIB,
+        sums=sums / _GIB,
+        gathered=rank.gathered(shape) * width / _GIB,
+        reduced=reduced / _GIB,
+        holes=0.0 if machine.on_gpu else _holes(shape, lora, rank) / _GIB,
     )
     shown = {
         **always, "activations": parts.activations, "gradients": parts.gradients, "logits": max(head) / _GIB,
         "update": parts.update,
     }  # fmt: skip
+    of_ranks = {
+        "earlier gradients": parts.sums, "gathered": parts.gathered, "in reduction": parts.reduced,
+        "holes": parts.holes,
+    }  # fmt: skip
+    shown |= {name: gib for name, gib in of_ranks.items() if gib}
     if machine.on_gpu:
         return Phase("train", byte_sizes.peak(parts), shown)
     if _GIB * sum(always[name] for name in ("weights", "master", "optimizer")) < byte_sizes.GIVEN_BACK_BYTES:
@@ -208,6 +276,15 @@ def _micro(
     else:
         freed = machine.kept_gib
     return Phase("train", byte_sizes.peak(parts) + freed, {**shown, "freed": freed})
+
+
+def _holes(shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> int:
+    """Return the bytes of freed memory that a host keeps in backward of several ranks: between the buffers in which a
+    layer's gradients are summed lie the sums, which stay, so the next layer's find no place there."""
+    buffer = REDUCED_BYTES // 2 * layer_numbers(shape)
+    if rank.count == 1 or lora is not None or buffer >= byte_sizes.MAPPED_ALONE_BYTES:
+        return 0
+    return REDUCED_BYTES * layer_numbers(shape) * shape.layers
 
 
 def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
@@ -287,8 +364,7 @@ def largest_micro_tokens(spec: RunSpec, shape: ModelShape, work: Work, machine: 
     """The most tokens of one forward and backward that fit; 0 if none do."""
 
     def fits(tokens: int) -> bool:
-        found = phases(spec, shape, work.sized(tokens), machine)
-        return max(phase.peak_gib for phase in found if phase.name == "train") <= machine.limit_gib
+        return needed_gib(spec, shape, work.sized(tokens), machine, "train") <= machine.limit_gib
 
     low, high = 0, 2**20
     while high - low > 16:
@@ -300,6 +376,8 @@ def largest_micro_tokens(spec: RunSpec, shape: ModelShape, work: Work, machine: 
 def largest_cache_gib(spec: RunSpec, shape: ModelShape, machine: Machine) -> float:
     """For keys and values beside all that is there between training steps."""
     width = width_of(spec.precision)
-    rest = machine.limit_gib - machine.context_gib - sum(_always(spec, shape, spec.train, machine).values())
+    rest = machine.limit_gib
+    for rank in [Rank(0, spec.parallel.ranks)] if machine.on_gpu else all_ranks(spec):
+        rest -= machine.context_gib + sum(_always(spec, shape, spec.train, machine, rank).values())
     own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
     return max(0.0, rest - (shape.total * width / _GIB + machine.context_gib if own else 0.0))

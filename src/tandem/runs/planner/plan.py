@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.errors import SpecError
 from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine, machine, usd_per_hour
 from tandem.runs.planner.lengths import Lengths
 from tandem.runs.planner.memory import (
     Phase,
+    all_ranks,
     checkpoint_bytes,
     copied_bytes,
     largest_cache_gib,
     largest_micro_tokens,
+    needed_gib,
     phases,
     rows_held,
     share_for,
 )
 from tandem.runs.planner.model_shape import adapter_numbers, read_shape
+from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.spec.run import RlSpec, RunSpec
 
+MOST_RANKS = 8
+"""That a plan tries; more are on several hosts, whose link slows them down."""
+_OF_EVERY_RANK = ("activations", "logits", "gathered", "in reduction", "engine", "in flight", "process", "freed")
+"""Parts that more ranks do not make smaller."""
 _WELL_FILLED = 2 / 3
 """Of a micro-batch: less means that it holds one row, and all but holds another."""
 
@@ -42,12 +51,21 @@ class Plan:
     """Of that, what may be used."""
     fits: bool
     peak_gib: float
+    """Of a GPU the most, of which each rank has its own; of a host's memory, what all ranks take together."""
     least_gib: float
     """What it takes whatever a step's tokens are: loading, and weights, state and gradients."""
+    ranks: int
+    ranks_gib: Sequence[float]
+    """Of each rank: the most of its GPU, or of its process."""
+    ranks_that_fit: Mapping[int, float]
+    """If it does not fit on the GPUs asked for: the smallest number of ranks on which it does, and GiB a rank there."""
+    why_no_ranks: str
+    """If it fits on no number of ranks: what stands in the way."""
     trainer_gib: float
     """What the run will report as memory/peak: of this process, and on a GPU of what it allocates."""
     parameters: Mapping[str, int]
     phases: Sequence[Phase]
+    """Of rank 0."""
     work: Work
     largest_micro_tokens: int
     largest_cache_gib: float
@@ -85,23 +103,33 @@ def plan_run(
     kind = gpu or ("cpu" if spec.device == "cpu" else "h200")
     target = machine(kind, memory_gib)
     shape = read_shape(spec.model)
-    work = work_of(
-        spec, shape, target.answer_share,
-        prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens, on_gpu=target.on_gpu,
-        lengths=lengths,
-    )  # fmt: skip
-    found = phases(spec, shape, work, target)
-    peak = max(phase.peak_gib for phase in found)
+
+    def work_on(spec: RunSpec) -> Work:
+        return work_of(
+            spec, shape, target.answer_share,
+            prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens, on_gpu=target.on_gpu,
+            lengths=lengths,
+        )  # fmt: skip
+
+    work = work_on(spec)
+    of_ranks = [phases(spec, shape, work, target, rank) for rank in all_ranks(spec)]
+    found = of_ranks[0]
+    peak = needed_gib(spec, shape, work, target)
     took = times(spec, shape, work, target)
     bridge, why = _bridge(spec)
     fits = peak <= target.limit_gib
+    enough, why_none = ({}, "") if fits or not target.on_gpu else _enough_ranks(spec, shape, work_on, target)
     return Plan(
         gpu=kind,
         memory_gib=target.memory_gib,
         limit_gib=target.limit_gib,
         fits=fits,
         peak_gib=peak,
-        least_gib=_least(found),
+        least_gib=_least(found) if target.on_gpu else sum(map(_least, of_ranks)),
+        ranks=spec.parallel.ranks,
+        ranks_gib=[_of_rank(spec, each, target) for each in of_ranks],
+        ranks_that_fit=enough,
+        why_no_ranks=why_none,
         trainer_gib=_trainer(spec, found, target),
         parameters=_parameters(spec, shape),
         phases=found,
@@ -116,20 +144,70 @@ def plan_run(
         usd=took.steps_s / 3600 * usd_per_hour(kind, prices) * _gpus(spec),
         changes=[] if fits else _changes(spec, shape, work, target),
         faster=_faster(spec, shape, work, target) if fits else [],
-        assumed=[*work.assumed, f"constants of '{kind}': {target.source}"],
+        assumed=[*work.assumed, *_of_links(spec, target), f"constants of '{kind}': {target.source}"],
     )
 
 
 def _least(found: Sequence[Phase]) -> float:
     train = next(phase for phase in found if phase.name == "train")
-    sure = ("weights", "master", "optimizer", "reference", "teacher", "checkpoint", "gradients", "process")
+    sure = ("weights", "master", "optimizer", "reference", "teacher", "checkpoint", "gradients", "gathered", "process")
     return max(found[0].peak_gib, sum(train.parts.get(name, 0.0) for name in sure))
+
+
+def _of_rank(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
+    own = not target.on_gpu and _engine_apart(spec)
+    return max(phase.peak_gib - phase.parts.get("engine", 0.0) * own for phase in found)
+
+
+def _enough_ranks(
+    spec: RunSpec, shape: ModelShape, work_on: Callable[[RunSpec], Work], target: Machine
+) -> tuple[dict[int, float], str]:
+    """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
+    worst: Phase | None = None
+    for count in (2**power for power in range(MOST_RANKS.bit_length())):
+        if count == spec.parallel.ranks:
+            continue
+        try:
+            on_ranks = with_ranks(spec, count)
+        except SpecError as error:
+            return {}, "several ranks are refused: " + "; ".join(str(error).splitlines())
+        work = work_on(on_ranks)
+        gib = needed_gib(on_ranks, shape, work, target)
+        if gib <= target.limit_gib:
+            return {count: gib}, ""
+        worst = max(phases(on_ranks, shape, work, target, Rank(0, count)), key=lambda phase: phase.peak_gib)
+    assert worst is not None
+    part, gib = max(worst.parts.items(), key=lambda each: each[1])
+    whole = "every rank has all of it" if part in _OF_EVERY_RANK else "each rank has its rows of it"
+    return {}, (
+        f"on {MOST_RANKS} ranks a rank takes {worst.peak_gib:.1f} GiB, most of it for {part}, {gib:.1f} GiB: {whole}"
+    )
+
+
+def with_ranks(spec: RunSpec, ranks: int) -> RunSpec:
+    """Return the spec with another number of ranks, checked again. SpecError if it cannot be."""
+    shares = max(spec.parallel.shares, ranks) if spec.parallel.shares else 0
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares}
+    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
+
+
+def _of_links(spec: RunSpec, target: Machine) -> list[str]:
+    if spec.parallel.ranks == 1:
+        return []
+    if not target.on_gpu:
+        return ["all ranks are on one host, and share its memory"]
+    return ["each rank has a GPU of its own; NCCL's buffers, which torch does not count, are not measured"]
+
+
+def _engine_apart(spec: RunSpec) -> bool:
+    """It has a process of its own."""
+    return isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
 
 
 def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
     """Up to the last step, which is when the run looks: not what is saved and exported afterwards."""
     if not target.on_gpu:
-        own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)  # has a process of its own
+        own = _engine_apart(spec)
         steps = (phase for phase in found if phase.name not in ("save", "export"))
         return max(phase.peak_gib - phase.parts.get("engine", 0.0) * own for phase in steps)
     train = next(phase for phase in found if phase.name == "train")
@@ -151,8 +229,8 @@ def _bridge(spec: RunSpec) -> tuple[str, str]:
 def _gpus(spec: RunSpec) -> int:
     """Those of an engine on other cards cost as well."""
     if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec):
-        return 1 + len(spec.engine.gpus)
-    return 1
+        return spec.parallel.ranks + len(spec.engine.gpus)
+    return spec.parallel.ranks
 
 
 def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
@@ -160,13 +238,14 @@ def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> li
     found: list[str] = []
 
     def offer(changed: RunSpec, work: Work, text: str) -> None:
-        if max(phase.peak_gib for phase in phases(changed, shape, work, target)) <= target.limit_gib:
+        if needed_gib(changed, shape, work, target) <= target.limit_gib:
             found.append(text)
 
     if not isinstance(spec, RlSpec):
         return found
     asked, row = spec.train.micro_tokens, work.micro.tokens
-    if work.num_micro > 1 and row < _WELL_FILLED * asked:
+    alone = spec.parallel.num_shares == 1  # otherwise shares decide how much a micro-batch has
+    if alone and work.num_micro > 1 and row < _WELL_FILLED * asked:
         text = f"micro-batches have {row:,} of {asked:,} tokens: --set train.micro_tokens={2 * row}"
         offer(spec, work.sized(2 * row), text)
     if (held := rows_held(spec, shape, work, target)) < work.rows:
@@ -184,7 +263,7 @@ def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> li
 
 def _changes(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
     """Each alone, those that free most first; and if none is enough, several together."""
-    before = max(phase.peak_gib for phase in phases(spec, shape, work, target))
+    before = needed_gib(spec, shape, work, target)
     found: list[tuple[float, str]] = []
     fitting = largest_micro_tokens(spec, shape, work, target)
     if work.row_tokens <= fitting < work.micro.tokens:
@@ -219,7 +298,7 @@ def _told(peak: float, text: str, target: Machine) -> str:
 
 
 def _effect(spec: RunSpec, shape: ModelShape, work: Work, target: Machine, text: str) -> tuple[float, str]:
-    return max(phase.peak_gib for phase in phases(spec, shape, work, target)), text
+    return needed_gib(spec, shape, work, target), text
 
 
 def _alternatives(spec: RunSpec) -> list[tuple[str, RunSpec]]:
@@ -235,7 +314,7 @@ def _alternatives(spec: RunSpec) -> list[tuple[str, RunSpec]]:
             offer(f"model.activations={kind}", model=model.model_copy(update={"activations": kind}))
     if isinstance(spec.precision, Float32Precision):
         offer("precision.weights=bfloat16", precision=Bfloat16Precision())
-    if model.lora is None and train.optimizer.kind != "apollo_mini":
+    if model.lora is None and train.optimizer.kind != "apollo_mini" and spec.parallel.ranks == 1:
         offer("train.optimizer.kind=apollo_mini", train=train.model_copy(update={"optimizer": ApolloMiniSpec()}))
     if model.lora is None and not (isinstance(spec, RlSpec) and spec.sync.traits.shares_memory):
         adapted = model.model_copy(update={"lora": LoraSpec()})

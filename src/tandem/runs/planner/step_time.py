@@ -11,6 +11,7 @@ from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
+from tandem.runs.planner.rank_share import Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
 from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
 from tandem.spec.run import RlSpec, RunSpec
@@ -22,6 +23,8 @@ _MASKED_ATTENTION, _CAUSAL_ATTENTION, _PACKED_ATTENTION = 1.0, 0.25, 0.16
 """Under a mask every pair is computed; without one half of them, by kernels that are twice as fast, and those that are
 told the spans three times."""
 _LORA_LAUNCHES = 1.35
+_ON_ONE_HOST = 8
+"""Ranks whose link is the one that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +33,39 @@ class Times:
 
     rollout_s: float
     train_s: float
-    sync_s: float
+    """Of the rank that has most to compute, with what goes between ranks."""
+    sync_s: float | None
+    """None: not calibrated for this bridge."""
+    ranks_s: float | None
+    """Of `train_s`, what it takes to gather weights and sum gradients. None: not calibrated."""
     step_s: float
-    """Less than the sum where rollouts go on meanwhile."""
+    """Less than the sum where rollouts go on meanwhile. Without what is not calibrated."""
     steps_s: float
     """Of all steps, warm-up included. Loading and evaluations are not in it."""
     tokens_per_s: float
+    not_calibrated: tuple[str, ...] = ()
+    """What the seconds leave out."""
 
 
 def times(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> Times:
-    train = _train_s(spec, spec.train, shape, work, machine)
-    rollout = sync = warmup = 0.0
+    between = _ranks_s(spec, shape, work, machine)
+    train = _train_s(spec, spec.train, shape, _of_a_rank(work), machine) + (between or 0.0)
+    rollout = warmup = 0.0
+    sync: float | None = 0.0
     if isinstance(spec, RlSpec):
         rollout, sync = _rollout_s(spec, shape, work, machine), _sync_s(spec, shape, machine)
         if spec.warmup is not None:
             credited = spec.warmup.batch_size * machine.answer_share * spec.train.max_tokens
             tokens = credited + spec.warmup.batch_size * PROMPT_TOKENS
-            masked = float(not packs(spec, on_gpu=machine.on_gpu))
-            shown = replace(work, step_tokens=tokens, credited_tokens=credited, masked=masked)
+            masked, ranks = float(not packs(spec, on_gpu=machine.on_gpu)), spec.parallel.ranks
+            shown = replace(work, step_tokens=tokens / ranks, credited_tokens=credited / ranks, masked=masked)
             warmup = spec.warmup.steps * _train_s(spec, spec.warmup, shape, shown, machine)
-    step = _step_s(spec, rollout, train, sync)
-    return Times(rollout, train, sync, step, warmup + spec.train.steps * step, work.step_tokens / step)
+    step = _step_s(spec, rollout, train, sync or 0.0)
+    unknown = [f"sync over '{spec.sync.bridge}'"] if sync is None and isinstance(spec, RlSpec) else []
+    unknown += ["what goes between ranks"] if between is None else []
+    return Times(
+        rollout, train, sync, between, step, warmup + spec.train.steps * step, work.step_tokens / step, tuple(unknown)
+    )
 
 
 def _step_s(spec: RunSpec, rollout: float, train: float, sync: float) -> float:
@@ -86,7 +101,7 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
     passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
     micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro.tokens, stage.micro_tokens))))
     launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
-    updated = adapter_numbers(shape, lora) if lora else shape.total
+    updated = adapter_numbers(shape, lora) if lora else Rank(0, spec.parallel.ranks).held(shape)
     return (
         products / machine.train_flops
         + pairs / machine.attention_flops
@@ -112,7 +127,31 @@ def _rollout_s(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) ->
     return max(prefill_s / replicas + decode_s, work.sequences * machine.episode_s)
 
 
-def _sync_s(spec: RlSpec, shape: ModelShape, machine: Machine) -> float:
+def _of_a_rank(work: Work) -> Work:
+    """Return what the rank computes that has most of a step."""
+    credited = work.credited_tokens * work.rank_tokens / work.step_tokens
+    return replace(work, step_tokens=work.rank_tokens, credited_tokens=credited)
+
+
+def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> float | None:
+    """Of each round: weights are gathered for forward and, the layers', again for backward; gradients are sent in fp32
+    to the ranks that hold their rows, and those of adapters to all. Nothing is taken off for what goes on meanwhile."""
+    ranks, width, lora = spec.parallel.ranks, width_of(spec.precision), spec.model.lora
+    if ranks == 1:
+        return 0.0
+    if not machine.link_gb_s or ranks > _ON_ONE_HOST:
+        return None
+    layers = layer_numbers(shape) * shape.layers
+    gathered = width * (2 * layers + root_numbers(shape))
+    sent = (gathered + 4 * shape.total) * (ranks - 1) / ranks
+    if lora is not None:
+        sent = gathered * (ranks - 1) / ranks + 4 * adapter_numbers(shape, lora) * (ranks - 1)
+    return work.rounds * sent / (machine.link_gb_s * 1e9)
+
+
+def _sync_s(spec: RlSpec, shape: ModelShape, machine: Machine) -> float | None:
+    if spec.sync.bridge not in machine.sync:
+        return None
     fixed, gb_s = machine.sync[spec.sync.bridge]
     moved = sync_bytes(spec, shape) / 1e9
     return (fixed + (moved / gb_s if gb_s else 0.0)) / spec.sync.every

@@ -11,12 +11,16 @@ from tandem.ops import byte_sizes
 from tandem.ops.activation_sizes import Pass, activation_bytes, backward_bytes
 from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.lengths import Lengths, Micro, recorded_steps
+from tandem.runs.planner.rank_share import busiest, sums_kept
+from tandem.spec.parallel import ParallelSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 from tandem.spec.train import RlStage, Stage
 
 PROMPT_TOKENS = 64
 LONGEST_RECORDED = 2048
+_NO_WORK = Micro(2, 2, 1, masked=False)
+"""Of a rank that has no micro-batch, and takes part in what the others gather and reduce (train/tree_trainer.py)."""
 _LONGEST_TREE = 1.25
 """Of a group whose prompt is shared, against the mean one. Source: lengths that an end of turn of one chance makes."""
 
@@ -47,12 +51,27 @@ class Work:
     lengths: Literal["read", "told", "assumed"]
     """Where the lengths of sequences are from: what a plan says is worth no more than these."""
     assumed: tuple[str, ...]
+    rounds: int = 1
+    """Micro-batches that a rank computes one after the other."""
+    sums: int = 0
+    """Sums of the gradients of earlier rounds that are kept at once, where parallel.shares has them added as a tree."""
+    rank_tokens: float = 0.0
+    """Of `step_tokens`, those of the rank that has most."""
+    dealt: tuple[tuple[Micro, Micro | None], ...] = ()
+    """`micro` and `later` of each rank, where they are known and differ."""
+
+    def of_rank(self, number: int) -> Work:
+        """Return the same work with the micro-batches of one rank."""
+        if not self.dealt:
+            return self
+        micro, later = self.dealt[number]
+        return replace(self, micro=micro, later=later)
 
     def sized(self, tokens: int) -> Work:
         """Return the same work in micro-batches of so many tokens."""
         credited = round(self.micro.credited * tokens / self.micro.tokens)
         micro = replace(self.micro, tokens=tokens, credited=credited)
-        return replace(self, micro=micro, later=micro if self.num_micro > 1 else None)
+        return replace(self, micro=micro, later=micro if self.rounds > 1 else None, dealt=())
 
 
 def packs(spec: RunSpec, *, on_gpu: bool) -> bool:
@@ -112,13 +131,13 @@ def work_of(
     share = 1.0 if row_tokens else 0.5
     if not row_tokens:
         assumed = (*assumed, f"an example has {longest // 2} tokens on average")
-    tokens, number = _micro(stage, most, longest)
+    tokens, number = _micro(stage, spec.parallel, most, longest)
     masked = not row_tokens and not packed
     micro = Micro(tokens, longest, tokens, masked)
-    return Work(
+    return _in_rounds(spec.parallel, Work(
         sequences, longest, 0, most * share, most * share, longest, float(masked), micro,
-        micro if number > 1 else None, number, 0, "told" if row_tokens else "assumed", assumed,
-    )  # fmt: skip
+        micro, number, 0, "told" if row_tokens else "assumed", assumed,
+    ))  # fmt: skip
 
 
 def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Lengths, packed: bool, on_gpu: bool) -> Work:
@@ -133,12 +152,19 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Length
     )
     steps = recorded_steps(
         lengths.groups, steps=stage.steps, batch_size=stage.batch_size, micro_tokens=stage.micro_tokens, seed=spec.seed,
-        shares=shares, together=pairs, packed=packed,
+        shares=shares, together=pairs, packed=packed, multiple=spec.parallel.num_shares,
     )  # fmt: skip
 
     def held(micro: Micro) -> float:
         how = pass_of(spec, micro, on_gpu=on_gpu)
         return activation_bytes(shape, how, micro.tokens) + backward_bytes(shape, how, micro.tokens)
+
+    ranks = spec.parallel.ranks
+    rounds = max(-(-len(step) // ranks) for step in steps)
+
+    def largest(rank: int) -> tuple[Micro, Micro | None]:
+        first = max((step[rank] for step in steps if rank < len(step)), key=held, default=_NO_WORK)
+        return first, max((micro for step in steps for micro in step[rank + ranks :: ranks]), key=held, default=None)
 
     every = [micro for step in steps for micro in step]
     tokens = sum(micro.tokens for micro in every)
@@ -150,12 +176,16 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Length
         credited_tokens=sum(micro.credited for micro in every) / len(steps),
         attended=sum(micro.pairs for micro in every) / tokens,
         masked=sum(micro.tokens for micro in every if micro.masked) / tokens,
-        micro=max((step[0] for step in steps), key=held),
-        later=max((micro for step in steps for micro in step[1:]), key=held, default=None),
+        micro=max((micro for step in steps for micro in step[:ranks]), key=held),
+        later=max((micro for step in steps for micro in step[ranks:]), key=held, default=None),
         num_micro=max(len(step) for step in steps),
         rows=0,
         lengths="read",
         assumed=(lengths.told,),
+        rounds=rounds,
+        sums=sums_kept(rounds) if spec.parallel.num_shares > 1 else 0,
+        rank_tokens=sum(busiest([micro.tokens for micro in step], ranks) for step in steps) / len(steps),
+        dealt=tuple(map(largest, range(ranks))) if ranks > 1 else (),
     )
 
 
@@ -198,20 +228,36 @@ def _rl(
         row = min(longest_tree, stage.micro_tokens)
         most = stage.groups_per_step * row
         answers = 1 - prompt_tokens / row
-    tokens, number = _micro(stage, most, row)
+    tokens, number = _micro(stage, spec.parallel, most, row)
     under_way = sequences * (stage.max_lag + 1)
     together = getattr(spec.engine, "replicas", 1) * getattr(spec.engine, "max_running", 256)
     rows = min(together, max(under_way, spec.eval.tasks))
     masked, seen = shared and not packed, longest if packed else row
     micro = Micro(tokens, seen, max(1, int(tokens * answers)), masked)
-    return Work(
+    return _in_rounds(spec.parallel, Work(
         sequences, longest, stage.max_tokens, expected, credited, seen, float(masked), micro,
-        micro if number > 1 else None, number, rows, "assumed", assumed,
-    )  # fmt: skip
+        micro, number, rows, "assumed", assumed,
+    ))  # fmt: skip
 
 
-def _micro(stage: Stage, most: int, longest: int) -> tuple[int, int]:
+def _micro(stage: Stage, parallel: ParallelSpec, most: int, longest: int) -> tuple[int, int]:
+    """Return the tokens of a micro-batch, and how many there are, as many as a multiple of parallel.shares."""
     micro = min(most, max(stage.micro_tokens, longest))
     if micro < most:
         micro = max(micro // longest, 1) * longest  # whole rows
-    return micro, -(-most // micro)
+    number, shares = -(-most // micro), parallel.num_shares
+    if shares > 1:
+        rows = -(-most // longest)
+        each = -(-rows // (-(-number // shares) * shares))
+        micro, number = each * longest, -(-rows // each)
+    return micro, number
+
+
+def _in_rounds(parallel: ParallelSpec, work: Work) -> Work:
+    """Return the work of micro-batches that are all alike, dealt to the ranks."""
+    rounds = -(-work.num_micro // parallel.ranks)
+    return replace(
+        work, later=work.later if rounds > 1 else None, rounds=rounds,
+        sums=sums_kept(rounds) if parallel.num_shares > 1 else 0,
+        rank_tokens=work.step_tokens * rounds / work.num_micro,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""What one rank of a trainer holds: its rows of every tensor, and what it has whole for a while (model/rows.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from tandem.ops.byte_sizes import Dims, ModelShape
+from tandem.ops.parts import rows_of
+
+_TOGETHER = 2
+"""Layers whose weights are whole at once: the one at work, and the next one, which is gathered meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """`number` counts from 0. A trainer of one process is rank 0 of 1."""
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """It is the run: an engine is on its GPU, and it writes what all ranks hold."""
+        return self.number == 0
+
+    def rows(self, dims: Dims) -> Dims:
+        top, bottom = rows_of(dims[0], self.number, self.count)
+        return (bottom - top, *dims[1:])
+
+    def numbers(self, tensors: Iterable[Dims]) -> int:
+        return sum(prod(self.rows(dims)) for dims in tensors)
+
+    def held(self, shape: ModelShape) -> int:
+        """Of the model's parameters."""
+        if self.count == 1:
+            return shape.total
+        return self.numbers(layer_tensors(shape)) * shape.layers + self.numbers(root_tensors(shape))
+
+    def gathered(self, shape: ModelShape) -> int:
+        """Return how many numbers are whole while a micro-batch is computed. The root's stay so until backward ends."""
+        if self.count == 1:
+            return 0
+        return root_numbers(shape) + min(_TOGETHER, shape.layers) * layer_numbers(shape)
+
+
+ALONE = Rank()
+REDUCED_BYTES = 4 + 4
+"""Of a gradient's number, as a unit's gradients are summed over ranks: what is sent and what comes, in fp32."""
+
+
+def layer_tensors(shape: ModelShape) -> list[Dims]:
+    return [*shape.linears.values(), *((size,) for size in shape.vectors())]
+
+
+def root_tensors(shape: ModelShape) -> list[Dims]:
+    return [*shape.tables, (shape.hidden,)]
+
+
+def layer_numbers(shape: ModelShape) -> int:
+    return sum(map(prod, layer_tensors(shape)))
+
+
+def root_numbers(shape: ModelShape) -> int:
+    return sum(map(prod, root_tensors(shape)))
+
+
+def sums_kept(rounds: int) -> int:
+    """Return how many sums of gradients exist at most as a round begins: the ones in the binary number of the rounds
+    that are done (train/gradient_tree.py)."""
+    return max((done.bit_count() for done in range(rounds)), default=0)
+
+
+def busiest(costs: Sequence[float], ranks: int) -> float:
+    """Return what takes all ranks as long as these micro-batches: the largest of each round."""
+    return sum(max(costs[start : start + ranks]) for start in range(0, len(costs), ranks))

@@ -1,0 +1,261 @@
+"""A plan of a trainer of several ranks: GiB of each, seconds, and how many GPUs a run needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import weakref
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tandem.cli.main import app
+from tandem.ops.parts import rows_of
+from tandem.recipes import plan_run as recipes
+from tandem.recipes.random_checkpoints import SHAPES
+from tandem.runs.planner import plan as plans
+from tandem.runs.planner import step_time
+from tandem.runs.planner.calibration import machine
+from tandem.runs.planner.model_shape import read_shape, trained_tensors
+from tandem.runs.planner.plan import Plan, plan_run
+from tandem.runs.planner.plan_text import plan_text
+from tandem.runs.planner.rank_share import sums_kept
+from tandem.runs.planner.workload import work_of
+from tandem.spec.load import parse_spec, to_toml
+from tandem.spec.model import PresetModel
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.train.gradient_tree import TreeSum
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+import ranks as measured_ranks
+
+GIB = 2**30
+
+
+def checkpoint(home: Path, shape: str) -> str:
+    """Config and tokenizer, no weights."""
+    byte_tokenizer(151_643).save_pretrained(home)
+    (home / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return str(home)
+
+
+def sft(model: dict[str, Any], ranks: int, *, shares: int = 0, train: Any = None, **other: Any) -> Any:
+    train = {"steps": 3, "lr": 1e-5, "batch_size": 64, **(train or {})}
+    return parse_spec(
+        {
+            "recipe": "sft", "model": model, "data": {"kind": "file", "path": "a.jsonl"}, "train": train,
+            "parallel": {"ranks": ranks, "shares": shares}, **other,
+        }
+    )  # fmt: skip
+
+
+def of_8b(home: Path, ranks: int, **train: Any) -> Any:
+    model = {"path": checkpoint(home, "qwen3-8b"), "activations": "recompute"}
+    return sft(model, ranks, train=train, precision={"weights": "bfloat16"})
+
+
+def part(plan: Plan, name: str, phase: str = "train") -> float:
+    return next(each.parts[name] for each in plan.phases if each.name == phase)
+
+
+# --- GiB of a rank
+
+
+@pytest.mark.parametrize(("ranks", "measured_gib"), [(1, 48.4), (2, 31.8)])
+def test_the_peaks_of_1_7b_on_one_and_two_h100s_are_foretold(tmp_path, ranks, measured_gib):
+    """The spec of `benchmarks/gpu/ranks.py sft`, and its rows; measured in docs/PERFORMANCE.md."""
+    checkpoint(tmp_path / "checkpoint", "qwen3-1.7b")
+    measured_ranks.write_rows(tmp_path / "rows.jsonl", 64 * 2 + 200)
+    asked = argparse.Namespace(
+        shape="qwen3-1.7b", compile=True, activations="selective", lora=False, deadline_s=120.0, steps=8, rows=30,
+        micro_tokens=16384, optimizer="adamw",
+    )  # fmt: skip
+    spec = parse_spec(measured_ranks.spec_of(asked, tmp_path, ranks, batch_size=30 * ranks))
+    plan = recipes.plan_run(spec, gpu="h100")
+    assert plan.trainer_gib == pytest.approx(measured_gib, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+def test_ranks_hold_all_rows_once(ranks):
+    """Of 266 ids and vectors of 32: 4 does not divide the first, 7 neither."""
+    shape = read_shape(PresetModel(preset="tiny"))
+    one, several = (plan_run(sft({"preset": "tiny"}, count), gpu="cpu", row_tokens=64) for count in (1, ranks))
+    tensors = [dims for dims, _ in trained_tensors(shape, None)]
+    first = sum(prod((rows_of(dims[0], 0, ranks)[1], *dims[1:])) for dims in tensors)
+    assert part(several, "weights") * GIB == 4 * first
+    assert part(several, "optimizer") * GIB == 8 * first
+    assert len(several.ranks_gib) == several.ranks == ranks
+    assert list(several.ranks_gib) == sorted(several.ranks_gib, reverse=True)
+    every = [sum(prod((bottom - top, *dims[1:])) for dims in tensors for top, bottom in [rows_of(dims[0], rank, ranks)])
+             for rank in range(ranks)]  # fmt: skip
+    assert sum(every) == one.parameters["total"]
+    spread = several.ranks_gib[0] - several.ranks_gib[-1]  # weight, two moments, gradient, and 20 bytes in an update
+    assert spread == pytest.approx((4 + 8 + 4 + 20) * (every[0] - every[-1]) / GIB)
+
+
+def test_adapters_are_whole_on_every_rank_and_the_base_is_by_rows(tmp_path):
+    model = {"path": checkpoint(tmp_path, "qwen3-1.7b"), "lora": {"rank": 16}}
+    bf16 = {"weights": "bfloat16"}
+    one, four = (plan_run(sft(model, ranks, precision=bf16), gpu="h100", row_tokens=512) for ranks in (1, 4))
+    adapters = one.parameters["adapters"] * 4 / GIB
+    assert part(four, "weights") == pytest.approx((part(one, "weights") - adapters) / 4 + adapters, rel=1e-4)
+    assert part(four, "optimizer") == part(one, "optimizer")
+    assert part(four, "gradients") == 4 * part(one, "gradients")  # of which three parts were added to the first
+    assert part(four, "gathered") * GIB == 2 * (151_936 * 2048 + 2048 + 2 * layer_numbers("qwen3-1.7b"))
+    assert part(four, "merged copy", "export") < part(one, "merged copy", "export")
+
+
+def layer_numbers(shape: str) -> int:
+    return measured_ranks.layer_weights(shape) + 2 * SHAPES[shape]["hidden_size"] + 2 * 128
+
+
+@pytest.mark.parametrize("rounds", range(1, 18))
+def test_as_many_sums_are_planned_as_the_tree_keeps(rounds):
+    tree, alive, most = TreeSum(), list[Any](), 0
+    for _ in range(rounds):
+        most = max(most, sum(each() is not None for each in alive))
+        gradient = torch.zeros(1)
+        alive.append(weakref.ref(gradient))
+        tree.add({"w": gradient})
+        del gradient
+    assert sums_kept(rounds) == most
+
+
+def test_shares_on_one_rank_keep_sums_too():
+    train = {"batch_size": 8, "micro_tokens": 64}
+    plain, shared = (
+        plan_run(sft({"preset": "medium"}, 1, shares=shares, train=train), gpu="cpu", row_tokens=64)
+        for shares in (1, 8)
+    )
+    assert shared.work.rounds == 8
+    assert part(shared, "earlier gradients") == pytest.approx(3 * part(plain, "gradients"))
+    assert shared.peak_gib > plain.peak_gib
+
+
+def test_ranks_share_a_host_s_memory_and_have_a_gpu_each():
+    spec = sft({"preset": "medium"}, 4)
+    host, gpus = (plan_run(spec, gpu=kind, row_tokens=128) for kind in ("cpu", "h100"))
+    assert host.peak_gib == pytest.approx(sum(host.ranks_gib), rel=0.01)
+    assert host.trainer_gib == pytest.approx(host.ranks_gib[0])
+    assert host.least_gib > 4 * part(host, "process")
+    assert gpus.peak_gib == max(gpus.ranks_gib)
+    enough = host.peak_gib / 0.95
+    assert plan_run(spec, gpu="cpu", memory_gib=1.01 * enough, row_tokens=128).fits
+    assert not plan_run(spec, gpu="cpu", memory_gib=0.99 * enough, row_tokens=128).fits
+    assert "their processes share this host's memory" in plan_text(host)
+
+
+def test_an_engine_beside_the_trainer_is_on_the_first_rank_s_gpu(tmp_path):
+    spec = parse_spec(
+        {
+            "recipe": "rl", "model": {"path": checkpoint(tmp_path, "qwen3-1.7b"), "lora": {"rank": 16}},
+            "precision": {"weights": "bfloat16"}, "environment": {"name": "sort"}, "parallel": {"ranks": 2},
+            "train": {"steps": 5, "lr": 1e-6, "groups_per_step": 8, "group_size": 8, "max_tokens": 64},
+            "sync": {"bridge": "adapter"}, "engine": {"kind": "vllm", "memory_share": 0.4},
+        }
+    )  # fmt: skip
+    plan = plan_run(spec, gpu="h100")
+    assert plan.ranks_gib[0] > 0.4 * 79.2 > 2 * plan.ranks_gib[1]
+    assert plan.peak_gib == plan.ranks_gib[0]
+
+
+# --- how many GPUs
+
+
+def test_what_does_not_fit_on_one_gpu_says_on_how_many_it_does(tmp_path):
+    plan = plan_run(of_8b(tmp_path, 1), gpu="h100", row_tokens=2048)
+    ((ranks, gib),) = plan.ranks_that_fit.items()
+    assert not plan.fits
+    assert f"does not fit on 1, fits on {ranks} ({gib:.1f} GiB a rank)" in plan_text(plan)
+    there = plan_run(of_8b(tmp_path, ranks), gpu="h100", row_tokens=2048)
+    assert there.fits
+    assert max(there.ranks_gib) == pytest.approx(gib)
+    assert not there.ranks_that_fit
+    assert f"{ranks} x h100" in plan_text(there)
+    half = plan_run(of_8b(tmp_path, ranks // 2), gpu="h100", row_tokens=2048)
+    assert not half.fits
+    assert half.ranks_that_fit == plan.ranks_that_fit
+
+
+def test_the_command_says_it_as_json_too(tmp_path):
+    (tmp_path / "spec.toml").write_text(to_toml(of_8b(tmp_path, 1)))
+    told = CliRunner().invoke(
+        app, ["plan", str(tmp_path / "spec.toml"), "--gpu", "h100", "--row-tokens", "2048", "--json"]
+    )
+    said = json.loads(told.stdout)
+    assert told.exit_code == 1
+    assert (said["ranks"], said["fits"], list(said["ranks_that_fit"])) == (1, False, ["4"])
+    assert said["ranks_that_fit"]["4"] < 76.8 < said["ranks_gib"][0] == said["peak_gib"]
+
+
+def test_what_more_ranks_do_not_divide_is_said_to_stand_in_the_way(tmp_path):
+    plan = plan_run(of_8b(tmp_path, 1, micro_tokens=400_000), gpu="h100", row_tokens=400_000)
+    assert not plan.ranks_that_fit
+    assert "nor on any number up to 8" in plan_text(plan)
+    assert "GiB, most of it for activations, " in plan.why_no_ranks
+    assert plan.why_no_ranks.endswith("every rank has all of it")
+
+
+def test_what_several_ranks_refuse_is_said_instead(tmp_path):
+    plan = plan_run(of_8b(tmp_path, 1, optimizer={"kind": "muon"}), gpu="h100", memory_gib=40, row_tokens=2048)
+    assert not plan.fits
+    assert "several ranks are refused: train.optimizer.kind = 'muon': needs whole matrices" in plan.why_no_ranks
+
+
+def test_changes_that_ranks_refuse_are_not_proposed(tmp_path):
+    plan = plan_run(of_8b(tmp_path, 2), gpu="h100", memory_gib=40, row_tokens=2048)
+    assert plan.changes
+    assert not any("apollo" in change for change in plan.changes)
+
+
+# --- seconds
+
+
+def test_ranks_take_less_time_than_one_and_what_goes_between_them_counts(tmp_path):
+    spec = {ranks: of_8b(tmp_path, ranks) for ranks in (1, 2, 4)}
+    times = {ranks: plan_run(each, gpu="h100", row_tokens=2048).times for ranks, each in spec.items()}
+    assert times[1].ranks_s == 0.0
+    for ranks in (2, 4):
+        between, rounds = times[ranks].ranks_s, 8 / ranks
+        layers = 36 * layer_numbers("qwen3-8b")
+        root = 2 * 151_936 * 4096 + 4096
+        sent = (2 * (2 * layers + root) + 4 * (layers + root)) * (ranks - 1) / ranks
+        assert between is not None
+        assert between == pytest.approx(rounds * sent / 194e9, rel=0.001)
+        assert times[ranks].train_s - between == pytest.approx(times[1].train_s / ranks, rel=0.02)
+
+
+def test_what_goes_between_ranks_is_not_calibrated_on_a_cpu_and_between_hosts(tmp_path):
+    host = plan_run(sft({"preset": "tiny"}, 2), gpu="cpu", row_tokens=64)
+    many = plan_run(of_8b(tmp_path, 16), gpu="h100", row_tokens=2048)
+    for plan in (host, many):
+        assert plan.times.ranks_s is None
+        assert plan.times.not_calibrated == ("what goes between ranks",)
+        assert "of which between ranks not calibrated" in plan_text(plan)
+        assert plan.as_json()["times"]["ranks_s"] is None
+
+
+def test_a_bridge_without_figures_is_not_calibrated(monkeypatch):
+    spec = parse_spec(
+        {
+            "recipe": "rl", "model": {"preset": "tiny"}, "environment": {"name": "sort"},
+            "engine": {"kind": "server"}, "sync": {"bridge": "disk"},
+            "train": {"steps": 5, "lr": 1e-6, "groups_per_step": 4, "group_size": 8, "max_tokens": 64},
+        }
+    )  # fmt: skip
+    known = plan_run(spec, gpu="h200")
+    target = replace(machine("h200"), sync={})
+    monkeypatch.setattr(plans, "machine", lambda kind, memory_gib: target)
+    plan = plan_run(spec, gpu="h200")
+    assert plan.times.sync_s is None
+    assert plan.times.step_s == pytest.approx(known.times.step_s - (known.times.sync_s or 0.0))
+    assert "sync not calibrated" in plan_text(plan)
+    assert "without sync over 'disk': not calibrated on 'h200'" in plan_text(plan)
+    shape = read_shape(spec.model)
+    assert step_time.times(spec, shape, work_of(spec, shape, 0.7), target).not_calibrated == ("sync over 'disk'",)
