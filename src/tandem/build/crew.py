@@ -52,6 +52,7 @@ def policy_by_rows(
     import torch
 
     from tandem.model.cast_precision import narrow
+    from tandem.model.hosts import Hosts
     from tandem.model.load_rows import opened_model
     from tandem.model.rows import Rows, RowsPolicy
     from tandem.train.crew_policy import CrewPolicy
@@ -68,7 +69,8 @@ def policy_by_rows(
             module, rows_of = stack.enter_context(files)
         elif first != torch.float32:
             narrow(module, torch.device("cpu"), None)
-        rows = Rows(crew.rank, crew.ranks, crew.device, tree=tree, tick=crew.tick)
+        hosts = Hosts(crew.rank, crew.ranks, crew.shards, crew.device, crew.timeout)
+        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
@@ -161,6 +163,7 @@ class Member:
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
+        self._crew.shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
