@@ -123,6 +123,8 @@ def test_several_ranks_give_the_bytes_of_one(trained, ranks, hosts, case):
 def test_cases_differ_from_each_other(trained):
     """Or the comparison would show nothing."""
     weights = [
-        json.dumps(sorted(hashes(trained / "ranks-2-hosts-1" / case).items())) for case in CASES if "recompute" not in case
+        json.dumps(sorted(hashes(trained / "ranks-2-hosts-1" / case).items()))
+        for case in CASES
+        if "recompute" not in case
     ]
     assert len(set(weights)) == len(weights)

@@ -6,10 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import training
 from tandem.protocols import Trainer
+from tandem.runs.shared_directory import why_unseen
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
@@ -94,8 +96,18 @@ def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, childr
     return crew
 
 
-def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int, local_ranks: int) -> None:
-    """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended."""
+def follow(
+    store: Any,
+    rank: int,
+    ranks: int,
+    spec: RunSpec,
+    *,
+    local_rank: int,
+    local_ranks: int,
+    directory: Path | None = None,
+) -> None:
+    """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended. `directory`: the run's,
+    as this rank's own command line names it."""
     import signal
 
     from tandem.train.crew import Crew
@@ -115,7 +127,7 @@ def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int,
     device = device_of(spec, local_rank, local_ranks)
     crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
     met.append(crew)
-    member = Member(crew)
+    member = Member(crew, directory)
     crew.handle("begin", member.begin)
     try:
         crew.follow()
@@ -134,7 +146,7 @@ def rank_files(crew: Crew, spec: RlSpec) -> RankFiles:
     """Return this rank's end of versions that travel as files."""
     from tandem.bridge.files.rank_files import RankFiles
 
-    return RankFiles(crew, spec.sync.bridge, _num_shards(spec))
+    return RankFiles(crew, spec.sync.bridge, crew.shards)
 
 
 def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weights], object]:
@@ -149,25 +161,26 @@ def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weigh
     return RankSender(crew.rank, crew.device).send
 
 
-def _num_shards(spec: RlSpec) -> int:
-    """Return into how many runs of rows each tensor is cut."""
-    return spec.parallel.ranks // spec.parallel.hosts
-
-
 class Member:
     """One rank. Its handlers build the same as the other ranks' build."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, crew: Crew, directory: Path | None = None) -> None:
+        self._crew, self._directory = crew, directory
         self._sender: Callable[[Mapping[str, Any], Weights], object] | None = None
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
         self._crew.shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
+        self._crew.handle("see", self._see)
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
         self._crew.handle("send", self._send)  # on rank 0 its bridge takes this order over
+
+    def _see(self, path: str, token: str) -> str:
+        """Return why this rank does not see the run's directory, by rank 0's path and by its own; empty if it does."""
+        paths = [Path(path), *filter(None, [self._directory])]
+        return next(filter(None, (why_unseen(each, token, self._crew.tick) for each in paths)), "")
 
     def _model(self, max_context: int) -> training.BuiltModel | None:
         spec = self._spec

@@ -1,9 +1,9 @@
 """Ranks on several hosts: each host holds every row of the weights once, and gradients are summed between hosts.
 
-Rank r is on host r // shards and holds run r % shards of the rows, so ranks that are `shards` apart hold the same. FSDP2
-sees the ranks of this host alone. Between hosts, ranks that hold the same rows add their host's sums: each adds a piece
-of them, in the order of hosts, and gets the other pieces added. With a power of two of ranks a host, that continues the
-tree of train/gradient_tree.py.
+Rank r is on host r // shards and holds run r % shards of the rows, so ranks that are `shards` apart hold the same.
+FSDP2 sees the ranks of this host alone. Between hosts, ranks that hold the same rows add the sums of their hosts: each
+adds one piece, in the order of hosts, and gets the other pieces from the others. Where a host has a power of two of
+ranks, that continues the tree of train/gradient_tree.py.
 """
 
 from __future__ import annotations

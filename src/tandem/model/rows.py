@@ -81,8 +81,10 @@ class Rows:
             each.data = each.data.to(self.device)
         self.whole = [(name, each) for name, each in module.named_parameters() if each in whole]
         options: dict[str, Any] = {
-            "mesh": self.hosts.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32), "ignored_params": whole,
-        }  # fmt: skip
+            "mesh": self.hosts.mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "ignored_params": whole,
+        }
         self._units = [*_layers(module), module]
         for unit in self._units[:-1]:
             fully_shard(unit, **options)
