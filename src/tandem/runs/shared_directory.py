@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ _ENOUGH_S = 5.0
 
 
 @contextmanager
-def token_in(directory: Path) -> Iterator[str]:
+def token_in(directory: Path) -> Generator[str]:
     """Yield a token that the directory has until the block ends."""
     token, file = secrets.token_hex(8), directory / _NAME
     file.write_text(token)
