@@ -125,8 +125,8 @@ FAULTS: dict[str, Callable[[int, Part], Iterator[Part]]] = {
 
 
 def weights_of(version: int, rank: int, num_ranks: int, fault: str = "", hosts: int = 1) -> Weights:
-    """`hosts`: each has all rows. `fault`: one of FAULTS; or `stale`, rows of the version before under this version's number; or `replicas`, and
-    `replicas differ`: every rank holds norms whole."""
+    """`hosts`: each has all rows. `fault`: one of FAULTS; or `stale`, rows of the version before under this version's
+    number; or `replicas`, and `replicas differ`: every rank holds norms whole."""
     passes = 0
 
     def rows() -> Iterator[Part]:

@@ -249,7 +249,8 @@ async def _train(
     run.event("load")
     if crew is not None:
         run.event("ranks", ranks=crew.ranks, hosts=crew.hosts)
-        run.view.say(f"   {crew.ranks} ranks, on {', '.join(dict.fromkeys(crew.hosts))}; their logs are in ranks/")
+        logs = "; their logs are in ranks/" if (run.directory / "ranks").exists() else ""
+        run.view.say(f"   {crew.ranks} ranks, on {', '.join(dict.fromkeys(crew.hosts))}{logs}")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run, checkpointer, crew)
         return

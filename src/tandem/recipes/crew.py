@@ -18,7 +18,8 @@ from tandem.errors import RankLost, SpecError
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
 from tandem.runs.shared_directory import token_in
 from tandem.spec.load import parse_spec
-from tandem.spec.run import RunSpec
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.sync import BroadcastSync
 
 
 class Crew(Protocol):
@@ -36,6 +37,7 @@ _LAUNCHER = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOOK_S = 0.2
 _SETTLE_S = 1.0
 
@@ -107,7 +109,8 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
         if processes is None:
-            _refuse_unseen(crew, directory)
+            refuse_unreachable(crew, spec)
+            refuse_unseen(crew, directory)
         yield crew
     finally:
         if crew is not None:
@@ -116,7 +119,17 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
             processes.close(grace_s=0.0 if crew is None or crew.broken else 10.0)
 
 
-def _refuse_unseen(crew: Crew, directory: Path) -> None:
+def refuse_unreachable(crew: Crew, spec: RunSpec) -> None:
+    """SpecError where ranks of other hosts send weights and are told an address that leads to themselves."""
+    away = next((rank for rank, host in enumerate(crew.hosts) if host != crew.hosts[0]), 0)
+    if away and isinstance(spec, RlSpec) and isinstance(spec.sync, BroadcastSync) and spec.sync.host in _LOOPBACK:
+        raise SpecError(
+            f"sync.host = '{spec.sync.host}': rank {away} on host {crew.hosts[away]} cannot reach rank 0 by it; set "
+            f"sync.host to an address of {crew.hosts[0]} that the other hosts reach"
+        )
+
+
+def refuse_unseen(crew: Crew, directory: Path) -> None:
     """SpecError unless the ranks of all hosts see the run's directory: each of them writes into it."""
     with token_in(directory) as token:
         answers = crew.order("see", path=str(directory.absolute()), token=token)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _NAME = ".token"
 _LOOK_S = 0.2
-_ENOUGH_S = 5.0
+ENOUGH_S = 5.0
 """A network file system may show a new file late."""
 
 
@@ -27,7 +27,7 @@ def token_in(directory: Path) -> Generator[str]:
 
 def why_unseen(directory: Path, token: str, tick: Callable[[], None] = lambda: None) -> str:
     """Return why this is not the directory that has the token; empty if it is."""
-    until = time.monotonic() + _ENOUGH_S
+    until = time.monotonic() + ENOUGH_S
     while True:
         try:
             found = (directory / _NAME).read_text()
