@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import SpecError
+from tandem.io import shared_directory
+from tandem.io.shared_directory import token_in, why_unseen
 from tandem.recipes import crew as crews
-from tandem.runs import shared_directory
-from tandem.runs.shared_directory import token_in, why_unseen
 from tandem.spec.load import parse_spec
 
 RL: dict[str, Any] = {

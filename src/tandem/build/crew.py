@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import training
+from tandem.io.shared_directory import why_unseen
 from tandem.protocols import Trainer
-from tandem.runs.shared_directory import why_unseen
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import RankLost, SpecError
+from tandem.io.shared_directory import token_in
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
-from tandem.runs.shared_directory import token_in
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.sync import BroadcastSync
