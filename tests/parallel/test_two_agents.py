@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from run_commands import ENVIRONMENT, ranks, train, write_spec
 
 import tandem
@@ -111,7 +112,9 @@ def test_a_directory_that_the_other_host_does_not_see_is_refused(tmp_path):
     assert not (places[1] / "runs").exists()
 
 
-def test_a_rank_lost_on_the_other_host_ends_both(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_lost_on_the_other_host_ends_both(tmp_path, sent):
+    """Of a rank that stands still, torchrun notices it last: after its 30 s."""
     spec, run = write_spec(tmp_path, steps=400), tmp_path / "run"
     with two_agents(spec, run, "--set", "parallel.deadline_s=6", places=[tmp_path] * 2) as agents:
         until = time.monotonic() + 150
@@ -120,8 +123,8 @@ def test_a_rank_lost_on_the_other_host_ends_both(tmp_path):
             time.sleep(0.1)
         victims = processes_of(run)
         assert sorted(victims) == [0, 1, 2, 3]
-        os.kill(victims[3], signal.SIGKILL)
-        said = [agent.communicate(timeout=60)[0] for agent in agents]
+        os.kill(victims[3], sent)
+        said = [agent.communicate(timeout=100)[0] for agent in agents]
         assert processes_of(run) == {}
     assert all(agent.returncode for agent in agents)
     lost = f"RankLost: rank 3 on host {socket.gethostname()}: shows no sign of life"
