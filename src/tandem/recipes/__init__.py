@@ -304,4 +304,5 @@ def _signals_end(checkpointer: RunCheckpointer) -> Iterator[None]:
         for timer in timers:
             timer.cancel()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is stop:  # after a rank was lost, SIGTERM is ignored
+                signal.signal(number, handler)

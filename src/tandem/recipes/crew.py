@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from tandem.errors import RankLost, SpecError
@@ -72,10 +70,7 @@ def is_follower() -> bool:
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Around a command that trains: where a launcher has started ranks and nothing was trained, let them go. The
-    process ends with the command, so it keeps the handler."""
-    if given_by_launcher() is not None:
-        signal.signal(signal.SIGTERM, _end_unless_lost)
+    """Around a command that trains: where a launcher has started ranks and nothing was trained, let them go."""
     try:
         yield
     finally:
@@ -83,14 +78,6 @@ def leading() -> Iterator[None]:
             from tandem.build import crew as build
 
             build.call_off(_given_store())
-
-
-def _end_unless_lost(number: int, _: FrameType | None) -> None:
-    """SIGTERM before a run and after it. When a rank is lost all others end, and the launcher then ends this one, too:
-    it first says which rank that was."""
-    if not isinstance(sys.exception(), RankLost):
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
 
 
 def follow(spec: RunSpec, directory: Path | None = None) -> None:
@@ -127,6 +114,10 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
             refuse_unseen(crew, directory)
         yield crew
     finally:
+        if crew is not None and crew.broken and processes is None:
+            # The launcher sends SIGTERM once a rank has ended. This one ends, too, and first says which rank was lost.
+            with suppress(ValueError):  # another thread than the main one
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if crew is not None:
             crew.close()
         if processes is not None:
